@@ -1,0 +1,1 @@
+"""alpa_lite: automatic parallelisation of JAX train steps on stock JAX."""

@@ -1,0 +1,31 @@
+"""Exceptions that users see. Each message names the argument, the value received, and the remedy."""
+
+from __future__ import annotations
+
+
+class AlpaLiteError(Exception):
+    """Base class of every error that alpa_lite raises on purpose."""
+
+
+class OptionError(AlpaLiteError, ValueError):
+    """An option of `parallelize` has a value that cannot be used."""
+
+
+class SignatureError(AlpaLiteError, TypeError):
+    """The arguments of a step do not have the structure that planning needs (state, batch, static)."""
+
+
+class TracingError(AlpaLiteError, TypeError):
+    """The step function cannot be traced, for example because it branches on a traced value."""
+
+
+class InfeasibleError(AlpaLiteError, RuntimeError):
+    """No plan satisfies the constraints, such as the memory budget or the device count."""
+
+
+class PlanError(AlpaLiteError, ValueError):
+    """A plan cannot be loaded or does not belong to this program, cluster or version."""
+
+
+class VerificationError(AlpaLiteError, RuntimeError):
+    """What the compiler does differs from what the plan says."""

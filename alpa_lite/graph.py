@@ -1,0 +1,183 @@
+"""The program that passes work on: a jaxpr with calls inlined, unique value numbers, and structured control flow.
+
+A `Graph` holds one `Block`. A block is a straight line of `Op`s. An op whose primitive is `scan`, `while` or `cond`
+carries its bodies as nested blocks; calls (`jit`, `custom_jvp_call`, `custom_vjp_call`, remat) have been inlined, and
+any other higher-order primitive (`shard_map`, `pallas_call`, callbacks, linear solves) is one opaque op.
+
+Value numbers are unique over the whole graph, nested blocks included, so a table indexed by value needs no scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known of one value.
+
+    Attributes:
+      shape: its dims; for typed random keys the logical dims, without the key's own words.
+      dtype: a NumPy dtype or a JAX extended dtype.
+      aval: JAX's abstract value (weak type included).
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    aval: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return int(getattr(self.dtype, "itemsize", 4))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Lit:
+    """A literal operand: always a scalar or a small array, the same on every device."""
+
+    value: Any
+    aval: Any
+
+
+Atom = int | Lit
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One equation.
+
+    Attributes:
+      index: its number, unique over the graph, increasing in program order within a block; a nested block's ops are
+        numbered before the op that carries them.
+      primitive: the JAX primitive; `primitive.name` is its name.
+      params: the equation's parameters. For scan, while and cond the inner jaxprs are kept here too, for reference only:
+        `bodies` is what counts.
+      operands, results: value numbers, or literals among the operands.
+      bodies: scan: (body,); while: (cond, body); cond: one a branch. A scan body's inputs are consts, carry, xs in
+        that order and its outputs carry, ys (`num_consts` and `num_carry` in params).
+      source: JAX's source info, for name stacks, line numbers and re-emission.
+      key: equal for two ops that compute the same function of equally shaped operands (primitive, parameters, shapes,
+        dtypes, literal values); hashable; independent of value numbers.
+    """
+
+    index: int
+    primitive: Any
+    params: Mapping[str, Any]
+    operands: tuple[Atom, ...]
+    results: tuple[int, ...]
+    bodies: tuple[Block, ...]
+    source: Any
+    key: Any
+    ctx: Any = None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.primitive.name
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A straight line of ops."""
+
+    inputs: tuple[int, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Atom, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A whole program.
+
+    Attributes:
+      values: indexed by value number.
+      block: the top block; its inputs are the step's flat arguments, then the closed-over constants.
+      constants: the closed-over arrays, one for each of the last inputs of the block.
+    """
+
+    values: tuple[Value, ...]
+    block: Block
+    constants: tuple[Any, ...] = ()
+
+    def ops(self) -> Iterator[Op]:
+        """Every op, nested ones before the op that carries them."""
+        yield from walk(self.block)
+
+
+def walk(block: Block) -> Iterator[Op]:
+    """Every op of a block, nested ones before the op that carries them."""
+    for op in block.ops:
+        for body in op.bodies:
+            yield from walk(body)
+        yield op
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One flat leaf of the step's arguments, or of its result.
+
+    Attributes:
+      path: `jax.tree_util.keystr` prefixed with the parameter's name, such as `state['params']['w']`.
+      role: "state" (comes back with the same shape and dtype), "batch", or "other" (a random key, a scalar).
+    """
+
+    path: str
+    role: str
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced step: the graph, and what its flat inputs and outputs are.
+
+    Attributes:
+      graph: the program.
+      arguments: one for each flat argument (graph inputs without the constants).
+      outputs: one for each flat output; role "state" where it is the new value of an argument, else "other".
+      state: pairs (output number, argument number): this output is the new value of that argument.
+      in_tree, out_tree: pytree definitions of (args, kwargs) and of the result.
+      notes: remarks for the plan (which argument is the batch, and why).
+    """
+
+    graph: Graph
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    state: tuple[tuple[int, int], ...]
+    in_tree: Any
+    out_tree: Any
+    notes: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(graph: Graph) -> None:
+    """Raises AssertionError unless every value is defined once, before its use, in its own block or an outer one."""
+    defined: set[int] = set()
+
+    def visit(block: Block, seen: set[int]) -> None:
+        seen = set(seen)
+        for value in block.inputs:
+            assert value not in defined, f"value {value} is defined twice"
+            defined.add(value)
+            seen.add(value)
+        for op in block.ops:
+            for atom in op.operands:
+                assert isinstance(atom, Lit) or atom in seen, f"{op.name} uses value {atom} before its definition"
+            for body in op.bodies:
+                visit(body, set())  # bodies are closed: what they use comes in through their inputs
+            for value in op.results:
+                assert value not in defined, f"value {value} is defined twice"
+                defined.add(value)
+                seen.add(value)
+        for atom in block.outputs:
+            assert isinstance(atom, Lit) or atom in seen, f"block output {atom} is not defined"
+
+    visit(graph.block, set())
