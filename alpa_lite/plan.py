@@ -1,8 +1,39 @@
-"""The plan: what was decided, what it costs, and why. A value without devices that prints, saves, loads and compares."""
+"""The plan: what was decided, what it costs, and why. A value without devices that prints, saves, loads and compares.
+
+A plan is three things at once:
+
+  a decision   `Plan.decisions` says which mesh axes shard each factor of each operation; with the shardings of the
+               arguments (`Stage.arguments`) that is all that replaying a plan needs, without solving;
+  a prediction `Plan.collectives`, `Stage.memory` and `Plan.step_seconds` say what the decision costs;
+  a reason     `Decision.alternatives` and `Plan.candidates` say what else there was, and what it would have cost.
+
+Units are seconds per step, bytes per device, and FLOPs, unless an attribute says otherwise. A file holds the plan as
+JSON with a schema version (`SCHEMA`), never as a pickle.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax.sharding import PartitionSpec
+
+from alpa_lite import json_codec
+from alpa_lite.errors import PlanError
+
+if TYPE_CHECKING:
+    from alpa_lite.cluster import Cluster
+
+SCHEMA = 1
+"""The version of the plan file. Raised whenever a file of the old version could no longer be read."""
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
+"""The kinds of collectives."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +55,358 @@ class Collective:
     count: int
     stage: int
     where: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One flat argument or result of the step.
+
+    Attributes:
+      path: `jax.tree_util.keystr` prefixed with the parameter's name.
+      shape: its dims.
+      dtype: the dtype's name.
+      bytes: of the whole value.
+      role: "state", "batch" or "other", as in `graph.Argument`.
+      spec: how the mesh shards it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    role: str
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device.
+
+    Attributes:
+      params, gradients, optimizer, activations: the largest amount that each kind takes.
+      total: the peak. The kinds need not peak together, so it may be less than their sum.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    activations: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One mesh and what runs on it.
+
+    Attributes:
+      mesh_shape, axis_names: the mesh; axes are major to minor in device number.
+      arguments, results: the flat arguments and results, in the step's order.
+      memory: bytes per device.
+      seconds: predicted seconds per step.
+      compute_seconds, communication_seconds: what `seconds` consists of.
+    """
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+    memory: Memory
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+
+    @property
+    def inputs(self) -> dict[str, PartitionSpec]:
+        """The sharding of every argument, by path."""
+        return {leaf.path: leaf.spec for leaf in self.arguments}
+
+    @property
+    def outputs(self) -> dict[str, PartitionSpec]:
+        """The sharding of every result, by path."""
+        return {leaf.path: leaf.spec for leaf in self.results}
+
+    def shards(self, spec: PartitionSpec) -> int:
+        """Into how many different blocks `spec` cuts a value."""
+        sizes = dict(zip(self.axis_names, self.mesh_shape, strict=True))
+        return math.prod(sizes[axis] for axes in spec_axes(spec) for axis in axes)
+
+    def bytes_per_device(self, leaf: Leaf) -> int:
+        """Bytes of one device's block of `leaf`."""
+        return -(-leaf.bytes // self.shards(leaf.spec))
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How the choice was found.
+
+    Attributes:
+      status: "optimal", "feasible" (a gap remains), or "replayed", "fixed" where nothing was solved.
+      objective, bound: predicted seconds of the choice, and the proven lower bound.
+      gap: (objective - bound) / objective.
+      seconds: spent solving.
+      variables: of the largest program given to the solver.
+    """
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    variables: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One strategy that an operation could have taken, the chosen one included.
+
+    The seconds are per step and for all `Decision.count` tied operations together.
+
+    Attributes:
+      strategy: the mesh axes of each factor.
+      layout: the layouts of operands and results as text, such as "[d, None] x [None, m] -> [d, m]".
+      compute_seconds: the roofline time of the operation itself.
+      communication_seconds: collectives of the operation itself (reductions).
+      transfer_seconds: resharding of its operands and results, given the neighbours' chosen strategies.
+      bytes_per_device: what its results and saved operands take.
+      total_seconds: the objective when this alternative is forced and everything else is chosen anew; None if unknown.
+      total_communication_seconds: the communication in `total_seconds`; None if unknown.
+      batch_seconds: the part of compute, communication and transfer seconds that grows with the batch; None if unknown.
+      feasible: whether a plan with it fits the memory budget.
+    """
+
+    strategy: tuple[tuple[str, ...], ...]
+    layout: str
+    compute_seconds: float
+    communication_seconds: float
+    transfer_seconds: float
+    bytes_per_device: int
+    total_seconds: float | None = None
+    total_communication_seconds: float | None = None
+    batch_seconds: float | None = None
+    feasible: bool = True
+
+    @property
+    def node_seconds(self) -> float:
+        """Compute plus the operation's own collectives."""
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def local_seconds(self) -> float:
+        """Everything that the choice costs here: compute, collectives and resharding."""
+        return self.node_seconds + self.transfer_seconds
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for one operation or argument, and for all that are tied to it.
+
+    Attributes:
+      key: structural and stable across JAX versions; replaying finds the operation by it.
+      name: readable, such as "dot_general bsd,df->bsf", or the path of an argument.
+      where: the user's source line and name scope.
+      count: how many tied operations share this decision.
+      factors: a size for each factor, or for an argument for each dim.
+      strategy: the mesh axes that shard each factor, major to minor.
+      seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
+      alternatives: the strategies there were, the chosen one included, cheapest first.
+      paths: for arguments, the paths of all that are tied; empty for operations.
+    """
+
+    key: str
+    name: str
+    where: str
+    count: int
+    factors: tuple[int, ...]
+    strategy: tuple[tuple[str, ...], ...]
+    seconds: float
+    alternatives: tuple[Alternative, ...] = ()
+    paths: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Alternative | None:
+        """The alternative that was chosen; None if alternatives were not kept."""
+        return next((a for a in self.alternatives if a.strategy == self.strategy), None)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """An operation that every device does whole, or that leaves the region of written collectives.
+
+    Attributes:
+      name: the operation.
+      where: the user's source line and name scope.
+      reason: why.
+      bytes: of its operands and results, whole.
+      seconds: what it costs per step, for all `count`.
+      count: how many alike operations.
+    """
+
+    name: str
+    where: str
+    reason: str
+    bytes: int
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh shape or a textbook plan that was weighed against this plan.
+
+    Attributes:
+      method: "Sharded", "DataParallel", ...
+      mesh_shape: the mesh.
+      step_seconds: predicted; None if it was not finished (cut off by a better one, or infeasible).
+      bytes_per_device: predicted peak; None if unknown.
+      status: "chosen", "slower", "cutoff", "infeasible", ...
+    """
+
+    method: str
+    mesh_shape: tuple[int, ...]
+    step_seconds: float | None
+    bytes_per_device: int | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, what it costs, and why.
+
+    Attributes:
+      method: what was asked for, such as "Auto()".
+      cluster: the devices that the plan is for.
+      num_devices, num_stages, num_microbatches, schedule: 1, 1 and "none" on one mesh without pipelines.
+      step_seconds: predicted seconds per step.
+      fingerprint: a hash of `ingredients`.
+      ingredients: what the plan belongs to (JAX version, program, argument signature, mesh, options), each as text.
+      notes: remarks such as which argument is the batch, and why.
+      memory_per_device: the budget in bytes per device.
+      stages: one a pipeline stage.
+      collectives: the logical collectives in program order.
+      collective_seconds: one for each of `collectives`: predicted seconds per step of all its executions.
+      solver: how the choice was found.
+      decisions: what replaying needs.
+      replicated: what is not distributed, heaviest first.
+      rewrites: what the compiler is known to change afterwards, each by name.
+      verification: what was checked against the compiler, with the outcome.
+      candidates: the mesh shapes and textbook plans that were weighed.
+      planning_seconds: what planning took, by pass.
+    """
+
+    method: str
+    cluster: Cluster
+    num_devices: int
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    step_seconds: float
+    fingerprint: str
+    memory_per_device: int
+    stages: tuple[Stage, ...]
+    collectives: tuple[Collective, ...]
+    collective_seconds: tuple[float, ...]
+    solver: Solver
+    decisions: tuple[Decision, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    verification: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    ingredients: Mapping[str, str] = field(default_factory=dict)
+    planning_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.collectives) != len(self.collective_seconds):
+            raise ValueError(f"{len(self.collectives)} collectives but {len(self.collective_seconds)} seconds")
+        if len(self.stages) != self.num_stages:
+            raise ValueError(f"num_stages is {self.num_stages} but there are {len(self.stages)} stages")
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.decisions))
+
+    def __str__(self) -> str:
+        from alpa_lite.report import text
+
+        return text.render(self)
+
+    def explain(self, path_or_operation: str) -> str:
+        """Why the named argument or operation is sharded as it is, and what would have to change for another choice.
+
+        Args:
+          path_or_operation: the path of an argument, or (part of) the name or source line of an operation.
+
+        Raises:
+          PlanError: if nothing has that name; the message holds close matches.
+        """
+        from alpa_lite.report import explain
+
+        return explain.explain(self, path_or_operation)
+
+    def diff(self, other: Plan) -> str:
+        """What `other` does differently: mesh, shardings, collectives, memory, seconds."""
+        from alpa_lite.report import diff
+
+        return diff.diff(self, other)
+
+    def to_json(self) -> dict:
+        """The plan as JSON values, with the schema version."""
+        return {"format": "alpa_lite.Plan", "schema": SCHEMA, "plan": json_codec.encode_fields(self)}
+
+    @staticmethod
+    def from_json(data: object, source: str = "the given data") -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+          PlanError: if `data` is not a plan of this schema; `source` is named in the message.
+        """
+        if not isinstance(data, dict) or data.get("format") != "alpa_lite.Plan":
+            raise PlanError(f"{source} is not an alpa_lite plan; write one with Plan.save(path).")
+        found = data.get("schema")
+        if found != SCHEMA:
+            raise PlanError(
+                f"{source} has plan schema version {found!r}, and this alpa_lite reads version {SCHEMA}; "
+                "plan again, or use the alpa_lite that wrote it."
+            )
+        try:
+            return json_codec.decode_fields(Plan, data.get("plan"), _types())
+        except json_codec.DecodeError as error:
+            raise PlanError(f"{source} is a damaged plan: {error}; plan again.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON to `path`; a file that is there is replaced only once the new one is whole."""
+        target = Path(path)
+        part = target.with_name(target.name + f".{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+          PlanError: if the file cannot be read, is not a plan, or has another schema version.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"plan file {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise PlanError(
+                f"plan file {os.fspath(path)!r} is not valid JSON ({error}); it may be cut short: plan again."
+            ) from error
+        return Plan.from_json(data, f"plan file {os.fspath(path)!r}")
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dim: P('a', None, ('b', 'c')) gives (('a',), (), ('b', 'c'))."""
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+
+
+def _types() -> dict[str, type]:
+    """The names in annotations that this module does not import at run time."""
+    from alpa_lite.cluster import Cluster
+
+    return {"Cluster": Cluster}
