@@ -1,0 +1,172 @@
+"""What a model of this folder provides, and how a training step is made of it.
+
+A model file gives a configuration class, sizes, a module, a loss and the fields of its batch. `ModelSpec` turns these
+into steps: `build` and `build_nnx` with arrays, `abstract` with shapes. Shapes come from `nnx.eval_shape`, which runs
+the initialisation on abstract values, so a model of 175 billion parameters takes seconds and no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from .training import functional_step, make_optimizer, module_step
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a batch.
+
+    Attributes:
+      shape: with the batch dim first.
+      dtype: a NumPy dtype.
+      limit: integers are drawn from [0, limit); None for a standard normal.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any = np.float32
+    limit: int | None = None
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype alone."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def sample(self, rng: np.random.Generator) -> np.ndarray:
+        """A random array of this shape."""
+        if self.limit is None:
+            return rng.standard_normal(self.shape, np.float32).astype(self.dtype)
+        return rng.integers(0, self.limit, self.shape).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model with its sizes.
+
+    Attributes:
+      name: the name in `MODELS`.
+      sizes: size name to configuration, a frozen dataclass.
+      model: `(config, *, rngs) -> nnx.Module`.
+      loss: `(model, batch) -> float32 scalar`.
+      fields: `(config, batch_size) -> {name: Field}`, the arrays of a batch.
+      step_flops: `(config, batch_size) -> FLOPs` of one training step; see `flops`.
+    """
+
+    name: str
+    sizes: Mapping[str, Any]
+    model: Callable[..., nnx.Module]
+    loss: Callable[[Any, Batch], jax.Array]
+    fields: Callable[[Any, int], dict[str, Field]]
+    step_flops: Callable[[Any, int], float]
+
+    def config(self, size: str, **overrides: Any) -> Any:
+        """The configuration of `size`, with some of its attributes replaced.
+
+        Raises:
+          ValueError: for a size or an attribute that does not exist; the message lists those that do.
+        """
+        if size not in self.sizes:
+            raise ValueError(f"{self.name} has no size {size!r}; choose one of {', '.join(self.sizes)}")
+        config = self.sizes[size]
+        known = [field.name for field in dataclasses.fields(config)]
+        unknown = [name for name in overrides if name not in known]
+        if unknown:
+            raise ValueError(f"{self.name} has no attribute {unknown[0]!r}; it has {', '.join(known)}")
+        return dataclasses.replace(config, **overrides)
+
+    def build(
+        self,
+        size: str,
+        batch: int,
+        seed: int = 0,
+        *,
+        optimizer: str | optax.GradientTransformation = "adamw",
+        learning_rate: float | None = None,
+        **overrides: Any,
+    ) -> tuple[Callable[..., Any], tuple[Any, Batch]]:
+        """A functional training step and concrete arguments.
+
+        Args:
+          size: a key of `sizes`.
+          batch: examples in the batch.
+          seed: of the parameters and of the random batch.
+          optimizer: "adamw" (float32 moments), "sgd", or any Optax transformation.
+          learning_rate: None for the optimizer's usual one.
+          **overrides: attributes of the configuration.
+
+        Returns:
+          `train_step(state, batch) -> (state, {"loss": ...})` and `(state, batch)`. The state is made of dictionaries:
+          "params", "rest" (batch norm statistics, dropout keys) and "opt_state". The step is not jitted.
+        """
+        config = self.config(size, **overrides)
+        tx = make_optimizer(optimizer, learning_rate)
+        graphdef, params, rest = nnx.split(self.model(config, rngs=nnx.Rngs(seed)), nnx.Param, ...)
+        step = functional_step(graphdef, tx, self.loss)
+        return step, (_state(tx, params, rest), self.sample(config, batch, seed))
+
+    def build_nnx(
+        self,
+        size: str,
+        batch: int,
+        seed: int = 0,
+        *,
+        optimizer: str | optax.GradientTransformation = "adamw",
+        learning_rate: float | None = None,
+        **overrides: Any,
+    ) -> tuple[Callable[..., jax.Array], tuple[nnx.Module, nnx.Optimizer, Batch]]:
+        """As `build`, in NNX's own style: `train_step(model, optimizer, batch) -> loss` updates both in place."""
+        config = self.config(size, **overrides)
+        model = self.model(config, rngs=nnx.Rngs(seed))
+        wrapped = nnx.Optimizer(model, make_optimizer(optimizer, learning_rate), wrt=nnx.Param)
+        return module_step(self.loss), (model, wrapped, self.sample(config, batch, seed))
+
+    def abstract(
+        self,
+        size: str,
+        batch: int,
+        *,
+        optimizer: str | optax.GradientTransformation = "adamw",
+        learning_rate: float | None = None,
+        **overrides: Any,
+    ) -> tuple[Callable[..., Any], tuple[Any, Batch]]:
+        """As `build`, with every array a `jax.ShapeDtypeStruct`: nothing is allocated or computed."""
+        config = self.config(size, **overrides)
+        tx = make_optimizer(optimizer, learning_rate)
+        graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: self.model(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+        state = jax.eval_shape(lambda params, rest: _state(tx, params, rest), params, rest)
+        fields = self.fields(config, batch)
+        return functional_step(graphdef, tx, self.loss), (state, {name: f.abstract() for name, f in fields.items()})
+
+    def sample(self, config: Any, batch: int, seed: int = 0) -> Batch:
+        """A random batch of NumPy arrays; the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        return {name: field.sample(rng) for name, field in self.fields(config, batch).items()}
+
+    def parameters(self, size: str, **overrides: Any) -> int:
+        """The number of trainable parameters."""
+        config = self.config(size, **overrides)
+        params = nnx.state(nnx.eval_shape(lambda: self.model(config, rngs=nnx.Rngs(0))), nnx.Param)
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(params)))
+
+    def flops(self, size: str, batch: int, **overrides: Any) -> float:
+        """FLOPs of one training step, for model FLOPs utilisation.
+
+        A multiplication and an addition are two FLOPs; the backward pass costs twice the forward pass. Only matrix
+        products and convolutions count: for a language model 6·N·D with N the parameters that multiply and D the
+        tokens, plus 12·layers·batch·seq²·hidden for attention scores, causal or not. Recomputation is not counted.
+        """
+        return self.step_flops(self.config(size, **overrides), batch)
+
+
+def _state(tx: optax.GradientTransformation, params: nnx.State, rest: nnx.State) -> dict[str, Any]:
+    """The training state as dictionaries of arrays."""
+    pure = nnx.to_pure_dict(params)
+    return {"params": pure, "rest": nnx.to_pure_dict(rest), "opt_state": tx.init(pure)}
