@@ -210,6 +210,7 @@ class Decision:
       seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
       alternatives: the strategies there were, the chosen one included, cheapest first.
       paths: for arguments, the paths of all that are tied; empty for operations.
+      partial: the axes over which an addition's operands and result stay partial sums.
     """
 
     key: str
@@ -221,6 +222,7 @@ class Decision:
     seconds: float
     alternatives: tuple[Alternative, ...] = ()
     paths: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Alternative | None:

@@ -1,0 +1,472 @@
+"""Lowers a decided graph to a local program, and the local program to one `jax.shard_map`.
+
+Problem. Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section
+4). So the step is emitted as what each device does: every operation in its local form, and every collective spelled out.
+
+`lower` turns a graph, its grouping and one strategy a group into a `LocalProgram`: a list of instructions over
+registers, which is data. `collectives` reads the collectives off it, `emit` makes it a function of global arrays. What
+the plan lists is thereby what is emitted.
+
+A value is resharded once for each layout that it is wanted in, from the layout that it is made in. With `late_from`
+(see `strategies.build`), state is resharded once more for uses at or after that program point, behind an optimization
+barrier, so that the compiler does not merge the two copies and keep the first alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Block, Lit, Op, Traced
+from alpa_lite.layout import Axes, Layout, LogicalMesh, Step, replicated, reshard_steps
+from alpa_lite.passes.grouping import Grouping
+from alpa_lite.passes.local_forms import LocalForm, local_form
+from alpa_lite.passes.strategies import Strategy, layout_of
+from alpa_lite.plan import Collective
+from alpa_lite.strategy import Rule
+
+Operand = int | Lit
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """Runs an operation's local form on registers."""
+
+    op: Op
+    form: LocalForm
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reshard:
+    """Takes a register through the steps of a change of layout. `late`: behind an optimization barrier."""
+
+    value: int
+    steps: tuple[Step, ...]
+    source: int
+    result: int
+    late: bool
+    used_by: Op | None
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A nested straight line of instructions."""
+
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan, while or cond whose bodies are local programs."""
+
+    op: Op
+    operands: tuple[Operand, ...]
+    bodies: tuple[Body, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Compute | Reshard | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class LocalProgram:
+    """What each device does in a step.
+
+    Attributes:
+      body: its inputs are the flat arguments and constants, in `inputs` layouts; its outputs are in `outputs` layouts.
+      registers: how many registers there are.
+    """
+
+    mesh: LogicalMesh
+    body: Body
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    registers: int
+
+
+def lower(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    mesh: LogicalMesh,
+    choice: Sequence[Strategy],
+    late_from: int | None = None,
+) -> LocalProgram:
+    """Lowers a traced step to a local program. `choice` holds the strategy of each group."""
+    return _Lowering(traced, grouping, rules, mesh, choice, late_from).program()
+
+
+def spec_of(layout: Layout) -> PartitionSpec:
+    """The PartitionSpec of a layout without partial sums."""
+    assert not layout.partial, layout
+    dims = [axes if len(axes) > 1 else axes[0] if axes else None for axes in layout.dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def collectives(program: LocalProgram, traced: Traced) -> tuple[Collective, ...]:
+    """Every logical collective of a local program, loop trip counts multiplied in, in program order."""
+    out: list[Collective] = []
+    values = traced.graph.values
+
+    def visit(body: Body, trips: int) -> None:
+        for item in body.instructions:
+            match item:
+                case Reshard(value=value, steps=steps, used_by=op):
+                    for step in steps:
+                        if step.kind != "slice":
+                            size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
+                            axes = _sorted(step.axes, program.mesh)
+                            out.append(Collective(step.kind, axes, size, trips, 0, _where(op)))
+                case Compute(op=op, form=form):
+                    for c in form.collectives:
+                        axes = _sorted(c.axes, program.mesh)
+                        out.append(Collective(c.kind, axes, c.bytes, trips, 0, _where(op)))
+                case Loop(op=op, bodies=bodies):
+                    times = trips * int(op.params["length"]) if op.name == "scan" else trips
+                    for inner in bodies:
+                        visit(inner, times)
+
+    visit(program.body, 1)
+    return tuple(out)
+
+
+def emit(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., list[Any]]:
+    """A function of the flat global arguments and constants that returns the flat global outputs."""
+    specs = tuple(spec_of(layout) for layout in program.inputs)
+    out_specs = [spec_of(layout) for layout in program.outputs]
+
+    def local(*blocks: Any) -> list[Any]:
+        return _run(program.body, list(blocks), [None] * program.registers, program.mesh, traced)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+
+def _sorted(axes: Axes, mesh: LogicalMesh) -> Axes:
+    return tuple(a for a in mesh.axis_names if a in axes)
+
+
+def _where(op: Op | None) -> str:
+    return _jax.where(op.source) if op is not None else "output"
+
+
+class _Lowering:
+    """Walks the graph in program order and writes instructions."""
+
+    def __init__(self, traced, grouping, rules, mesh, choice, late_from):
+        self.traced: Traced = traced
+        self.values = traced.graph.values
+        self.grouping: Grouping = grouping
+        self.rules = rules
+        self.mesh: LogicalMesh = mesh
+        self.choice = choice
+        self.late_from = late_from
+        self.state = set(traced.graph.block.inputs)
+        self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
+        self.base: dict[int, Layout] = {}
+        self.where: dict[tuple[int, Layout, bool], int] = {}
+        self.out: list[Instruction] = []
+        self.registers = 0
+        self.clock = 0
+        self.user: Op | None = None
+
+    def program(self) -> LocalProgram:
+        block = self.traced.graph.block
+        for value in block.inputs:
+            self.home(value)
+        inputs = tuple(self.base[v] for v in block.inputs)
+        registers = tuple(self.where[v, self.base[v], False] for v in block.inputs)
+        self.block(block)
+        self.clock, self.user = self.grouping.points, None
+        outputs, layouts = [], []
+        for atom, place in zip(block.outputs, self.grouping.outputs, strict=True):
+            layout = self.outer_layout(atom, place)
+            outputs.append(self.fetch(atom, layout))
+            layouts.append(layout)
+        body = Body(registers, tuple(self.out), tuple(outputs))
+        return LocalProgram(self.mesh, body, inputs, tuple(layouts), self.registers)
+
+    def outer_layout(self, atom: Atom, place: Any) -> Layout:
+        if isinstance(atom, Lit) or place is None:
+            return replicated(len(atom.aval.shape) if isinstance(atom, Lit) else len(self.values[atom].shape))
+        group, dims = place
+        return layout_of(dims, self.choice[group])
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def new(self) -> int:
+        self.registers += 1
+        return self.registers - 1
+
+    def home(self, value: int) -> int:
+        """Gives an input of a block its register, in its home's layout."""
+        home = self.grouping.homes[value]
+        return self.define(value, layout_of(home.dims, self.choice[home.group]))
+
+    def define(self, value: int, layout: Layout) -> int:
+        self.base[value] = layout
+        register = self.new()
+        self.where[value, layout, False] = register
+        return register
+
+    def fetch(self, atom: Atom, layout: Layout) -> Operand:
+        """The register that holds a value in a layout, resharding it if need be."""
+        if isinstance(atom, Lit):
+            return atom
+        if atom in self.grouping.lazy:
+            return self.make(atom, layout)
+        base = self.base[atom]
+        late = self.late_from is not None and atom in self.state and self.clock >= self.late_from and layout != base
+        key = (atom, layout, late)
+        if key not in self.where:
+            steps = reshard_steps(base, layout)
+            assert steps is not None, f"no way from {base} to {layout}"
+            communicates = any(step.kind != "slice" for step in steps)
+            self.where[key] = self.new()
+            source = self.where[atom, base, False]
+            self.out.append(Reshard(atom, steps, source, self.where[key], late and communicates, self.user))
+        return self.where[key]
+
+    def make(self, value: int, layout: Layout) -> int:
+        """Computes the block of a lazy value that a layout asks for."""
+        key = (value, layout, False)
+        if key in self.where:
+            return self.where[key]
+        number, result = self.grouping.lazy[value]
+        op = self.grouping.ops[number]
+        rule = self.rules[op.key]
+        axes: list[Axes] = [()] * len(rule.factors)
+        for dim, wanted in zip(rule.results[result], layout.dims, strict=True):
+            if dim:
+                axes[dim[0]] = wanted
+        form = local_form(op, rule, tuple(axes), self.values, self.mesh)
+        if form is None or form.results[result] != layout:
+            whole = replicated(len(layout.dims))
+            source = self.make(value, whole)
+            steps = reshard_steps(whole, layout)
+            assert steps is not None and whole != layout, (op.name, layout)
+            self.where[key] = self.new()
+            self.out.append(Reshard(value, steps, source, self.where[key], False, self.user))
+            return self.where[key]
+        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
+        register = self.new()
+        self.where[key] = register
+        self.out.append(Compute(op, form, operands, (register,)))
+        return register
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def block(self, block: Block) -> None:
+        for op in block.ops:
+            self.clock = self.grouping.positions[op.index]
+            self.user = op
+            if op.bodies:
+                self.structured(op)
+            elif op.name == "optimization_barrier":
+                self.barrier(op)
+            elif not (op.results and all(v in self.grouping.lazy for v in op.results)):
+                self.straight(op)
+
+    def straight(self, op: Op) -> None:
+        group, factors = self.member[op.index]
+        strategy = self.choice[group.index]
+        rule = self.rules[op.key]
+        axes = tuple(strategy.axes[f] for f in factors) if factors else ((),) * len(rule.factors)
+        form = local_form(op, rule, axes, self.values, self.mesh)
+        assert form is not None, f"{op.name} has no local form for {axes}"
+        if strategy.partial:
+            form = LocalForm(
+                tuple(Layout(la.dims, strategy.partial) for la in form.operands),
+                tuple(Layout(la.dims, strategy.partial) for la in form.results),
+                form.collectives,
+                form.run,
+            )
+        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
+        results = tuple(self.define(v, la) for v, la in zip(op.results, form.results, strict=True))
+        self.out.append(Compute(op, form, operands, results))
+
+    def barrier(self, op: Op) -> None:
+        """Values pass a barrier in the layout that they have; lazy ones need none."""
+        pairs = [(a, v) for a, v in zip(op.operands, op.results, strict=True) if v not in self.grouping.lazy]
+        if not pairs:
+            return
+        layouts = tuple(replicated(len(a.aval.shape)) if isinstance(a, Lit) else self.base[a] for a, _ in pairs)
+        operands = tuple(self.fetch(a, la) for (a, _), la in zip(pairs, layouts, strict=True))
+        results = tuple(self.define(v, la) for (_, v), la in zip(pairs, layouts, strict=True))
+        form = LocalForm(layouts, layouts, (), lambda *blocks: list(op.primitive.bind(*blocks)))
+        self.out.append(Compute(op, form, operands, results))
+
+    def structured(self, op: Op) -> None:
+        homes = self.grouping.homes
+        operands: list[Operand] = []
+        if op.name == "scan":
+            (body,) = op.bodies
+            stacked = op.params["num_consts"] + op.params["num_carry"]
+            for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
+                operands.append(self.fetch(atom, self.port_layout(value, stacked=i >= stacked)))
+            bodies = (self.nested(body, [self.result_layout(op, i) for i in range(len(op.results))]),)
+        elif op.name == "while":
+            cond, body = op.bodies
+            cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
+            ports = (*cond.inputs[:cond_n], *body.inputs)
+            for atom, value in zip(op.operands, ports, strict=True):
+                operands.append(self.fetch(atom, self.port_layout(value)))
+            carried = [self.port_layout(v) for v in body.inputs[body_n:]]
+            bodies = (self.nested(cond, [replicated(0)]), self.nested(body, carried))
+        else:
+            operands.append(self.fetch(op.operands[0], replicated(0)))
+            for atom, value in zip(op.operands[1:], op.bodies[0].inputs, strict=True):
+                operands.append(self.fetch(atom, self.port_layout(value)))
+            wanted = [layout_of(homes[v].dims, self.choice[homes[v].group]) for v in op.results]
+            bodies = tuple(self.nested(branch, wanted) for branch in op.bodies)
+        results = tuple(self.define(v, layout_of(homes[v].dims, self.choice[homes[v].group])) for v in op.results)
+        self.out.append(Loop(op, tuple(operands), bodies, results))
+
+    def port_layout(self, value: int, *, stacked: bool = False) -> Layout:
+        home = self.grouping.homes[value]
+        layout = layout_of(home.dims, self.choice[home.group])
+        return Layout(((), *layout.dims)) if stacked else layout
+
+    def result_layout(self, op: Op, number: int) -> Layout:
+        """The layout in which a scan's body delivers output `number`: a stacked result without its first dim."""
+        home = self.grouping.homes[op.results[number]]
+        dims = home.dims if number < op.params["num_carry"] else home.dims[1:]
+        return layout_of(dims, self.choice[home.group])
+
+    def nested(self, block: Block, wanted: Sequence[Layout]) -> Body:
+        saved, self.out = self.out, []
+        inputs = tuple(self.home(value) for value in block.inputs)
+        self.block(block)
+        self.user = None
+        outputs = tuple(self.fetch(a, la) for a, la in zip(block.outputs, wanted, strict=True))
+        body = Body(inputs, tuple(self.out), outputs)
+        self.out = saved
+        return body
+
+
+# -- emission -----------------------------------------------------------------------------------------------------
+
+
+def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+    """Executes a body's instructions inside `shard_map`."""
+
+    def read(operand: Operand) -> Any:
+        return operand.value if isinstance(operand, Lit) else registers[operand]
+
+    for register, block in zip(body.inputs, inputs, strict=True):
+        registers[register] = block
+    for item in body.instructions:
+        match item:
+            case Compute():
+                results = item.form.run(*(read(o) for o in item.operands))
+                for register, block in zip(item.results, results, strict=True):
+                    registers[register] = block
+            case Reshard():
+                with _jax.source_context(item.used_by.source if item.used_by is not None else None):
+                    block = registers[item.source]
+                    if item.late:
+                        block = lax.optimization_barrier(block)
+                    shape = traced.graph.values[item.value].shape
+                    for step in item.steps:
+                        block = _step(block, step, shape, mesh)
+                registers[item.result] = block
+            case Loop():
+                with _jax.source_context(item.op.source):
+                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
+                for register, block in zip(item.results, results, strict=True):
+                    registers[register] = block
+    return [read(o) for o in body.outputs]
+
+
+def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
+    """One elementary change of layout of a local block."""
+    match step.kind:
+        case "slice":
+            size = shape[step.dim] // mesh.product(step.after.dims[step.dim])
+            return lax.dynamic_slice_in_dim(block, lax.axis_index(step.axes) * size, size, step.dim)
+        case "all_reduce":
+            return lax.psum(block, step.axes)
+        case "reduce_scatter":
+            return lax.psum_scatter(block, step.axes, scatter_dimension=step.dim, tiled=True)
+        case "all_gather":
+            return lax.all_gather(block, step.axes, axis=step.dim, tiled=True)
+        case "all_to_all":
+            return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
+        case "collective_permute":
+            before = step.before.dims[step.dim]
+            return lax.ppermute(block, before, _reorder(before, step.axes, mesh))
+
+
+def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
+    """(source, destination) pairs, devices numbered along `before`, so that block b moves to number b along `after`."""
+    sizes = {a: mesh.axis_size(a) for a in before}
+    pairs = []
+    for block in range(mesh.product(before)):
+        rest, place = block, {}
+        for axis in reversed(after):
+            place[axis] = rest % sizes[axis]
+            rest //= sizes[axis]
+        number = 0
+        for axis in before:
+            number = number * sizes[axis] + place[axis]
+        pairs.append((block, number))
+    return pairs
+
+
+def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+    """Emits a scan, while or cond over local bodies."""
+    op = item.op
+
+    def run(body: Body, inputs: Sequence[Any]) -> list[Any]:
+        return _run(body, inputs, registers, mesh, traced)
+
+    if op.name == "scan":
+        (body,) = item.bodies
+        consts_n, carry_n = op.params["num_consts"], op.params["num_carry"]
+        consts, init = operands[:consts_n], operands[consts_n : consts_n + carry_n]
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = run(body, [*consts, *carry, *xs])
+            return _strong(out[:carry_n]), out[carry_n:]
+
+        length, reverse, unroll = op.params["length"], op.params["reverse"], op.params["unroll"]
+        carry, ys = lax.scan(
+            step, _strong(init), operands[consts_n + carry_n :], length=length, reverse=reverse, unroll=unroll
+        )
+        return [*carry, *ys]
+    if op.name == "while":
+        cond, body = item.bodies
+        cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
+        cond_consts, body_consts = operands[:cond_n], operands[cond_n : cond_n + body_n]
+        return lax.while_loop(
+            lambda carry: run(cond, [*cond_consts, *carry])[0],
+            lambda carry: _strong(run(body, [*body_consts, *carry])),
+            _strong(operands[cond_n + body_n :]),
+        )
+    branches = [lambda *xs, body=body: _strong(run(body, xs)) for body in item.bodies]
+    index = operands[0]
+    if getattr(index, "dtype", None) == bool:
+        return lax.cond(index, branches[1], branches[0], *operands[1:])
+    return lax.switch(index, branches, *operands[1:])
+
+
+def _strong(blocks: Sequence[Any]) -> list[Any]:
+    """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
+    return [_jax.strong(block) for block in blocks]
+
+
+def block_count(layout: Layout, mesh: LogicalMesh) -> int:
+    """Into how many distinct blocks a layout cuts a tensor."""
+    return math.prod(mesh.product(axes) for axes in layout.dims)

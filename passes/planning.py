@@ -1,0 +1,297 @@
+"""Writes the plan of a decided step: a value that says what was chosen, what it costs, and what else there was."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes import lowering, strategies
+from alpa_lite.passes.grouping import Group, Grouping
+from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.passes.search import Found
+from alpa_lite.passes.strategies import Node, Space
+from alpa_lite.plan import Alternative, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
+from alpa_lite.strategy import Rule
+
+KEPT_ALTERNATIVES = 6
+"""How many alternatives of each decision a plan keeps, cheapest first, besides the chosen one."""
+
+
+def write(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    found: Found,
+    program: LocalProgram,
+    cluster: Cluster,
+    *,
+    method: str,
+    budget: float,
+    communication: str,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty."""
+    cost = MeshCost(cluster, found.mesh)
+    listed = lowering.collectives(program, traced)
+    seconds = tuple(cost.collective(c.kind, c.axes, c.bytes) * c.count for c in listed)
+    nodes, choice = found.space.nodes, found.solution.choice
+    compute = float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+    parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
+    parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
+    solution = found.solution
+    stage = Stage(
+        mesh_shape=found.mesh.shape,
+        axis_names=found.mesh.axis_names,
+        arguments=_leaves(traced, program, arguments=True),
+        results=_leaves(traced, program, arguments=False),
+        memory=_memory(traced, grouping, found.space, choice),
+        seconds=solution.objective,
+        compute_seconds=compute,
+        communication_seconds=solution.objective - compute,
+    )
+    return Plan(
+        method=method,
+        cluster=cluster,
+        num_devices=found.mesh.size,
+        num_stages=1,
+        num_microbatches=1,
+        schedule="none",
+        step_seconds=solution.objective,
+        fingerprint=fingerprint(parts),
+        memory_per_device=int(budget),
+        stages=(stage,),
+        collectives=listed,
+        collective_seconds=seconds,
+        solver=Solver(
+            solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
+        ),
+        decisions=_decisions(traced, grouping, rules, found),
+        replicated=_replicated(traced, grouping, rules, cost),
+        candidates=found.candidates,
+        notes=(*traced.notes, *notes),
+        ingredients=parts,
+    )
+
+
+def ingredients(
+    traced: Traced,
+    grouping: Grouping,
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    communication: str,
+) -> dict[str, str]:
+    """What a plan belongs to. Two programs are the same if they have the same groups, each as often."""
+    colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
+    signature = [
+        f"{a.path}: {traced.graph.values[v].dtype}{list(traced.graph.values[v].shape)}"
+        for a, v in zip(traced.arguments, traced.graph.block.inputs)  # noqa: B905 - constants follow the arguments
+    ]
+    return {
+        "program": _digest(colors),
+        "arguments": _digest(signature),
+        "devices": f"{cluster.num_devices} x {cluster.device}",
+        "mesh": f"{mesh_shape} {axis_names}",
+        "communication": communication,
+        "jax": jax.__version__,
+    }
+
+
+def fingerprint(parts: Mapping[str, str]) -> str:
+    """A hash of what a plan belongs to, the JAX version left out: another version may trace the same program."""
+    return _digest([f"{k}={v}" for k, v in sorted(parts.items()) if k != "jax"])
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=12).hexdigest()
+
+
+def _leaves(traced: Traced, program: LocalProgram, *, arguments: bool) -> tuple[Leaf, ...]:
+    values = traced.graph.values
+    atoms = traced.graph.block.inputs if arguments else traced.graph.block.outputs
+    layouts = program.inputs if arguments else program.outputs
+    out = []
+    for record, atom, layout in zip(traced.arguments if arguments else traced.outputs, atoms, layouts):  # noqa: B905
+        aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
+        nbytes = 0 if isinstance(atom, Lit) else values[atom].nbytes
+        out.append(
+            Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout))
+        )
+    return tuple(out)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
+    """The timeline of live bytes, by kind."""
+    buffers = space.program.buffers
+    assert buffers is not None
+    kinds = strategies.state_kinds(traced, grouping)
+    inputs = {v: i for i, v in enumerate(traced.graph.block.inputs)}
+    shapes = {traced.graph.values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
+    updates = _update_values(traced, grouping)
+    lines = {kind: np.zeros(buffers.points + 1) for kind in ("params", "gradients", "optimizer", "activations")}
+    for b, value in enumerate(space.buffer_values):
+        size = _buffer_bytes(space, choice, b)
+        if not size:
+            continue
+        if value in inputs and buffers.transfer[b] < 0:
+            kind = kinds.get(inputs[value], "activations")
+        elif value in updates and traced.graph.values[value].shape in shapes:
+            kind = "gradients"
+        else:
+            kind = "activations"
+        lines[kind][buffers.start[b]] += size
+        lines[kind][buffers.end[b] + 1] -= size
+    live = {kind: np.cumsum(line) for kind, line in lines.items()}
+    total = sum(live.values())
+    return Memory(**{k: int(round(v.max())) for k, v in live.items()}, total=int(round(np.max(total))))
+
+
+def _update_values(traced: Traced, grouping: Grouping) -> set[int]:
+    """Values that flow into the groups that compute new state."""
+    homes, outputs = grouping.homes, traced.graph.block.outputs
+    updates = set()
+    for number, _ in traced.state:
+        atom = outputs[number]
+        if not isinstance(atom, Lit) and atom in homes:
+            updates.add(homes[atom].group)
+    updates.discard(0)
+    wanted = {d.value for d in grouping.demands if d.group in updates}
+    return wanted | {v for v, home in homes.items() if home.group in updates}
+
+
+def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
+    buffers = space.program.buffers
+    assert buffers is not None
+    if buffers.transfer[b] < 0:
+        return float(buffers.size[b][buffers.klass[b][choice[buffers.owner[b]]]])
+    transfer = space.program.transfers[buffers.transfer[b]]
+    if all(klass[choice[node]] != buffers.copy[b] for node, klass in transfer.consumers):
+        return 0.0
+    return float(buffers.size[b][transfer.src_class[choice[transfer.src]]])
+
+
+# -- decisions ------------------------------------------------------------------------------------------------------
+
+
+def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found) -> tuple[Decision, ...]:
+    nodes, choice = found.space.nodes, found.solution.choice
+    touching: dict[int, list[int]] = {}
+    for number, transfer in enumerate(found.space.program.transfers):
+        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
+            touching.setdefault(node, []).append(number)
+    paths = _paths(traced, grouping)
+    out = []
+    for number, (node, chosen) in enumerate(zip(nodes, choice, strict=True)):
+        if len(node.strategies) < 2:
+            continue
+        group = grouping.groups[node.group]
+        moved = _transfer_seconds(found, number, touching.get(number, ()))
+        alternatives = _alternatives(traced, grouping, node, chosen, moved, found.mesh)
+        own = tuple(paths[m] for m in node.members if m in paths)
+        first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
+        out.append(
+            Decision(
+                key=group.color,
+                name=own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}",
+                where=_jax.where(first.source) if first else "argument" if own else "loop or branch value",
+                count=len(node.members),
+                factors=tuple(f.size for f in group.factors),
+                strategy=node.strategies[chosen].axes,
+                seconds=float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen]),
+                alternatives=alternatives,
+                paths=own,
+                partial=node.strategies[chosen].partial,
+            )
+        )
+    return tuple(out)
+
+
+def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
+    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments) if g}  # noqa: B905 - constants follow
+
+
+def _shape(group: Group) -> str:
+    return "[" + ",".join(str(f.size) for f in group.factors) + "]"
+
+
+def _op_name(traced: Traced, op: Op) -> str:
+    values = traced.graph.values
+    ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
+    outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
+    return f"{op.name} {' x '.join(ins)} -> {', '.join(outs)}"
+
+
+def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
+    """For each strategy of a node, the seconds of its transfers, the neighbours' strategies given."""
+    node, choice = found.space.nodes[number], found.solution.choice
+    total = np.zeros(len(node.strategies))
+    for t in touching:
+        transfer = found.space.program.transfers[t]
+        for s in range(len(node.strategies)):
+            p = transfer.src_class[s if transfer.src == number else choice[transfer.src]]
+            wanted = {int(k[s if n == number else choice[n]]) for n, k in transfer.consumers}
+            total[s] += sum(transfer.cost[p, q] for q in wanted)
+    return total
+
+
+def _alternatives(
+    traced: Traced, grouping: Grouping, node: Node, chosen: int, moved: np.ndarray, mesh: LogicalMesh
+) -> tuple[Alternative, ...]:
+    local = (node.compute + node.communication) * len(node.members) + moved
+    order = [int(s) for s in np.argsort(local, kind="stable") if math.isfinite(local[s])]
+    kept = order[:KEPT_ALTERNATIVES]
+    if chosen not in kept:
+        kept.append(chosen)
+    homes = [v for v, home in grouping.homes.items() if home.group == node.group][:1] if node.group else []
+    out = []
+    for s in kept:
+        strategy = node.strategies[s]
+        layout, size = "", 0.0
+        for value in homes:
+            placed = strategies.layout_of(grouping.homes[value].dims, strategy, strategy.partial)
+            layout, size = str(placed), traced.graph.values[value].nbytes / lowering.block_count(placed, mesh)
+        out.append(
+            Alternative(
+                strategy=strategy.axes,
+                layout=layout,
+                compute_seconds=float(node.compute[s] * len(node.members)),
+                communication_seconds=float(node.communication[s] * len(node.members)),
+                transfer_seconds=float(moved[s]),
+                bytes_per_device=int(size),
+            )
+        )
+    return tuple(out)
+
+
+def _replicated(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
+) -> tuple[Replicated, ...]:
+    """Operations that no rule describes, alike ones together, heaviest first."""
+    values = traced.graph.values
+    found: dict[Any, tuple[Op, int]] = {}
+    for number in grouping.groups[0].ops:
+        op = grouping.ops[number]
+        if rules[op.key].source == "opaque":
+            key = (op.key, _jax.where(op.source))
+            found[key] = (op, found.get(key, (op, 0))[1] + 1)
+    rows = []
+    for op, count in found.values():
+        tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
+        size = sum(values[v].nbytes for v in tensors)
+        if any(math.prod(values[v].shape) > 1 for v in tensors):
+            seconds = cost.compute(0.0, size, None) * count
+            rows.append(Replicated(op.name, _jax.where(op.source), rules[op.key].reason, size, seconds, count))
+    return tuple(sorted(rows, key=lambda r: -r.seconds))

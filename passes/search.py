@@ -1,0 +1,248 @@
+"""Searches the mesh shapes of a cluster for the best plan of one mesh.
+
+For every logical mesh shape that the method admits, the integer program is built and solved; the best objective wins. A
+shape whose lower bound is no better than the best found so far is cut off. Textbook methods are the same program with
+the layouts of arguments fixed, so the free program is never worse than a textbook plan on the same mesh.
+
+Under a binding memory budget the program is also solved with state gathered anew for late uses (`strategies.build`,
+`regather`), which trades communication for memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.options import DataParallel, Manual, Sharded, TensorParallel, Zero
+from alpa_lite.passes import sharding, strategies
+from alpa_lite.passes.grouping import Grouping
+from alpa_lite.passes.strategies import Space, Strategy
+from alpa_lite.plan import Candidate
+from alpa_lite.strategy import Rule, Solution
+
+AXES = ("x", "y", "z")
+"""Names of the axes of searched meshes, major to minor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best plan: its program, solution, and the strategy of every group.
+
+    `candidates` lists every mesh shape that was weighed.
+    """
+
+    mesh: LogicalMesh
+    space: Space
+    solution: Solution
+    choice: tuple[Strategy, ...]
+    candidates: tuple[Candidate, ...]
+
+
+def search(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    cluster: Cluster,
+    method: Any,
+    *,
+    budget: float,
+    time_limit: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """The best plan of one mesh for a method.
+
+    Args:
+      budget: bytes per device.
+      time_limit: seconds that the solver may spend on one mesh shape.
+      progress: told what is being solved.
+
+    Raises:
+      InfeasibleError: if no mesh shape admits a plan within the budget; names what binds and what would fit.
+      OptionError: if the method cannot be applied to these arguments or this number of devices.
+    """
+    best: tuple[LogicalMesh, Space, Solution] | None = None
+    candidates: list[Candidate] = []
+    tried: list[tuple[LogicalMesh, Space]] = []
+    for mesh in meshes(cluster, method):
+        progress(f"solving mesh {' x '.join(map(str, mesh.shape))}")
+        cost = MeshCost(cluster, mesh)
+        allowed = limits(traced, grouping, method, mesh)
+        cutoff = best[2].objective if best else math.inf
+        space, solution = _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit)
+        tried.append((mesh, space))
+        finished = solution.status in ("optimal", "feasible")
+        candidates.append(
+            Candidate(
+                type(method).__name__, mesh.shape, solution.objective if finished else None,
+                int(solution.peak) if finished else None, solution.status,
+            )
+        )  # fmt: skip
+        if finished and solution.objective < cutoff:
+            best = mesh, space, solution
+    if best is None:
+        raise InfeasibleError(_why_infeasible(traced, tried, budget, cluster))
+    mesh, space, solution = best
+    choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+    named = tuple(
+        Candidate(c.method, c.mesh_shape, c.step_seconds, c.bytes_per_device, "chosen" if c.mesh_shape == mesh.shape
+                  else "slower" if c.status in ("optimal", "feasible") else c.status)
+        for c in candidates
+    )  # fmt: skip
+    return Found(mesh, space, solution, choice, named)
+
+
+def _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit) -> tuple[Space, Solution]:
+    """Solves one mesh, gathering late uses of state anew if that is needed or better under the budget."""
+    space = strategies.build(traced, grouping, rules, cost, budget=budget, allowed=allowed)
+    solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit)
+    tight = solution.status == "infeasible" or (solution.choice and solution.peak > _TIGHT * budget)
+    if tight:
+        again = strategies.build(traced, grouping, rules, cost, budget=budget, allowed=allowed, regather=True)
+        limit = min(cutoff, solution.objective) if solution.choice else cutoff
+        other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit)
+        if other.choice and (not solution.choice or other.objective < solution.objective):
+            return again, other
+    return space, solution
+
+
+# A plan whose peak is above this share of the budget is one that the budget may have shaped.
+_TIGHT = 0.8
+
+
+def meshes(cluster: Cluster, method: Any) -> tuple[LogicalMesh, ...]:
+    """The logical meshes that a method admits on a cluster.
+
+    Raises:
+      OptionError: if the method's mesh shape does not have as many devices as the cluster.
+    """
+    count = cluster.num_devices
+    if isinstance(method, Manual):
+        shapes: Sequence[tuple[int, ...]] = (tuple(method.mesh_shape),)
+        names: tuple[str, ...] = tuple(method.axis_names)
+    else:
+        names = AXES
+        if isinstance(method, Sharded) and method.mesh_shape is not None:
+            shapes = (tuple(method.mesh_shape),)
+        elif isinstance(method, (DataParallel, Zero, TensorParallel)):
+            shapes = ((count,),)
+        else:
+            shapes = cluster.mesh_shapes()
+    for shape in shapes:
+        if math.prod(shape) != count:
+            raise OptionError(
+                f"mesh_shape={shape} has {math.prod(shape)} devices, but the cluster has {count}; "
+                f"give a shape whose product is {count}, or another cluster."
+            )
+    return tuple(LogicalMesh(tuple(shape), names[: len(shape)]) for shape in shapes)
+
+
+def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
+    """Group -> the layouts that a method allows for it.
+
+    - DataParallel: the batch sharded over its first dim, state replicated.
+    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
+      program, which reduce-scatters them into the shards of the optimizer state.
+    - TensorParallel: the batch replicated, everything else free.
+    - Manual: the named arguments as given.
+
+    Raises:
+      OptionError: if a batch argument does not divide over the devices, or a path of Manual is unknown.
+    """
+    if isinstance(method, Manual):
+        return _manual(traced, grouping, method, mesh)
+    out: dict[int, tuple[Layout, ...]] = {}
+    if not isinstance(method, (DataParallel, Zero, TensorParallel)):
+        return out
+    axes = mesh.axis_names
+    kinds = strategies.state_kinds(traced, grouping)
+    for number, argument in enumerate(traced.arguments):
+        group = grouping.leaves[number]
+        if group == 0:
+            continue
+        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+        whole = Layout(((),) * len(shape))
+        if argument.role == "batch":
+            if isinstance(method, TensorParallel):
+                out[group] = (whole,)
+                continue
+            if shape[0] % mesh.size:
+                raise OptionError(
+                    f"argument {argument.path} has a batch of {shape[0]} (shape {shape}), which does not divide over "
+                    f"{mesh.size} devices; use a batch that is a multiple of {mesh.size}, or method='auto'."
+                )
+            out[group] = (Layout((axes, *whole.dims[1:])),)
+        elif argument.role == "state" and not isinstance(method, TensorParallel):
+            kind = kinds[number]
+            stage = method.stage if isinstance(method, Zero) else 0
+            if stage == 3 or (stage and kind == "optimizer"):
+                sharded = tuple(
+                    Layout(tuple(axes if i == d else () for i in range(len(shape))))
+                    for d, size in enumerate(shape)
+                    if size % mesh.size == 0
+                )
+                out[group] = sharded or (whole,)
+            else:
+                out[group] = (whole,)
+    return out
+
+
+def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
+    numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
+    out: dict[int, tuple[Layout, ...]] = {}
+    for path, spec in method.specs.items():
+        if path not in numbers:
+            import difflib
+
+            near = difflib.get_close_matches(path, numbers, n=3, cutoff=0.3)
+            raise OptionError(f"Manual names {path!r}, which is no argument of the step; close are {near}.")
+        number = numbers[path]
+        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+        entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+        unknown = [a for axes in entries for a in axes if a not in mesh.axis_names]
+        if len(entries) > len(shape) or unknown:
+            raise OptionError(
+                f"Manual gives {path!r} the spec {spec}, which does not fit its shape {shape} "
+                f"on a mesh of axes {mesh.axis_names}."
+            )
+        layout = Layout((*entries, *((),) * (len(shape) - len(entries))))
+        for size, axes in zip(shape, layout.dims, strict=True):
+            if size % mesh.product(axes):
+                raise OptionError(
+                    f"Manual gives {path!r} of shape {shape} the spec {spec}, but {size} does not divide over "
+                    f"{mesh.product(axes)} devices."
+                )
+        group = grouping.leaves[number]
+        if group:
+            out[group] = (layout,)
+        elif any(layout.dims):
+            raise OptionError(f"Manual shards {path!r}, a scalar; leave it out.")
+    return out
+
+
+def _why_infeasible(traced: Traced, tried: Sequence[tuple[LogicalMesh, Space]], budget: float, cluster: Cluster) -> str:
+    """What binds, the smallest budget that works, and what would fit."""
+    smallest, where = math.inf, None
+    for mesh, space in tried:
+        peak, _ = sharding.minimal_budget(space.program)
+        if peak < smallest:
+            smallest, where = peak, mesh
+    leaves = sorted(
+        ((traced.graph.values[v].nbytes, a.path) for v, a in zip(traced.graph.block.inputs, traced.arguments)),
+        reverse=True,
+    )[:5]  # fmt: skip
+    largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
+    total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
+    shape = " x ".join(map(str, where.shape)) if where else "any shape"
+    return (
+        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {smallest:.0f} bytes per "
+        f"device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} devices; the "
+        f"largest, before sharding: {largest}. A larger budget, more devices, rematerialisation (jax.checkpoint around "
+        f"a layer) or a smaller batch would fit."
+    )

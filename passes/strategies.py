@@ -1,0 +1,532 @@
+"""Enumerates the strategies of every group on a mesh, prices them, and builds the integer program.
+
+A strategy assigns mesh axes to the factors of a group. For a heavy operation the assignments are those that have a
+local form (`passes.local_forms`): a sharded sum factor leaves a partial sum. For a linear group an axis may also carry
+a partial sum through. Leaves, ports and light groups may shard any of their dims.
+
+Seconds of a strategy: the roofline of its local work, max(FLOPs / peak, bytes / bandwidth), times the trip count and
+the number of alike groups; light operations fuse, so they pay the bytes that enter and leave their group. Seconds of a
+transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload is the tensor's bytes
+over the shards that the layout leaves, so every pair of layouts has one pair of coefficients whatever the tensor.
+Gradient reductions and the gathers of updated state are combined by the compiler, so all of them together pay latency
+once.
+
+Memory: every value that leaves its group lives from its definition to its last use, with the bytes of its block; state
+lives throughout; a resharded copy lives from its first use to its last.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit, Op, Traced, Value
+from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_steps
+from alpa_lite.passes.grouping import Demand, Dims, Group, Grouping
+from alpa_lite.passes.local_forms import LocalForm, local_form
+from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The mesh axes of each factor of a group, and the axes over which a linear group holds partial sums."""
+
+    axes: tuple[Axes, ...]
+    partial: Axes = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """The strategies of one class of groups. `compute`, `communication`: seconds of each strategy of one group."""
+
+    group: int
+    members: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    compute: np.ndarray
+    communication: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """What a transfer of the integer program stands for: `count` alike values, each moved `trips` times."""
+
+    value: int
+    src: int
+    produced: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+    count: int
+    trips: int
+    phase: int
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The integer program of one mesh, and what its numbers mean.
+
+    Attributes:
+      program: for `passes.sharding.solve`.
+      nodes: one for each node of the program. node_of: group -> node.
+      moves: one for each transfer of the program.
+      late_from: program point from which a use counts as late (see `build`); None if uses are not split.
+      buffer_values: for each of the program's buffers, the value that it holds.
+    """
+
+    mesh: LogicalMesh
+    program: StrategyGraph
+    nodes: tuple[Node, ...]
+    node_of: tuple[int, ...]
+    moves: tuple[Move, ...]
+    late_from: int | None
+    buffer_values: tuple[int, ...]
+
+
+def build(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[object, Rule],
+    cost: MeshCost,
+    *,
+    budget: float | None = None,
+    allowed: Mapping[int, Sequence[Layout]] | None = None,
+    regather: bool = False,
+) -> Space:
+    """Builds the integer program of a grouped step on the mesh of `cost`.
+
+    Args:
+      budget: bytes per device, or None.
+      allowed: group -> the layouts that it may have, for leaves that a method fixes.
+      regather: state that is used before and after the fullest point of the program is resharded twice instead of being
+        kept, so that its whole copy does not live between.
+    """
+    builder = _Builder(traced, grouping, rules, cost, allowed or {}, regather)
+    return builder.space(budget)
+
+
+def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
+    """The layout of a tensor whose dims are made of the given factors of a group."""
+    return Layout(tuple(tuple(a for f in dim for a in strategy.axes[f]) for dim in dims), partial)
+
+
+def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
+    """Every assignment of mesh axes to factors that divides their sizes; an axis may stay unused.
+
+    Axes on one factor are in mesh order; with `orders`, two axes on one factor come in both orders, since gathering
+    only the minor axis is cheap and different consumers gather different axes (the 3-D algorithm needs both).
+    """
+    usable = [i for i, f in enumerate(factors) if f.kind != "replicate" and f.size > 1]
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
+    for places in itertools.product((-1, *usable), repeat=len(axes)):
+        out: list[Axes] = [()] * len(factors)
+        for axis, place in zip(axes, places, strict=True):
+            if place >= 0:
+                out[place] = (*out[place], axis)
+        if any(a and f.size % mesh.product(a) for a, f in zip(out, factors, strict=True)):
+            continue
+        yield tuple(out)
+        if orders:
+            for place in usable:
+                if len(out[place]) == 2:
+                    yield tuple(a[::-1] if i == place else a for i, a in enumerate(out))
+
+
+def state_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
+    """Argument number -> "params" or "optimizer", for state arguments.
+
+    State that influences an output which is not state (the loss) is a parameter; what only influences the next state
+    (moments, counters) belongs to the optimizer.
+    """
+    block = traced.graph.block
+    updated = {out for out, _ in traced.state}
+    needed = {a for i, a in enumerate(block.outputs) if i not in updated and not isinstance(a, Lit)}
+    for op in reversed(block.ops):
+        if any(v in needed for v in op.results):
+            needed.update(a for a in op.operands if not isinstance(a, Lit))
+    arguments = {argument for _, argument in traced.state}
+    return {i: "params" if block.inputs[i] in needed else "optimizer" for i in arguments}
+
+
+def fullest_point(traced: Traced, grouping: Grouping) -> int:
+    """The program point at which most bytes of intermediate values live, were nothing sharded."""
+    values = traced.graph.values
+    change = np.zeros(grouping.points + 2)
+    last: dict[int, int] = {}
+    for demand in grouping.demands:
+        last[demand.value] = max(last.get(demand.value, 0), demand.position)
+    inputs = set(traced.graph.block.inputs)
+    for value, end in last.items():
+        if value not in inputs and value in grouping.defined:
+            change[grouping.defined[value]] += values[value].nbytes
+            change[end + 1] -= values[value].nbytes
+    return int(np.argmax(np.cumsum(change)))
+
+
+@functools.lru_cache(maxsize=400_000)
+def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float]:
+    """Seconds of resharding, as (latency, seconds per byte of the whole tensor); inf where it cannot be done."""
+    steps = reshard_steps(src, dst)
+    if steps is None:
+        return math.inf, 0.0
+    alpha = beta = 0.0
+    for step in steps:
+        if step.kind == "slice":
+            continue
+        layout = step.before if step.kind == "reduce_scatter" else step.after
+        parts = math.prod(cost.mesh.product(axes) for axes in layout.dims)
+        a, b = cost.coefficients(step.kind, step.axes)
+        alpha += a
+        beta += b / parts
+    return alpha, beta
+
+
+@functools.lru_cache(maxsize=20_000)
+def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients of every pair of layouts: two arrays [P, Q]."""
+    table = np.array([[_pair(cost, p, q) for q in wanted] for p in produced])
+    return table[..., 0], table[..., 1]
+
+
+def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
+    return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
+
+
+def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
+    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
+    if op.name in ("dot_general", "conv_general_dilated"):
+        return 2.0 * math.prod(f.size for f in rule.factors)
+    tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
+    return float(max((math.prod(values[v].shape) for v in tensors), default=1))
+
+
+class _Builder:
+    """Collects strategies, costs, transfers and buffers, class by class."""
+
+    def __init__(self, traced, grouping: Grouping, rules, cost: MeshCost, allowed, regather: bool):
+        self.traced = traced
+        self.values: tuple[Value, ...] = traced.graph.values
+        self.grouping = grouping
+        self.rules = rules
+        self.cost = cost
+        self.mesh: LogicalMesh = cost.mesh
+        self.allowed = allowed
+        self.forms: dict[object, LocalForm | None] = {}
+        self.late_from = fullest_point(traced, grouping) if regather else None
+        self.leaf_groups = set(grouping.leaves)
+        self.arriving: dict[int, list[Demand]] = {}
+        self.uses: dict[int, list[Demand]] = {}
+        for demand in grouping.demands:
+            self.arriving.setdefault(demand.group, []).append(demand)
+            self.uses.setdefault(demand.value, []).append(demand)
+        self.homes_of: dict[int, list[int]] = {}
+        for value, home in grouping.homes.items():
+            self.homes_of.setdefault(home.group, []).append(value)
+
+    def space(self, budget: float | None) -> Space:
+        nodes: list[Node] = []
+        node_of = [0] * len(self.grouping.groups)
+        for members in self.classes():
+            node = self.node(members)
+            for member in members:
+                node_of[member] = len(nodes)
+            nodes.append(node)
+        moves, transfers = self.transfers(nodes, node_of)
+        buffers, held = self.buffers(nodes, node_of, moves)
+        program = StrategyGraph(
+            node_cost=tuple((n.compute + n.communication) * len(n.members) for n in nodes),
+            transfers=tuple(transfers),
+            buffers=buffers,
+            budget=budget,
+            names=tuple(self.grouping.groups[n.group].name for n in nodes),
+        )
+        return Space(self.mesh, program, tuple(nodes), tuple(node_of), tuple(moves), self.late_from, held)
+
+    def classes(self) -> Iterator[tuple[int, ...]]:
+        """Tied groups; those that a method constrains differently are told apart."""
+        for members in self.grouping.classes.values():
+            parts: dict[object, list[int]] = {}
+            for member in members:
+                limit = self.allowed.get(member)
+                parts.setdefault(None if limit is None else tuple(limit), []).append(member)
+            yield from (tuple(part) for part in parts.values())
+
+    # -- nodes ----------------------------------------------------------------------------------------------------
+
+    def node(self, members: tuple[int, ...]) -> Node:
+        group = self.grouping.groups[members[0]]
+        strategies = self.strategies(group)
+        compute, communication = np.zeros(len(strategies)), np.zeros(len(strategies))
+        if group.kind != "fixed":
+            for i, strategy in enumerate(strategies):
+                seconds, sent = self.price(group, strategy)
+                compute[i], communication[i] = seconds * group.trips, sent * group.trips
+        return Node(group.index, members, tuple(strategies), compute, communication)
+
+    def strategies(self, group: Group) -> list[Strategy]:
+        if group.kind == "fixed":
+            return [Strategy(())]
+        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.homes_of.get(group.index, ())):
+            return [Strategy(((),) * len(group.factors))]  # collectives do not take random keys
+        if group.kind == "heavy":
+            found = [
+                Strategy(axes) for axes in assignments(group.factors, self.mesh) if self.form(group, axes) is not None
+            ]
+            return self.without_waste(group, found)
+        if group.kind == "linear":
+            return list(self.linear_strategies(group))
+        orders = len(self.mesh.shape) > 2 and len(group.factors) <= 2
+        found = [Strategy(axes) for axes in assignments(group.factors, self.mesh, orders=orders)]
+        limit = self.allowed.get(group.index)
+        if limit is not None:
+            value = self.homes_of[group.index][0]
+            dims = self.grouping.homes[value].dims
+            found = [s for s in found if layout_of(dims, s) in limit]
+        return found
+
+    def linear_strategies(self, group: Group) -> Iterator[Strategy]:
+        axes = [a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1]
+        for size in range(len(axes) + 1):
+            for partial in itertools.combinations(axes, size):
+                for assigned in assignments(group.factors, self.mesh):
+                    if not any(a in partial for axes_ in assigned for a in axes_):
+                        yield Strategy(assigned, partial)
+
+    def without_waste(self, group: Group, found: list[Strategy]) -> list[Strategy]:
+        """Drops strategies of products that leave axes idle, where others use every axis: they repeat the same work."""
+        (number,) = group.ops
+        if self.grouping.ops[number].name not in ("dot_general", "conv_general_dilated"):
+            return found
+        used = [sum(len(a) for a in s.axes) for s in found]
+        return [s for s, n in zip(found, used, strict=True) if n == max(used)]
+
+    def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
+        """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
+        op = self.grouping.ops[group.ops[0]]
+        key = (op.key, axes)
+        if key not in self.forms:
+            rule = self.rules[op.key]
+            form = local_form(op, rule, axes, self.values, self.mesh)
+            if form is not None:
+                plain = Strategy(axes)
+                for k, atom in enumerate(op.operands):
+                    if not isinstance(atom, Lit) and form.operands[k] != layout_of(rule.operands[k], plain):
+                        form = None
+                        break
+            self.forms[key] = form
+        return self.forms[key]
+
+    def produced(self, value: int, strategy: Strategy) -> Layout:
+        """The layout in which a value is made, given its group's strategy."""
+        home = self.grouping.homes[value]
+        group = self.grouping.groups[home.group]
+        if group.kind == "linear":
+            return layout_of(home.dims, strategy, strategy.partial)
+        if group.kind == "heavy":
+            form = self.form(group, strategy.axes)
+            assert form is not None
+            op = self.grouping.ops[group.ops[0]]
+            if value in op.results:
+                return form.results[op.results.index(value)]
+            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+            partial = tuple(a for a in self.mesh.axis_names if a in sums)
+            return layout_of(home.dims, strategy, partial)
+        return layout_of(home.dims, strategy)
+
+    def wanted(self, demand: Demand, strategy: Strategy) -> Layout:
+        """The layout in which a group wants a value."""
+        return layout_of(demand.dims, strategy, strategy.partial)
+
+    def price(self, group: Group, strategy: Strategy) -> tuple[float, float]:
+        """Seconds of (compute, communication inside operations) of one group."""
+        moved, flops, sent, dtype = 0.0, 0.0, 0.0, None
+        for demand in self.arriving.get(group.index, ()):
+            layout = self.wanted(demand, strategy)
+            moved += self.block_bytes(demand.value, layout) if demand.op >= 0 else 0.0
+        for value in self.homes_of.get(group.index, ()):
+            escapes = any(d.group != group.index for d in self.uses.get(value, ()))
+            if escapes and value in self.grouping.defined and group.ops:
+                moved += self.block_bytes(value, self.produced(value, strategy))
+        parts = math.prod(self.mesh.product(a) for a in strategy.axes)
+        for number in group.ops:
+            op = self.grouping.ops[number]
+            dtype = self.values[op.results[0]].dtype if op.results else dtype
+            flops += work(op, self.rules[op.key], self.values) / parts
+        if group.kind == "heavy":
+            form = self.form(group, strategy.axes)
+            assert form is not None
+            for c in form.collectives:
+                alpha, beta = self.cost.coefficients(c.kind, c.axes)
+                sent += alpha + beta * c.bytes
+        return self.cost.compute(flops, moved, dtype) if group.ops else 0.0, sent
+
+    def block_bytes(self, value: int, layout: Layout) -> float:
+        return self.values[value].nbytes / math.prod(self.mesh.product(a) for a in layout.dims)
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def transfers(self, nodes: list[Node], node_of: list[int]) -> tuple[list[Move], list[Transfer]]:
+        table: dict[object, list[int]] = {}
+        example: dict[object, list[Demand]] = {}
+        homes = self.grouping.homes
+        for value, demands in self.uses.items():
+            home = homes[value]
+            phases: dict[int, list[Demand]] = {}
+            for demand in demands:
+                late = self.late_from is not None and demand.position >= self.late_from
+                split = late and self.is_state_leaf(value)
+                phases.setdefault(int(split), []).append(demand)
+            for phase, some in phases.items():
+                ends = frozenset((node_of[d.group], d.slot if d.group else 0, d.dims) for d in some)
+                key = (node_of[home.group], home.slot if home.group else value, ends, phase)
+                table.setdefault(key, []).append(value)
+                example.setdefault(key, some)
+        updates = self.update_groups()
+        combined = [all(d.group in updates or d.group in self.leaf_groups for d in some) for some in example.values()]
+        share = 1.0 / max(1, sum(len(v) for v, c in zip(table.values(), combined, strict=True) if c))
+        moves, transfers = [], []
+        for (key, members), together in zip(table.items(), combined, strict=True):
+            some = example[key]
+            src = node_of[homes[members[0]].group]
+            made = self.classify([self.produced(members[0], s) for s in nodes[src].strategies])
+            ends: dict[tuple[int, bytes], np.ndarray] = {}
+            layouts: dict[Layout, int] = {}
+            for demand in some:
+                node = nodes[node_of[demand.group]]
+                klass = np.array([layouts.setdefault(self.wanted(demand, s), len(layouts)) for s in node.strategies])
+                ends.setdefault((node_of[demand.group], klass.tobytes()), klass)
+            wanted = tuple(layouts)
+            trips = some[0].trips
+            matrix = self.matrix(self.values[members[0]], made[0], wanted, share if together else 1.0)
+            if not matrix.any():
+                continue
+            moves.append(Move(members[0], src, made[0], wanted, len(members), trips, key[3]))
+            transfers.append(
+                Transfer(
+                    src, made[1], tuple((n, k) for (n, _), k in ends.items()), matrix * (len(members) * trips),
+                    f"value {members[0]}",
+                )
+            )  # fmt: skip
+        self.members = table
+        return moves, transfers
+
+    def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
+        alpha, beta = _pairs(self.cost, produced, wanted)
+        out = alpha * latency + beta * value.nbytes
+        for j, layout in enumerate(wanted):
+            if not _divides(value.shape, layout, self.mesh):
+                out[:, j] = math.inf
+        return out
+
+    def classify(self, layouts: list[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
+        seen: dict[Layout, int] = {}
+        classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
+        return tuple(seen), classes
+
+    def update_groups(self) -> set[int]:
+        """Groups that compute new state."""
+        outputs = self.traced.graph.block.outputs
+        homes = self.grouping.homes
+        found = set()
+        for number, _ in self.traced.state:
+            atom = outputs[number]
+            if not isinstance(atom, Lit) and atom in homes:
+                found.add(homes[atom].group)
+        return found - self.leaf_groups - {0}
+
+    def is_state_leaf(self, value: int) -> bool:
+        return self.grouping.homes[value].group in self.leaf_groups and value in self.traced.graph.block.inputs
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def last_use(self, value: int) -> int:
+        return max((d.position for d in self.uses.get(value, ())), default=self.grouping.defined.get(value, 0))
+
+    def kept(self) -> Iterator[tuple[int, int, int]]:
+        """(value, first point, last point) of everything that takes memory."""
+        inputs = set(self.traced.graph.block.inputs)
+        end = self.grouping.points - 1
+        for value, home in self.grouping.homes.items():
+            if value in inputs:
+                yield value, 0, end
+                continue
+            start = self.grouping.defined.get(value)
+            if start is None:
+                continue
+            last = self.last_use(value)
+            group = self.grouping.groups[home.group]
+            elsewhere = any(d.group != home.group for d in self.uses.get(value, ()))
+            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
+                yield value, start, last
+
+    def buffers(
+        self, nodes: list[Node], node_of: list[int], moves: list[Move]
+    ) -> tuple[Buffers, tuple[int, ...]]:
+        held: list[int] = []
+        starts, ends, owners, transfer, copy, klass, size = [], [], [], [], [], [], []
+        tables: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        small = _SMALL * sum(self.values[v].nbytes for v in self.traced.graph.block.inputs)
+        for value, start, end in self.kept():
+            if self.values[value].nbytes < small:
+                continue
+            home = self.grouping.homes[value]
+            node = node_of[home.group]
+            key = (node, home.dims, self.values[value].nbytes)
+            if key not in tables:
+                layouts, classes = self.classify([self.produced(value, s) for s in nodes[node].strategies])
+                tables[key] = classes, np.array([self.block_bytes(value, la) for la in layouts])
+            held.append(value)
+            starts.append(start)
+            ends.append(end)
+            owners.append(node)
+            transfer.append(-1)
+            copy.append(-1)
+            klass.append(tables[key][0])
+            size.append(tables[key][1])
+        for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
+            if self.values[move.value].nbytes < small:
+                continue
+            for q, wanted in enumerate(move.wanted):
+                bytes_ = self.block_bytes(move.value, wanted)
+                sizes = np.array([0.0 if self.free(p, wanted) else bytes_ for p in move.produced])
+                if not sizes.any():
+                    continue
+                for value in members:
+                    points = [d.position for d in self.uses[value] if self.phase(d, value) == move.phase]
+                    held.append(value)
+                    starts.append(min(points))
+                    ends.append(max(points))
+                    owners.append(move.src)
+                    transfer.append(number)
+                    copy.append(q)
+                    klass.append(_EMPTY)
+                    size.append(sizes)
+        buffers = Buffers(
+            self.grouping.points, np.array(starts, int), np.array(ends, int), np.array(owners, int),
+            np.array(transfer, int), np.array(copy, int), tuple(klass), tuple(size),
+        )  # fmt: skip
+        return buffers, tuple(held)
+
+    def moved(self, moves: list[Move]) -> Iterator[list[int]]:
+        """The values of each move, in the order of `moves`."""
+        by_first = {(members[0], key[3]): members for key, members in self.members.items()}
+        for move in moves:
+            yield by_first[move.value, move.phase]
+
+    def phase(self, demand: Demand, value: int) -> int:
+        late = self.late_from is not None and demand.position >= self.late_from
+        return int(late and self.is_state_leaf(value))
+
+    def free(self, produced: Layout, wanted: Layout) -> bool:
+        steps = reshard_steps(produced, wanted)
+        return steps is not None and all(step.kind == "slice" for step in steps)
+
+
+# A value used again by its own group within so many operations is fused away rather than kept.
+_FUSED = 48
+# Values below this share of the arguments' bytes are left out of the memory constraint.
+_SMALL = 2e-6
+_EMPTY = np.zeros(0, int)
