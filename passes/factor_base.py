@@ -1,0 +1,91 @@
+"""What the modules of factor rules share: an equation as the tables see it, and a notebook for factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from alpa_lite.strategy import Factor, FactorKind, Rule
+
+Dim = tuple[int, ...]
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An equation without its value numbers.
+
+    Attributes:
+      primitive, params: as in `Op`.
+      operands, results: abstract values; typed keys have their logical shape.
+      literals: which operands are literals.
+    """
+
+    primitive: Any
+    params: Mapping[str, Any]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    literals: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        """The primitive's name, `scatter-add` as `scatter_add`."""
+        return self.primitive.name.replace("-", "_")
+
+
+def shape(aval: Any) -> tuple[int, ...]:
+    """The shape of an abstract value; () for what has none, such as a token."""
+    return tuple(getattr(aval, "shape", ()))
+
+
+def is_number(aval: Any) -> bool:
+    """Whether values of this type can be added: no bools, keys or tokens."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.number)
+
+
+def is_complex(aval: Any) -> bool:
+    """Whether values of this type are complex."""
+    return jnp.issubdtype(aval.dtype, jnp.complexfloating)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether the value is an array of typed random keys."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def whole(tensors: tuple[Any, ...]) -> tuple[Dims, ...]:
+    """Dims without factors."""
+    return tuple(((),) * len(shape(aval)) for aval in tensors)
+
+
+def opaque(call: Call, reason: str) -> Rule:
+    """The rule of an operation that nothing describes."""
+    return Rule((), whole(call.operands), whole(call.results), "opaque", reason)
+
+
+@dataclass
+class Rules:
+    """Collects the factors of one rule."""
+
+    factors: list[Factor] = field(default_factory=list)
+
+    def dim(self, size: int, kind: FactorKind) -> Dim:
+        """A dim of one new factor; () if there is nothing to split."""
+        if size <= 1:
+            return ()
+        self.factors.append(Factor(int(size), kind))
+        return (len(self.factors) - 1,)
+
+    def dims(self, sizes: tuple[int, ...], kind: FactorKind) -> Dims:
+        """One new factor for each dim."""
+        return tuple(self.dim(size, kind) for size in sizes)
+
+    def rule(self, operands: list[Dims], results: list[Dims]) -> Rule:
+        """The rule of these tensors."""
+        return Rule(tuple(self.factors), tuple(operands), tuple(results), "table")
