@@ -233,16 +233,15 @@ def _why_infeasible(traced: Traced, tried: Sequence[tuple[LogicalMesh, Space]], 
         peak, _ = sharding.minimal_budget(space.program)
         if peak < smallest:
             smallest, where = peak, mesh
-    leaves = sorted(
-        ((traced.graph.values[v].nbytes, a.path) for v, a in zip(traced.graph.block.inputs, traced.arguments)),
-        reverse=True,
-    )[:5]  # fmt: skip
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    sizes = [(values[v].nbytes, a.path) for v, a in zip(inputs, traced.arguments, strict=False)]
+    leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     shape = " x ".join(map(str, where.shape)) if where else "any shape"
     return (
-        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {smallest:.0f} bytes per "
-        f"device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} devices; the "
-        f"largest, before sharding: {largest}. A larger budget, more devices, rematerialisation (jax.checkpoint around "
+        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {smallest:.0f} bytes "
+        f"per device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} devices; "
+        f"the largest, before sharding: {largest}. A larger budget, more devices, rematerialisation (jax.checkpoint around "
         f"a layer) or a smaller batch would fit."
     )

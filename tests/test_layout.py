@@ -1,0 +1,114 @@
+"""Resharding steps: each step is well formed, and running them gives the wanted layout of the same value."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
+from alpa_lite.passes import lowering
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+MESH = LogicalMesh((2, 2, 2), ("x", "y", "z"))
+
+
+@st.composite
+def layouts(draw, rank=2, partial=True):
+    axes = draw(st.permutations(MESH.axis_names))
+    dims: list[tuple[str, ...]] = [()] * rank
+    summed = []
+    for axis in axes:
+        place = draw(st.integers(-2 if partial else -1, rank - 1))
+        if place >= 0:
+            dims[place] = (*dims[place], axis)
+        elif place == -2:
+            summed.append(axis)
+    return Layout(tuple(dims), tuple(a for a in MESH.axis_names if a in summed))
+
+
+@given(layouts(), layouts())
+@settings(max_examples=300, deadline=None)
+def test_steps_chain_from_source_to_goal(src, dst):
+    steps = reshard_steps(src, dst)
+    if steps is None:
+        assert set(dst.partial) - set(src.partial)
+        return
+    current = src
+    for step in steps:
+        assert step.before == current
+        current = step.after
+        assert len(set(a for axes in current.dims for a in axes)) == sum(len(axes) for axes in current.dims)
+        local_shape((8, 8), current, MESH)
+    assert current == dst
+    assert (steps == ()) == (src == dst)
+
+
+def test_whole_value_never_becomes_partial():
+    assert reshard_steps(replicated(1), Layout(((),), ("x",))) is None
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "kinds"),
+    [
+        (Layout(((), ()), ("x",)), Layout((("x",), ())), ["reduce_scatter"]),
+        (Layout(((), ()), ("x", "y")), replicated(2), ["all_reduce"]),
+        (Layout((("x", "y"), ())), replicated(2), ["all_gather"]),
+        (Layout((("x", "y"), ())), Layout((("x",), ("y",))), ["all_to_all"]),
+        (Layout((("x", "y"), ())), Layout((("y", "x"), ())), ["collective_permute"]),
+        (Layout((("x", "y"), ())), Layout((("y",), ())), ["collective_permute", "all_gather"]),
+        (replicated(2), Layout((("x",), ("y",))), ["slice", "slice"]),
+        (Layout((("x",), ()), ("y",)), replicated(2), ["all_reduce", "all_gather"]),
+    ],
+)
+def test_known_steps(src, dst, kinds):
+    steps = reshard_steps(src, dst)
+    assert steps is not None
+    assert [s.kind for s in steps] == kinds
+
+
+def test_payloads():
+    (step,) = reshard_steps(Layout(((), ()), ("x",)), Layout((("x",), ()))) or ()
+    assert step.payload((8, 4), 4, MESH) == 128  # the operand's bytes
+    (step,) = reshard_steps(Layout((("x", "y"), ())), replicated(2)) or ()
+    assert step.payload((8, 4), 4, MESH) == 128  # the result's bytes
+
+
+@given(layouts(), layouts())
+@settings(max_examples=25, deadline=None)
+def test_steps_move_the_value(src, dst):
+    steps = reshard_steps(src, dst)
+    if steps is None:
+        return
+    mesh = Mesh(np.array(jax.devices()).reshape(MESH.shape), MESH.axis_names)
+    shape = (8, 16)
+    x = np.arange(128, dtype=np.float32).reshape(shape)
+
+    def local(block):
+        # Summands over the partial axes: device k of n holds k - (n - 1) / 2 + 1 / n times the value, in total once.
+        for axis in src.partial:
+            n = jax.lax.axis_size(axis)
+            block = block * (jax.lax.axis_index(axis) - (n - 1) / 2 + 1 / n).astype(jnp.float32)
+        for step in steps:
+            block = lowering._step(block, step, shape, MESH)
+        return jax.lax.psum(block, dst.partial) if dst.partial else block
+
+    whole = Layout(dst.dims)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=lowering.spec_of(Layout(src.dims)),
+        out_specs=lowering.spec_of(whole),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), x)
+
+
+def test_reordering_is_a_permutation():
+    for before, after in itertools.permutations(itertools.permutations(("x", "y", "z")), 2):
+        pairs = lowering._reorder(before, after, MESH)
+        assert sorted(d for _, d in pairs) == sorted(s for s, _ in pairs) == list(range(8))
