@@ -1,0 +1,380 @@
+"""The machine that a plan is made for: a value without devices.
+
+A `Cluster` states what the cost model and the memory constraint need: devices and how they are joined, memory, peak
+rates and bandwidths, each with its source. Presets describe machines that need not be here; `Cluster.local()` describes
+the devices of this process. Nothing here imports JAX but `Cluster.local()` without devices, when it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alpa_lite import presets, topology
+from alpa_lite.errors import OptionError
+from alpa_lite.topology import Level
+
+#: The part of a device's memory that plans leave free: runtime context, fragmentation, transfer buffers.
+DEVICE_RESERVE = 0.1
+#: The same where the runtime itself has said how much it may allocate: fragmentation alone.
+ALLOCATOR_RESERVE = 0.05
+#: The part of a machine's memory that is left to the operating system, Python and the compiler.
+HOST_RESERVE = 0.25
+
+_TPU_CHIPS_PER_HOST = 4
+_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection, one direction.
+
+    Attributes:
+      bandwidth: bytes/s.
+      latency: seconds of one step of a collective over it.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices, how they are joined, and how fast everything is.
+
+    Attributes:
+      device: the name of the kind of device.
+      platform: "cpu", "cuda", "rocm" or "tpu", as JAX names the backend that compiles for it.
+      devices_per_node: devices joined by `node_link`; of a TPU slice all its chips.
+      nodes: nodes joined by `network_link`; of TPUs the slices.
+      memory: bytes per device.
+      reserve: the fraction of `memory` that plans leave free.
+      peak_flops: FLOP/s of matrix products by dtype name ("bf16", "f16", "f32", "f64", ...). "f32" is needed.
+      memory_bandwidth: bytes/s of one device.
+      node_link: what one device sends to the others of its node; with a `topology`, one torus link.
+      network_link: what a whole *node* sends to others, shared by its devices; None only with one node.
+      card_link: what one device sends to the others of its card, where cards are faster than the node.
+      devices_per_card: 1 where there are no such cards.
+      topology: the sizes of the torus dims within a node, major to minor; () where a switch joins the devices.
+      wraparound: for each torus dim, whether it is a ring.
+      matmul_efficiency: the fraction of the peak that large matrix products reach.
+      tile: the elements that the matrix unit handles at once along m and n.
+      parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
+      source: where the numbers are from. Not part of the fingerprint.
+    """
+
+    device: str
+    devices_per_node: int
+    nodes: int = 1
+    memory: int
+    peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
+    memory_bandwidth: float
+    node_link: Link
+    network_link: Link | None = None
+    card_link: Link | None = None
+    devices_per_card: int = 1
+    topology: tuple[int, ...] = ()
+    wraparound: tuple[bool, ...] = ()
+    platform: str = "cuda"
+    reserve: float = DEVICE_RESERVE
+    matmul_efficiency: float = 0.8
+    tile: int = 128
+    parallel_units: int = 1
+    source: str = "given by the caller"
+
+    def __post_init__(self) -> None:
+        peaks = self.peak_flops.items() if isinstance(self.peak_flops, Mapping) else self.peak_flops
+        # A tuple in place of the mapping makes clusters hashable, which caches rely on.
+        object.__setattr__(self, "peak_flops", tuple(sorted((str(k), float(v)) for k, v in peaks)))
+        object.__setattr__(self, "topology", tuple(self.topology))
+        object.__setattr__(self, "wraparound", tuple(self.wraparound))
+        _validate(self)
+
+    @classmethod
+    def local(cls, devices: Sequence[Any] | None = None) -> Cluster:
+        """The cluster of `devices`, by default all that JAX has here.
+
+        CPU devices share the machine's memory (or the control group's limit), cores and memory bandwidth evenly. GPUs
+        and TPUs are looked up in the presets by `device_kind`; their memory is what the allocator reports, if it does.
+
+        Raises:
+          OptionError: for a kind of device that no preset describes.
+        """
+        if devices is None:
+            import jax
+
+            devices = jax.devices()
+        return _local(devices)
+
+    @classmethod
+    def preset(cls, name: str, nodes: int | None = None, topology: Sequence[int] | None = None) -> Cluster:
+        """A known machine.
+
+        Args:
+          name: one of `Cluster.preset_names()`.
+          nodes: how many nodes, or TPU slices joined by the data-centre network; None for the machine's usual number.
+          topology: for TPUs the slice, such as (4, 4, 4); None for one of eight chips.
+
+        Raises:
+          OptionError: for an unknown name, or a number of nodes or a topology that the machine cannot have.
+        """
+        key = presets.ALIASES.get(name, name)
+        if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
+            raise OptionError(f"nodes={nodes!r}: give a positive number of nodes, or None")
+        if key in presets.NODES:
+            if topology is not None:
+                raise OptionError(f"topology={topology!r}: {name!r} has nodes, not a torus; give nodes= instead")
+            fields = dict(presets.NODES[key])
+            return cls(**_with_links(fields | {"nodes": fields["nodes"] if nodes is None else nodes}))
+        if key in presets.SLICES:
+            return _slice(key, 1 if nodes is None else nodes, topology)
+        raise OptionError(f"cluster={name!r} is not a known preset; choose one of {', '.join(cls.preset_names())}")
+
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        """The names that `preset` takes, aliases included."""
+        return (*presets.NODES, *presets.SLICES, *presets.ALIASES)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all nodes."""
+        return self.devices_per_node * self.nodes
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes per device that a plan may fill: `memory` less the reserve."""
+        return int(self.memory * (1 - self.reserve))
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over every field but `source`."""
+        fields = self.to_json()
+        del fields["source"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def peak(self, dtype: Any) -> float:
+        """FLOP/s of matrix products in `dtype` (a NumPy or JAX dtype, or its name, long or short).
+
+        A dtype that is not listed counts as bf16 up to two bytes, as f32 at four, and at half the f32 rate above.
+        """
+        return peak_of(self, str(getattr(dtype, "name", dtype)))
+
+    def levels(self, num_devices: int | None = None) -> tuple[Level, ...]:
+        """The machine as a tower of levels, outermost first, as far as the first `num_devices` devices use it.
+
+        A node's share of the network is divided among the devices of it that are in use.
+        """
+        count = self.num_devices if num_devices is None else num_devices
+        if not 1 <= count <= self.num_devices:
+            raise OptionError(f"{count} devices: the cluster has {self.num_devices}; use at most these, or more nodes")
+        if self.topology:
+            inner = self.topology
+        elif self.card_link is not None:
+            inner = (self.devices_per_node // self.devices_per_card, self.devices_per_card)
+        else:
+            inner = (self.devices_per_node,)
+        used = topology.fit_sizes((self.nodes, *inner), count)
+        network = self.network_link or Link(math.inf)
+        levels = [Level("network", used[0], network.bandwidth / math.prod(used[1:]), network.latency)]
+        for i, (whole, size) in enumerate(zip(inner, used[1:], strict=True)):
+            if self.topology:
+                kind = "ring" if self.wraparound[i] and size == whole else "line"
+                levels.append(Level(kind, size, self.node_link.bandwidth, self.node_link.latency))
+            else:
+                link = self.card_link if self.card_link is not None and i == 1 else self.node_link
+                levels.append(Level("switch", size, link.bandwidth, link.latency))
+        return tuple(levels)
+
+    def mesh_shapes(self, max_axes: int = 3, num_devices: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """The logical mesh shapes worth trying, axes ordered from between nodes to within a node.
+
+        Shapes that differ by a permutation of axes that costs the same on this machine are listed once: eight devices
+        on one switch give (8,), (4, 2) and (2, 2, 2). See `alpa_lite.topology.mesh_shapes` for the choice.
+
+        Args:
+          max_axes: the most axes of a mesh.
+          num_devices: use only so many devices; None for all.
+        """
+        return topology.mesh_shapes(self.levels(num_devices), max_axes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        fields = dataclasses.asdict(self)
+        fields["peak_flops"] = dict(self.peak_flops)
+        return fields | {"topology": list(self.topology), "wraparound": list(self.wraparound)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+        """The cluster that `to_json` wrote.
+
+        Raises:
+          OptionError: if fields are missing or unknown.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        wrong = sorted(known.symmetric_difference(data))
+        if wrong:
+            raise OptionError(f"cluster data: fields missing or unknown: {', '.join(wrong)}; write it with to_json()")
+        links: dict[str, Any] = {
+            key: Link(**data[key]) for key in ("node_link", "network_link", "card_link") if data[key] is not None
+        }
+        return cls(**(dict(data) | links))
+
+    def __str__(self) -> str:
+        if self.topology:
+            shape = "x".join(map(str, self.topology))
+            machine = f"{self.device} {shape}" + (f", {self.nodes} slices" if self.nodes > 1 else "")
+        elif self.nodes > 1:
+            machine = f"{self.nodes} nodes x {self.devices_per_node} {self.device}"
+        else:
+            machine = f"{self.devices_per_node} {self.device}"
+        return f"{machine}, {self.usable_memory / 2**30:.1f} of {self.memory / 2**30:.1f} GiB usable per device"
+
+
+def peak_of(cluster: Cluster, dtype: str) -> float:
+    """`Cluster.peak` by dtype name."""
+    peaks = dict(cluster.peak_flops)
+    name = _DTYPE_NAMES.get(dtype, dtype)
+    if name in peaks:
+        return peaks[name]
+    bits = int("".join(c for c in name.split("_")[0].split("e")[0] if c.isdigit()) or 8)  # "bool" has no digits
+    if bits <= 16:
+        return peaks.get("bf16", peaks["f32"])
+    return peaks["f32"] / (1 if bits <= 32 else 2)
+
+
+def _validate(cluster: Cluster) -> None:
+    """Raises OptionError for values that no machine has."""
+
+    def require(condition: bool, field: str, remedy: str) -> None:
+        if not condition:
+            raise OptionError(f"Cluster {field}={getattr(cluster, field)!r}: {remedy}")
+
+    for field in ("devices_per_node", "nodes", "memory", "devices_per_card", "tile", "parallel_units"):
+        value = getattr(cluster, field)
+        require(isinstance(value, int) and value >= 1, field, "give a positive whole number")
+    require(0 <= cluster.reserve < 1, "reserve", "give a fraction of the memory, at least 0 and below 1")
+    require(0 < cluster.matmul_efficiency <= 1, "matmul_efficiency", "give a fraction above 0, at most 1")
+    require(cluster.memory_bandwidth > 0, "memory_bandwidth", "give bytes/s above 0")
+    peaks = dict(cluster.peak_flops)
+    require("f32" in peaks and min(peaks.values()) > 0, "peak_flops", 'give FLOP/s above 0, for "f32" at least')
+    for field in ("node_link", "network_link", "card_link"):
+        link = getattr(cluster, field)
+        require(link is None or (link.bandwidth > 0 and link.latency >= 0), field, "give bytes/s above 0, seconds >= 0")
+    require(cluster.network_link is not None or cluster.nodes == 1, "network_link", "several nodes need a network")
+    cards = cluster.devices_per_card
+    require(cluster.devices_per_node % cards == 0, "devices_per_card", "it must divide devices_per_node")
+    require(
+        (cards > 1) == (cluster.card_link is not None), "card_link", "give it with devices_per_card above 1, else not"
+    )
+    if cluster.topology:
+        product = math.prod(cluster.topology)
+        require(product == cluster.devices_per_node, "topology", "its product must be devices_per_node")
+        require(cluster.card_link is None, "card_link", "a torus has no cards")
+    same = len(cluster.wraparound) == len(cluster.topology)
+    require(same, "wraparound", "give one truth value for each dim of the topology")
+
+
+def _with_links(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a preset with its pairs turned into links."""
+    return {key: Link(*value) if key.endswith("_link") else value for key, value in fields.items()}
+
+
+def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
+    """TPU slices: a torus each, joined by the network of their hosts."""
+    fields = dict(presets.SLICES[key])
+    default, largest, wrap = fields.pop("default"), fields.pop("largest"), fields.pop("wrap")
+    dims = tuple(default if shape is None else shape)
+    if len(dims) != len(default) or not all(isinstance(d, int) and 1 <= d <= largest for d in dims):
+        raise OptionError(f"topology={shape!r}: {key} slices have {len(default)} dims of 1 to {largest} chips")
+    bandwidth, latency = fields.pop("host_network")
+    chips = math.prod(dims)
+    hosts = max(1, chips // _TPU_CHIPS_PER_HOST)
+    return Cluster(
+        **_with_links(fields),
+        platform="tpu",
+        devices_per_node=chips,
+        nodes=nodes,
+        topology=dims,
+        wraparound=tuple(d % wrap == 0 for d in dims),
+        network_link=Link(bandwidth * hosts, latency),
+    )
+
+
+def _local(devices: Sequence[Any]) -> Cluster:
+    """`Cluster.local` for given devices: all of one kind, evenly over processes."""
+    first = devices[0]
+    processes = len({device.process_index for device in devices})
+    if len(devices) % processes:
+        raise OptionError(f"{len(devices)} devices do not divide over {processes} processes; give cluster=")
+    per_node = len(devices) // processes
+    if first.platform == "cpu":
+        return _local_cpu(per_node, processes)
+    name = next((preset for part, preset in presets.DEVICE_KINDS if part in first.device_kind.lower()), None)
+    if name is None:
+        raise OptionError(
+            f"cluster=None: no preset describes devices of kind {first.device_kind!r}; give cluster=Cluster(...) "
+            f"with its numbers, or one of {', '.join(Cluster.preset_names())}"
+        )
+    stats = first.memory_stats() or {}
+    limit = {"memory": int(stats["bytes_limit"]), "reserve": ALLOCATOR_RESERVE} if stats.get("bytes_limit") else {}
+    if name in presets.SLICES:
+        return dataclasses.replace(_local_slice(name, devices), **limit)
+    cluster = Cluster.preset(name, nodes=processes)
+    if per_node % cluster.devices_per_card:
+        cluster = dataclasses.replace(cluster, card_link=None, devices_per_card=1)
+    return dataclasses.replace(cluster, devices_per_node=per_node, **limit)
+
+
+def _local_slice(name: str, devices: Sequence[Any]) -> Cluster:
+    """The slices that TPU devices form, from their coordinates; a line where these do not fill a box."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    coords = {tuple(device.coords) for device in devices}
+    sizes = [len({coord[i] for coord in coords}) for i in range(len(next(iter(coords))))]
+    rank = len(presets.SLICES[name]["default"])
+    dims = tuple(sizes[:rank])
+    if math.prod(dims) * slices != len(devices):
+        per_slice = len(devices) // slices
+        dims = (per_slice, *(1,) * (rank - 1))
+    cluster = _slice(name, slices, tuple(1 for _ in dims))
+    wrap = presets.SLICES[name]["wrap"]
+    ring = tuple(d % wrap == 0 for d in dims) if math.prod(sizes[:rank]) * slices == len(devices) else (False,) * rank
+    return dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims))
+
+
+def _local_cpu(per_node: int, processes: int) -> Cluster:
+    """Virtual CPU devices: equal shares of the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flops = presets.CPU_CORE_FLOPS * cores / per_node
+    link = Link(presets.CPU_MEMORY_BANDWIDTH / per_node, presets.CPU_STEP_LATENCY)
+    return Cluster(
+        device="cpu",
+        platform="cpu",
+        devices_per_node=per_node,
+        nodes=processes,
+        memory=_machine_memory() // per_node,
+        reserve=HOST_RESERVE,
+        peak_flops={"bf16": flops, "f16": flops, "f32": flops, "f64": flops / 2},
+        memory_bandwidth=link.bandwidth,
+        node_link=link,
+        network_link=link if processes > 1 else None,
+        tile=16,
+        source=f"shares of {cores} cores and of the machine's memory; rates from presets.py",
+    )
+
+
+def _machine_memory() -> int:
+    """Bytes of this machine's memory, or of its control group where that has a lower limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if Path(path).is_file() else ""
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)

@@ -1,0 +1,264 @@
+"""What computing and communicating cost on a cluster, in seconds.
+
+**Collectives** cost alpha + payload * beta, where the payload is what plans report
+(`alpa_lite.plan.Collective.bytes`): the bytes of the result per device, for a reduce-scatter those of the operand. The
+axes of a collective occupy g_1, g_2, ... devices of the machine's levels, innermost first (`alpa_lite.topology`), and
+the collective is hierarchical over them. An all-gather runs from the outermost level inwards, so that slow links carry
+the smallest blocks, a reduce-scatter in the opposite order, and an all-reduce is the one after the other. With b_k the
+bytes/s of a device over level k,
+
+    gather or scatter   beta = sum_k  (g_k - 1) / g_k / (b_k * g_1 ... g_{k-1})   the ring's term on each level
+    all_reduce          twice that
+    all_to_all          beta = sum_k  (g_1 ... g_k - g_1 ... g_{k-1}) / n / b_k   peers first met on level k
+    collective_permute  beta = 1 / b of the outermost level
+
+and alpha counts steps of the better of ring and tree, min(g - 1, ceil(log2 g)) on each level. (An affine cost takes
+each term from the algorithm that is best at it; double binary trees nearly reach both.)
+
+**Torus dims** are one level together: an axis sends over all the torus dims that it lies on at once. A dim gives two
+links per device where the axis closes a ring and one where it is a line, divided by the number of groups that are
+interleaved on the same links; a step is a hop. All-to-all is bound by the bisection of the worst dim: with s devices a
+ring carries payload * s / 8 over its fullest link and a line payload * s / 4.
+
+**Compute** is a roofline, the larger of FLOPs over reached peak and bytes over memory bandwidth. See
+`MeshCost.matmul_efficiency` for how small matrix products fall short of the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.topology import Level, Piece, decompose
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"]
+
+#: The longest part of k that one tile works through before splitting k over idle units pays, in tiles.
+_SPLIT_TILES = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something costs: a value that adds and scales.
+
+    Attributes:
+      seconds: time.
+      flops: operations of one device.
+      bytes_moved: bytes that one device reads and writes in its memory.
+      bytes_sent: payload bytes by mesh axis, as sorted pairs; a collective over several axes counts under "a+b".
+    """
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    bytes_sent: tuple[tuple[str, float], ...] = ()
+
+    def __add__(self, other: Cost) -> Cost:
+        sent = dict(self.bytes_sent)
+        for axis, count in other.bytes_sent:
+            sent[axis] = sent.get(axis, 0.0) + count
+        return Cost(
+            self.seconds + other.seconds,
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            tuple(sorted(sent.items())),
+        )
+
+    def __mul__(self, times: float) -> Cost:
+        sent = tuple((axis, count * times) for axis, count in self.bytes_sent)
+        return Cost(self.seconds * times, self.flops * times, self.bytes_moved * times, sent)
+
+    __rmul__ = __mul__
+
+    @staticmethod
+    def sum(costs: Iterable[Cost]) -> Cost:
+        """The sum of `costs`, zero for none."""
+        total = Cost()
+        for cost in costs:
+            total = total + cost
+        return total
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """One level as a collective sees it.
+
+    size: devices of the group on it. bandwidth: bytes/s of a device. step: seconds of one step's latency. steps: the
+    same of all steps of a gather. exchange: seconds per payload byte of an all-to-all on this rung alone.
+    """
+
+    size: int
+    bandwidth: float
+    step: float
+    steps: float
+    exchange: float
+
+
+class MeshCost:
+    """Prices on one logical mesh of a cluster.
+
+    The mesh takes the cluster's first `mesh.size` devices in order: its last axis joins neighbours.
+    """
+
+    def __init__(self, cluster: Cluster, mesh: LogicalMesh) -> None:
+        """Raises OptionError if the mesh has more devices than the cluster."""
+        self.cluster = cluster
+        self.mesh = mesh
+        self._levels = cluster.levels(mesh.size)
+        sizes = tuple(level.size for level in self._levels)
+        self._pieces = decompose(mesh.shape, sizes)
+        # The cluster and the mesh never change, so these memos are invisible to callers.
+        self._coefficients: dict[tuple[str, Axes], tuple[float, float]] = {}
+        self._peaks: dict[Any, float] = {}
+
+    def collective(self, kind: str, axes: Axes, payload: float) -> float:
+        """Seconds of one collective.
+
+        Args:
+          kind: one of `CollectiveKind`, or "slice", which costs nothing.
+          axes: the mesh axes it runs over, in any order.
+          payload: bytes of one device's result; for reduce_scatter of its operand.
+
+        Raises:
+          ValueError: for an unknown kind or axis.
+        """
+        alpha, beta = self.coefficients(kind, axes)
+        return alpha + beta * payload
+
+    def collective_seconds(self, kind: str, axes: Axes, payloads: np.ndarray) -> np.ndarray:
+        """`collective` for an array of payloads; same shape, float64."""
+        alpha, beta = self.coefficients(kind, axes)
+        return alpha + beta * np.asarray(payloads, dtype=np.float64)
+
+    def coefficients(self, kind: str, axes: Axes) -> tuple[float, float]:
+        """(alpha, beta) of a collective: seconds, and seconds per byte of payload. Both 0 where nothing is sent."""
+        found = self._coefficients.get((kind, axes))
+        if found is None:
+            found = self._coefficients[kind, axes] = self._derive(kind, axes)
+        return found
+
+    def collective_cost(self, kind: str, axes: Axes, payload: float) -> Cost:
+        """`collective` as a `Cost`, with the payload under its axes."""
+        name = "+".join(axis for axis in self.mesh.axis_names if axis in axes and self.mesh.axis_size(axis) > 1)
+        sent = ((name, float(payload)),) if name and kind != "slice" else ()
+        return Cost(self.collective(kind, axes, payload), bytes_sent=sent)
+
+    def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
+        """Seconds of an operation on one device: max(flops / (peak * efficiency), bytes / bandwidth).
+
+        Args:
+          flops: of one device.
+          bytes_moved: read and written in its memory.
+          dtype: of the operands; chooses the peak.
+          efficiency: the fraction of the peak reached; None for that of large matrix products.
+        """
+        peak = self._peaks.get(dtype)
+        if peak is None:
+            peak = self._peaks[dtype] = self.cluster.peak(dtype)
+        reached = peak * (self.cluster.matmul_efficiency if efficiency is None else efficiency)
+        return max(flops / reached, bytes_moved / self.cluster.memory_bandwidth)
+
+    def matmul(self, m: int, n: int, k: int, batch: int, dtype: Any, itemsize: int) -> float:
+        """Seconds of `batch` products of [m, k] and [k, n] on one device; each matrix is read or written once."""
+        flops = 2.0 * batch * m * n * k
+        bytes_moved = float(itemsize) * batch * (m * k + k * n + m * n)
+        return self.compute(flops, bytes_moved, dtype, self.matmul_efficiency(m, n, k, batch))
+
+    def matmul_efficiency(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """The fraction of the peak that a product of [m, k] and [k, n] reaches.
+
+        With tiles of T x T, t = batch * ceil(m / T) * ceil(n / T) of them, and U units that work at once,
+
+            efficiency = largest * m / (T ceil(m / T)) * n / (T ceil(n / T)) * c / (c + T) * min(1, t s / U),
+            s = min(U / t, k / (8 T)), at least 1;  c = k / s
+
+        quantisation along m and n, filling the pipeline along k, and idle units where there are few tiles, which then
+        share k in s parts of length c. The seconds 2 batch m n k / efficiency never fall as a dim grows.
+        """
+        if 0 in (m, n, k, batch):
+            return self.cluster.matmul_efficiency
+        tile, units = self.cluster.tile, self.cluster.parallel_units
+        rows, columns = -(-m // tile), -(-n // tile)
+        tiles = batch * rows * columns
+        split = max(1.0, min(units / tiles, k / (_SPLIT_TILES * tile)))
+        depth = k / split
+        quantised = (m / (rows * tile)) * (n / (columns * tile))
+        filled = depth / (depth + tile) * min(1.0, tiles * split / units)
+        return self.cluster.matmul_efficiency * quantised * filled
+
+    def _derive(self, kind: str, axes: Axes) -> tuple[float, float]:
+        """The formulas of the module's docstring."""
+        if kind != "slice" and kind not in get_args(CollectiveKind):
+            raise ValueError(f"collective kind {kind!r}: use one of {', '.join(get_args(CollectiveKind))}")
+        unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
+        if unknown:
+            raise ValueError(f"axes {axes}: the mesh has axes {self.mesh.axis_names}")
+        rungs = self._rungs(frozenset(axes))
+        if kind == "slice" or not rungs:
+            return 0.0, 0.0
+        steps = sum(rung.steps for rung in rungs)
+        if kind == "collective_permute":
+            worst = rungs[-1]
+            return worst.step, max(1 / worst.bandwidth, worst.exchange)
+        if kind == "all_to_all":
+            total = math.prod(rung.size for rung in rungs)
+            beta, inside = 0.0, 1
+            for rung in rungs:
+                # `exchange` is for a group of this rung alone, of whose payload (size - 1) / size leaves the device.
+                share = inside * rung.size / total
+                beta += rung.exchange * share
+                inside *= rung.size
+            return steps, beta
+        beta, inside = 0.0, 1
+        for rung in rungs:
+            beta += (rung.size - 1) / rung.size / (rung.bandwidth * inside)
+            inside *= rung.size
+        return (2 * steps, 2 * beta) if kind == "all_reduce" else (steps, beta)
+
+    def _rungs(self, axes: frozenset[str]) -> list[_Rung]:
+        """The levels that a group over `axes` occupies, innermost first, the torus dims as one."""
+        if self._pieces is None:
+            # An axis that straddles a level unevenly: price every group as if it crossed the slowest link only.
+            size = self.mesh.product(tuple(axes))
+            slowest = min((level for level in self._levels if level.size > 1), key=lambda level: level.bandwidth)
+            return [_switch(slowest, size)] if size > 1 else []
+        pieces = [
+            p for name, axis in zip(self.mesh.axis_names, self._pieces, strict=True) if name in axes for p in axis
+        ]
+        rungs = []
+        torus = [(self._levels[i], [p for p in pieces if p.level == i]) for i in sorted({p.level for p in pieces})]
+        dims = [(level, held) for level, held in torus if level.is_torus]
+        if dims:
+            rungs.append(_torus(dims))
+        for level, held in reversed(torus):
+            if not level.is_torus:
+                rungs.append(_switch(level, math.prod(p.size for p in held)))
+        return rungs
+
+
+def _switch(level: Level, size: int) -> _Rung:
+    """A group of `size` devices on a level where every pair has the same rate."""
+    steps = min(size - 1, math.ceil(math.log2(size)))
+    return _Rung(size, level.bandwidth, level.latency, steps * level.latency, (size - 1) / size / level.bandwidth)
+
+
+def _torus(dims: list[tuple[Level, list[Piece]]]) -> _Rung:
+    """A group on torus dims, given the pieces of each dim that belong to it."""
+    total, bandwidth, steps, exchange = 1, 0.0, 0.0, 0.0
+    for level, pieces in dims:
+        size = math.prod(p.size for p in pieces)
+        extent = max(p.stride * p.size for p in pieces)
+        interleaved = extent / size
+        closed = level.kind == "ring" and extent == level.size and size > 2
+        link = level.bandwidth / interleaved
+        bandwidth += link * (2 if closed else 1)
+        steps += level.latency * interleaved * (size // 2 if closed else size - 1)
+        exchange = max(exchange, size / (8 if closed else 4) / link)
+        total *= size
+    return _Rung(total, bandwidth, steps, steps, exchange)  # any block may have to cross the whole torus

@@ -1,0 +1,237 @@
+"""Numbers of known machines: plain data, each with its source.
+
+Units: bytes, bytes/s, FLOP/s, seconds. Links count one direction: NVLink figures of data sheets are totals of both and
+are halved here. A memory of "80 GB" is 80 GiB, as such stacks are. The peak named f32 is that of matrix products at
+JAX's default precision: TF32 on A100 and later, bfloat16 passes on TPUs. `matmul_efficiency` is the largest measured
+fraction of the bf16 peak where the source has one, else 0.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GIB = 2**30
+
+_ML = "stas00/ml-engineering compute/accelerator/README.md"
+_BOOK = "jax-ml/scaling-book tpus.md"
+_RECALLED = "f32 and f64 peaks from the vendor's data sheet, recalled; latencies are assumptions of the usual order"
+
+#: Keyword arguments of `Cluster` for machines with nodes; `nodes` is the default number of nodes.
+NODES: Mapping[str, Mapping[str, Any]] = {
+    "p3.16xlarge": {
+        "device": "V100-SXM2-16GB",
+        "platform": "cuda",
+        "nodes": 8,
+        "devices_per_node": 8,
+        "memory": 16 * GIB,
+        "peak_flops": {"bf16": 15.7e12, "f16": 125e12, "f32": 15.7e12, "f64": 7.8e12},
+        "memory_bandwidth": 900e9,
+        "node_link": (150e9, 3e-6),
+        "network_link": (3.125e9, 30e-6),
+        "parallel_units": 80,
+        "source": "900 GB/s: Cornell CVW; NVLink2 6 x 25 GB/s a direction, 25 Gb/s per node of 8: recalled, confidence "
+        f"high. bf16 has no tensor cores here. {_RECALLED}",
+    },
+    "p3dn": {
+        "device": "V100-SXM2-32GB",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 32 * GIB,
+        "peak_flops": {"bf16": 15.7e12, "f16": 125e12, "f32": 15.7e12, "f64": 7.8e12},
+        "memory_bandwidth": 900e9,
+        "node_link": (150e9, 3e-6),
+        "network_link": (12.5e9, 20e-6),
+        "parallel_units": 80,
+        "source": "900 GB/s: Cornell CVW; NVLink2 6 x 25 GB/s a direction, 100 Gb/s per node: recalled, "
+        "confidence high. "
+        f"bf16 has no tensor cores here. {_RECALLED}",
+    },
+    "a100-40gb": {
+        "device": "A100-SXM-40GB",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 40 * GIB,
+        "peak_flops": {"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
+        "memory_bandwidth": 1555e9,
+        "node_link": (300e9, 3e-6),
+        "network_link": (50e9, 10e-6),
+        "matmul_efficiency": 0.869,
+        "parallel_units": 108,
+        "source": f"312 TFLOP/s, 271.2 measured (80 GB card): {_ML}; 1555 GB/s, NVLink3 600 GB/s both ways, p4d "
+        "400 Gb/s: "
+        f"recalled, confidence high. {_RECALLED}",
+    },
+    "a100": {
+        "device": "A100-SXM-80GB",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 80 * GIB,
+        "peak_flops": {"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
+        "memory_bandwidth": 2000e9,
+        "node_link": (300e9, 3e-6),
+        "network_link": (200e9, 10e-6),
+        "matmul_efficiency": 0.869,
+        "parallel_units": 108,
+        "source": f"312 TFLOP/s, 271.2 measured, 2000 GB/s: {_ML}; NVLink3 600 GB/s both ways, 8 x 200 Gb/s "
+        "HDR: recalled, "
+        f"confidence high. {_RECALLED}",
+    },
+    "h100": {
+        "device": "H100-SXM",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 80 * GIB,
+        "peak_flops": {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
+        "memory_bandwidth": 3350e9,
+        "node_link": (450e9, 3e-6),
+        "network_link": (400e9, 10e-6),
+        "matmul_efficiency": 0.803,
+        "parallel_units": 132,
+        "source": f"989 TFLOP/s, 794.5 measured, 3350 GB/s: {_ML}; NVLink4 900 GB/s both ways: MLPerf system "
+        "description; "
+        f"8 x 400 Gb/s NDR: recalled, confidence high. {_RECALLED}",
+    },
+    "h200": {
+        "device": "H200-SXM",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 140 * GIB,
+        "peak_flops": {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
+        "memory_bandwidth": 4800e9,
+        "node_link": (450e9, 3e-6),
+        "network_link": (400e9, 10e-6),
+        "matmul_efficiency": 0.803,
+        "parallel_units": 132,
+        "source": f"989 TFLOP/s, 141 GB (rounded down to 140 GiB), 4800 GB/s: {_ML}; NVLink4 900 GB/s both "
+        "ways, 8 x 400 "
+        f"Gb/s: MLPerf system description; efficiency as measured on H100. {_RECALLED}",
+    },
+    "mi250x": {
+        "device": "MI250X-GCD",
+        "platform": "rocm",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "devices_per_card": 2,
+        "memory": 64 * GIB,
+        "peak_flops": {"bf16": 191.5e12, "f16": 191.5e12, "f32": 47.9e12, "f64": 47.9e12},
+        "memory_bandwidth": 1640e9,
+        "card_link": (200e9, 3e-6),
+        "node_link": (50e9, 3e-6),
+        "network_link": (100e9, 10e-6),
+        "matmul_efficiency": 0.768,
+        "parallel_units": 110,
+        "source": f"one of the two dies of a card (383 TFLOP/s is both): 191.5 TFLOP/s, 147 measured, 1640 "
+        f"GB/s: {_ML}; "
+        "200 GB/s within a card, 50 to 100 GB/s between cards (the lower is used): OLCF guide; 4 x 25 GB/s "
+        "Slingshot-11 "
+        f"per node of 8 dies: recalled, confidence high. {_RECALLED}",
+    },
+    "cpu": {
+        "device": "cpu",
+        "platform": "cpu",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 4 * GIB,
+        "peak_flops": {"bf16": 25e9, "f16": 25e9, "f32": 25e9, "f64": 12.5e9},
+        "memory_bandwidth": 3.2e9,
+        "node_link": (3.2e9, 16e-6),
+        "network_link": (1.25e9, 50e-6),
+        "tile": 16,
+        "source": "eight virtual devices on a machine of two cores with 32 GiB, see CPU_CORE_FLOPS in presets.py; "
+        "10 Gb/s Ethernet assumed",
+    },
+}
+
+#: TPU slices: `axes` of the torus, `default` topology, the largest size of a dim, and `wrap`: a dim whose size is a
+#: multiple of it is a ring. The network is that of one host.
+SLICES: Mapping[str, Mapping[str, Any]] = {
+    "v4": {
+        "device": "TPU v4",
+        "default": (2, 2, 2),
+        "largest": 16,
+        "wrap": 4,
+        "memory": 32 * GIB,
+        "peak_flops": {"bf16": 275e12, "f32": 275e12},
+        "memory_bandwidth": 1200e9,
+        "node_link": (4.5e10, 1e-6),
+        "host_network": (2.5e10, 20e-6),
+        "tile": 128,
+        "source": f"{_BOOK}; latencies are assumptions of the usual order",
+    },
+    "v5e": {
+        "device": "TPU v5e",
+        "default": (2, 4),
+        "largest": 16,
+        "wrap": 16,
+        "memory": 16 * GIB,
+        "peak_flops": {"bf16": 197e12, "f32": 197e12},
+        "memory_bandwidth": 819e9,
+        "node_link": (5e10, 1e-6),
+        "host_network": (2.5e10, 20e-6),
+        "tile": 128,
+        "source": f"{_BOOK}; Cloud TPU documentation; latencies are assumptions of the usual order",
+    },
+    "v5p": {
+        "device": "TPU v5p",
+        "default": (2, 2, 2),
+        "largest": 32,
+        "wrap": 4,
+        "memory": 95 * GIB,
+        "peak_flops": {"bf16": 459e12, "f32": 459e12},
+        "memory_bandwidth": 2765e9,
+        "node_link": (1e11, 1e-6),
+        "host_network": (2.5e10, 20e-6),
+        "tile": 128,
+        "source": f"{_BOOK}; Cloud TPU documentation; latencies are assumptions of the usual order",
+    },
+    "v6e": {
+        "device": "TPU v6e",
+        "default": (2, 4),
+        "largest": 16,
+        "wrap": 16,
+        "memory": 32 * GIB,
+        "peak_flops": {"bf16": 918e12, "f32": 918e12},
+        "memory_bandwidth": 1640e9,
+        "node_link": (1e11, 1e-6),
+        "host_network": (2.5e10, 20e-6),
+        "tile": 256,
+        "source": f"link: {_BOOK}; 918 TFLOP/s, 1640 GB/s: recalled, confidence high; latencies are assumptions of the "
+        "usual order",
+    },
+}
+
+ALIASES: Mapping[str, str] = {"v100": "p3.16xlarge", "frontier": "mi250x"}
+
+#: Parts of `jax.Device.device_kind` in lower case, first match wins, and the preset that describes the device.
+DEVICE_KINDS: tuple[tuple[str, str], ...] = (
+    ("v100-sxm2-32gb", "p3dn"),
+    ("v100-sxm3-32gb", "p3dn"),
+    ("v100", "p3.16xlarge"),
+    ("a100-sxm4-40gb", "a100-40gb"),
+    ("a100-sxm-40gb", "a100-40gb"),
+    ("a100", "a100"),
+    ("h100", "h100"),
+    ("h200", "h200"),
+    ("mi250x", "mi250x"),
+    ("tpu v4", "v4"),
+    ("tpu v5 lite", "v5e"),
+    ("tpu v5e", "v5e"),
+    ("tpu v5p", "v5p"),
+    ("tpu v5", "v5p"),
+    ("tpu v6 lite", "v6e"),
+    ("tpu v6e", "v6e"),
+)
+
+#: Virtual CPU devices share one machine, so its cores and its memory bandwidth are divided among them. Measured once with
+#: eight virtual devices on two cores: float32 products of 1024 x 1024 at 4.2e11 FLOP/s in all, 26 GB/s streamed in all,
+#: 1 MiB a device all-reduced in 0.6 ms, and a small collective 0.1 ms above an empty call (six steps of 16 microseconds).
+#: Half of that rate a core is assumed, since many cores have narrower vectors.
+CPU_CORE_FLOPS = 1e11
+CPU_MEMORY_BANDWIDTH = 25.6e9
+CPU_STEP_LATENCY = 16e-6

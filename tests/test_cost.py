@@ -1,0 +1,213 @@
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_lite.cluster import Cluster, Link
+from alpa_lite.cost import Cost, MeshCost
+from alpa_lite.layout import LogicalMesh
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+FAST, SLOW = 1e10, 1e9
+TWO_NODES = Cluster(
+    device="x",
+    devices_per_node=4,
+    nodes=2,
+    memory=2**30,
+    peak_flops={"f32": 1e12, "bf16": 4e12},
+    memory_bandwidth=1e11,
+    node_link=Link(FAST, 1e-6),
+    network_link=Link(4 * SLOW, 1e-5),  # of a node: SLOW for each device when all four send
+    matmul_efficiency=0.5,
+)
+NODE = dataclasses.replace(TWO_NODES, nodes=1)
+
+
+def prices(cluster, *shape):
+    return MeshCost(cluster, LogicalMesh(shape, ("a", "b", "c")[: len(shape)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alpha", "beta"),
+    [
+        ("all_reduce", 4e-6, 2 * 3 / 4 / FAST),
+        ("all_gather", 2e-6, 3 / 4 / FAST),
+        ("reduce_scatter", 2e-6, 3 / 4 / FAST),
+        ("all_to_all", 2e-6, 3 / 4 / FAST),
+        ("collective_permute", 1e-6, 1 / FAST),
+    ],
+)
+def test_one_switch_by_hand(kind, alpha, beta):
+    cost = prices(NODE, 4)
+    assert cost.coefficients(kind, ("a",)) == pytest.approx((alpha, beta))
+    assert cost.collective(kind, ("a",), 1000) == pytest.approx(alpha + 1000 * beta)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alpha", "beta"),
+    [
+        ("all_reduce", 2 * (2e-6 + 1e-5), 2 * (3 / 4 / FAST + 1 / 2 / SLOW / 4)),
+        ("all_gather", 2e-6 + 1e-5, 3 / 4 / FAST + 1 / 2 / SLOW / 4),
+        ("all_to_all", 2e-6 + 1e-5, 3 / 8 / FAST + 4 / 8 / SLOW),
+        ("collective_permute", 1e-5, 1 / SLOW),
+    ],
+)
+def test_two_nodes_by_hand(kind, alpha, beta):
+    for cost, axes in ((prices(TWO_NODES, 8), ("a",)), (prices(TWO_NODES, 2, 2, 2), ("c", "a", "b"))):
+        assert cost.coefficients(kind, axes) == pytest.approx((alpha, beta))
+
+
+def test_axes_of_a_mesh_over_two_nodes():
+    cost = prices(TWO_NODES, 2, 4)
+    assert cost.coefficients("all_gather", ("a",)) == pytest.approx((1e-5, 1 / 2 / SLOW))
+    assert cost.coefficients("all_gather", ("b",)) == pytest.approx((2e-6, 3 / 4 / FAST))
+    # A group of two on each node shares the node's network with one other group.
+    spanning = prices(TWO_NODES, 4, 2)
+    assert spanning.coefficients("all_gather", ("a",)) == pytest.approx((1.1e-5, 1 / 2 / FAST + 1 / 2 / SLOW / 2))
+
+
+def test_hierarchical_beats_flat_over_slow_links():
+    payload = 10**8
+    flat = 2 * 7 / 8 * payload / SLOW  # a ring of all eight at each device's share of the network
+    assert prices(TWO_NODES, 8).collective("all_reduce", ("a",), payload) < flat / 2
+
+
+def test_joint_axes_cost_no_more_than_one_after_the_other():
+    for cluster, shape in ((TWO_NODES, (2, 4)), (NODE, (2, 2)), (Cluster.preset("v5p", topology=(4, 4, 4)), (4, 16))):
+        cost = prices(cluster, *shape)
+        for kind in ("all_reduce", "all_to_all"):
+            single = cost.collective(kind, ("a",), 10**6) + cost.collective(kind, ("b",), 10**6)
+            assert cost.collective(kind, ("a", "b"), 10**6) <= single
+
+
+def test_cards_are_faster_than_the_node():
+    cost = prices(Cluster.preset("mi250x"), 4, 2)
+    assert cost.collective("all_reduce", ("b",), 10**8) < cost.collective("all_reduce", ("a",), 10**8) / 4
+    assert cost.coefficients("all_gather", ("b",))[1] == pytest.approx(1 / 2 / 200e9)
+    assert cost.coefficients("all_gather", ("a", "b"))[1] == pytest.approx(1 / 2 / 200e9 + 3 / 4 / 50e9 / 2)
+
+
+def test_torus_by_hand():
+    torus = Cluster.preset("v5p", topology=(4, 4, 4))
+    cost = prices(torus, 4, 4, 4)
+    link = 1e11
+    assert cost.coefficients("all_gather", ("a",)) == pytest.approx((2e-6, 3 / 4 / (2 * link)))  # a ring has two links
+    assert cost.coefficients("all_gather", ("a", "b")) == pytest.approx((4e-6, 15 / 16 / (4 * link)))
+    assert cost.coefficients("all_to_all", ("a",))[1] == pytest.approx(4 / 8 / link)
+    assert cost.coefficients("all_to_all", ("a", "b"))[1] == pytest.approx(4 / 8 / link)
+    line = prices(Cluster.preset("v5p", topology=(2, 2, 2)), 2, 2, 2)
+    assert line.coefficients("all_gather", ("a",)) == pytest.approx((1e-6, 1 / 2 / link))
+
+
+def test_parts_of_a_torus_dim():
+    cost = prices(Cluster.preset("v5e", topology=(1, 16)), 8, 2)
+    assert cost.coefficients("all_gather", ("b",))[1] == pytest.approx(1 / 2 / 5e10)  # neighbours, one link
+    assert cost.coefficients("all_gather", ("a",))[1] == pytest.approx(7 / 8 / 5e10)  # a ring, two groups interleaved
+    assert cost.coefficients("all_gather", ("a", "b"))[1] == pytest.approx(15 / 16 / 1e11)
+
+
+def test_slices_of_tpus_are_joined_by_the_hosts_network():
+    cost = prices(Cluster.preset("v5e", nodes=2, topology=(4, 4)), 2, 16)
+    per_chip = 2.5e10 / 4
+    assert cost.coefficients("all_gather", ("a",))[1] == pytest.approx(1 / 2 / per_chip)
+
+
+def test_nothing_is_sent_over_no_axes_or_axes_of_one_device():
+    cost = prices(NODE, 4, 1)
+    for kind in KINDS:
+        assert cost.collective(kind, (), 100) == cost.collective(kind, ("b",), 100) == 0
+    assert cost.collective("slice", ("a",), 100) == 0
+    assert cost.collective("all_reduce", ("a", "b"), 100) == cost.collective("all_reduce", ("a",), 100)
+
+
+def test_a_straddling_axis_is_priced_at_the_slowest_link():
+    cluster = dataclasses.replace(TWO_NODES, nodes=3)
+    cost = prices(cluster, 2, 6)
+    assert cost.coefficients("all_gather", ("b",))[1] == pytest.approx(5 / 6 / SLOW)
+
+
+def test_a_mesh_of_part_of_the_cluster():
+    assert prices(TWO_NODES, 4).coefficients("all_gather", ("a",)) == prices(NODE, 4).coefficients("all_gather", ("a",))
+
+
+def test_bad_collectives():
+    cost = prices(NODE, 4)
+    with pytest.raises(ValueError, match="broadcast"):
+        cost.collective("broadcast", ("a",), 1)
+    with pytest.raises(ValueError, match="z"):
+        cost.collective("all_reduce", ("z",), 1)
+
+
+presets = st.sampled_from(
+    [
+        TWO_NODES,
+        NODE,
+        Cluster.preset("p3.16xlarge"),
+        Cluster.preset("mi250x", nodes=2),
+        Cluster.preset("v5p", topology=(4, 4, 4)),
+        Cluster.preset("v5e", nodes=2, topology=(4, 4)),
+        Cluster.preset("cpu"),
+    ]
+)
+
+
+@given(presets, st.data(), st.integers(0, 10**10), st.integers(1, 10**9))
+def test_collectives_are_ordered_as_they_must_be(cluster, data, payload, more):
+    shape = data.draw(st.sampled_from(cluster.mesh_shapes()))
+    cost = prices(cluster, *shape)
+    names = cost.mesh.axis_names
+    axes = data.draw(st.sampled_from([c for n in range(1, len(names) + 1) for c in itertools.combinations(names, n)]))
+    seconds = {kind: cost.collective(kind, axes, payload) for kind in KINDS}
+    assert all(value > 0 and math.isfinite(value) for value in seconds.values())
+    assert all(cost.collective(kind, axes, payload + more) > seconds[kind] for kind in KINDS)
+    assert seconds["all_reduce"] == pytest.approx(seconds["all_gather"] + seconds["reduce_scatter"])
+    assert all(cost.collective(kind, axes[::-1], payload) == seconds[kind] for kind in KINDS)
+    payloads = np.array([[payload, more], [0, 1]])
+    for kind in KINDS:
+        expected = [[cost.collective(kind, axes, int(p)) for p in row] for row in payloads]
+        np.testing.assert_array_equal(cost.collective_seconds(kind, axes, payloads), expected)
+
+
+@given(presets, st.tuples(*[st.integers(1, 5000)] * 3), st.integers(1, 64), st.integers(0, 3), st.integers(1, 500))
+def test_larger_products_never_take_less_time(cluster, dims, batch, which, more):
+    cost = prices(cluster, *cluster.mesh_shapes()[0])
+    m, n, k = dims
+    grown = [m, n, k, batch]
+    grown[which] += more
+    before = cost.matmul(m, n, k, batch, "bfloat16", 2)
+    assert cost.matmul(grown[0], grown[1], grown[2], grown[3], "bfloat16", 2) >= before * (1 - 1e-12)
+    assert 0 < cost.matmul_efficiency(m, n, k, batch) <= cluster.matmul_efficiency
+
+
+def test_efficiency_by_hand():
+    cost = prices(NODE, 4)  # tile 128, one unit
+    assert cost.matmul_efficiency(1024, 1024, 128) == pytest.approx(0.5 / 2)
+    assert cost.matmul_efficiency(64, 1024, 128 * 7) == pytest.approx(0.5 * 0.5 * 7 / 8)
+    units = prices(dataclasses.replace(NODE, parallel_units=4), 4)
+    # One tile, four units, k of two times eight tiles: split in two.
+    assert units.matmul_efficiency(128, 128, 2048) == pytest.approx(0.5 * 8 / 9 * 2 / 4)
+    assert units.matmul_efficiency(128, 128, 0) == 0.5
+
+
+def test_roofline():
+    cost = prices(NODE, 4)
+    assert cost.compute(1e12, 0, "float32") == pytest.approx(2.0)  # half the peak is reached
+    assert cost.compute(1e12, 0, "bfloat16") == pytest.approx(0.5)
+    assert cost.compute(1e12, 0, "float32", efficiency=0.25) == pytest.approx(4.0)
+    assert cost.compute(1.0, 1e11, "float32") == pytest.approx(1.0)
+
+
+def test_costs_add_and_scale():
+    cost = prices(NODE, 2, 2)
+    one = cost.collective_cost("all_gather", ("a",), 100)
+    both = cost.collective_cost("all_reduce", ("b", "a"), 50)
+    total = one + 2 * both + Cost(1.0, 5.0, 7.0)
+    assert total == Cost.sum([one, both, both, Cost(1.0, 5.0, 7.0)])
+    assert total.bytes_sent == (("a", 100.0), ("a+b", 100.0))
+    assert total.seconds == pytest.approx(1.0 + one.seconds + 2 * both.seconds)
+    assert (total.flops, total.bytes_moved) == (5.0, 7.0)
+    assert cost.collective_cost("slice", ("a",), 100) == Cost()
