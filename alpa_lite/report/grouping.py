@@ -1,0 +1,142 @@
+"""Alike paths as one row: twelve layers that differ in an index read `['h_{0-11}']`, x 12.
+
+Two steps. Paths that differ only in numbers, and agree in everything shown, become one row; the numbers that vary are
+written as a range. Then rows that differ in one key (`['q']`, `['k']`, `['v']`) become one row, `['{q,k,v}']`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"\d+")
+_TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.")
+_SHOWN = 5  # names in braces before the rest is only counted
+
+
+@dataclass(frozen=True)
+class Row:
+    """Several alike paths.
+
+    Attributes:
+      tokens: the keys of the path, with ranges and braces where members differ.
+      members: the paths, in their order.
+    """
+
+    tokens: tuple[str, ...]
+    members: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The tokens as one text."""
+        return "".join(self.tokens)
+
+
+def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
+    """Groups (path, what must agree) pairs into rows, in order of first appearance."""
+    by_template: dict[tuple[str, Hashable], list[str]] = {}
+    for path, attributes in items:
+        by_template.setdefault((_NUMBER.sub("#", path), attributes), []).append(path)
+    rows = [(Row(tokens(template(members)), tuple(members)), key[1]) for key, members in by_template.items()]
+    for position in range(max((len(row.tokens) for row, _ in rows), default=0)):
+        rows = _merge(rows, position)
+    return [row for row, _ in rows]
+
+
+def template(paths: list[str]) -> str:
+    """Paths that differ only in numbers as one text, with the numbers that vary as ranges."""
+    first = paths[0]
+    if len(paths) == 1:
+        return first
+    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
+    texts = iter([_numbers(sorted(set(column))) for column in columns])
+    return _NUMBER.sub(lambda _: next(texts), first)
+
+
+def tokens(path: str) -> tuple[str, ...]:
+    """The keys of a path: "state['a'][0].mu" gives ("state", "['a']", "[0]", ".mu")."""
+    return tuple(_TOKEN.findall(path))
+
+
+def short(keys: Iterable[str]) -> str:
+    """Keys without their brackets and quotes: ("['a']", "[0]", ".mu") gives "a/0/mu"."""
+    return "/".join(key[2:-2] if key.startswith("['") else key.strip("[].") for key in keys)
+
+
+def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The tokens that all paths begin with."""
+    prefix: list[str] = []
+    for column in zip(*paths, strict=False):
+        if len(set(column)) > 1:
+            break
+        prefix.append(column[0])
+    return tuple(prefix)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows whose paths begin alike.
+
+    Attributes:
+      prefix: the tokens that all begin with; at least one token of each row is left.
+      rows: the rows.
+    """
+
+    prefix: tuple[str, ...]
+    rows: list[Row]
+
+
+def sections(rows: Iterable[Row]) -> list[Section]:
+    """Rows by the tree that they belong to: the parameters, the moments, the batch.
+
+    A tree is told apart by the first key in which the paths of one argument differ.
+    """
+    by_root: dict[str, list[Row]] = {}
+    for row in rows:
+        by_root.setdefault(row.tokens[0], []).append(row)
+    out = []
+    for members in by_root.values():
+        shared = len(common_prefix(row.tokens[:-1] for row in members))
+        trees: dict[tuple[str, ...], list[Row]] = {}
+        for row in members:
+            trees.setdefault(row.tokens[: min(shared + 1, max(1, len(row.tokens) - 1))], []).append(row)
+        out += [Section(common_prefix(row.tokens[:-1] for row in tree), tree) for tree in trees.values()]
+    return out
+
+
+def _numbers(values: list[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    if values == list(range(values[0], values[-1] + 1)):
+        return f"{{{values[0]}-{values[-1]}}}" if len(values) > 2 else f"{{{values[0]},{values[1]}}}"
+    if len(values) <= _SHOWN:
+        return "{" + ",".join(map(str, values)) + "}"
+    return f"{{{values[0]}..{values[-1]}}}"
+
+
+def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, Hashable]]:
+    """Joins rows whose tokens differ at `position` alone, where all are names of one kind."""
+    out: dict[Hashable, list[tuple[Row, Hashable]]] = {}
+    for index, (row, attributes) in enumerate(rows):
+        parts = row.tokens
+        kind = _kind(parts[position]) if 0 < position < len(parts) else ""
+        key = (parts[:position], parts[position + 1 :], kind, attributes) if kind else index
+        out.setdefault(key, []).append((row, attributes))
+    return [_joined(members, position) if len(members) > 1 else members[0] for members in out.values()]
+
+
+def _kind(token: str) -> str:
+    if token.startswith("['"):
+        return "key"
+    return "attribute" if token.startswith(".") else ""
+
+
+def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:
+    first, attributes = rows[0]
+    key = _kind(first.tokens[position]) == "key"
+    names = [row.tokens[position][2:-2] if key else row.tokens[position][1:] for row, _ in rows]
+    text = ",".join(names) if len(names) <= _SHOWN else ",".join(names[: _SHOWN - 1]) + f",+{len(names) - _SHOWN + 1}"
+    token = f"['{{{text}}}']" if key else f".{{{text}}}"
+    merged = (*first.tokens[:position], token, *first.tokens[position + 1 :])
+    return Row(merged, tuple(path for row, _ in rows for path in row.members)), attributes

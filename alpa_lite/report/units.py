@@ -1,0 +1,81 @@
+"""Numbers as text: seconds, bytes, ratios and shardings, short and with units."""
+
+from __future__ import annotations
+
+import math
+
+from jax.sharding import PartitionSpec
+
+
+def seconds(value: float) -> str:
+    """Seconds with three significant digits and a fitting unit, such as "41.3 ms"."""
+    if value == 0 or not math.isfinite(value):
+        return "0 s" if value == 0 else str(value)
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(value) >= 0.9995 * scale:
+            return f"{digits(value / scale)} {unit}"
+    return f"{digits(value / 1e-9)} ns"
+
+
+def nbytes(value: float) -> str:
+    """Bytes with three significant digits and a binary unit, such as "3.38 MiB"."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= 0.9995 * scale:
+            return f"{digits(value / scale)} {unit}"
+    return f"{value:.0f} B"
+
+
+def digits(value: float) -> str:
+    """Three significant digits without an exponent; integers above a hundred get thousands separators."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    if abs(value) >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
+
+
+def percent(part: float, whole: float) -> str:
+    """`part` of `whole` in percent; "<1 %" for what is small but not zero."""
+    if whole <= 0:
+        return "0 %"
+    share = 100 * part / whole
+    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+
+
+def factor(value: float) -> str:
+    """A ratio, such as "2.5 times"."""
+    return f"{digits(value)} times" if value >= 0.01 else f"{value:.1g} times"
+
+
+def spec(value: PartitionSpec) -> str:
+    """A sharding as the user would write it, such as "P(None, 'model')"; "replicated" where no axis is used."""
+    entries = list(value)
+    while entries and not entries[-1]:
+        entries.pop()
+    if not entries:
+        return "replicated"
+    return f"P({', '.join(_entry(e) for e in entries)})"
+
+
+def _entry(entry: object) -> str:
+    if isinstance(entry, tuple):
+        return "None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry)
+    return repr(entry)
+
+
+def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> str:
+    """A mesh, such as "(4, 2) data=4 model=2"."""
+    return " ".join(f"{name}={size}" for name, size in zip(axis_names, shape, strict=True))
+
+
+def axes(names: tuple[str, ...]) -> str:
+    """Mesh axes, such as "data+model"."""
+    return "+".join(names) or "none"
+
+
+def bar(part: float, whole: float, width: int) -> str:
+    """A horizontal bar of at most `width` characters, in eighths of a character."""
+    eighths = round(8 * width * min(1.0, part / whole)) if whole > 0 else 0
+    if part > 0:
+        eighths = max(1, eighths)
+    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")

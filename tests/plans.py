@@ -1,0 +1,248 @@
+"""Plans as the compiler would make them, written out by hand for the tests of what prints and stores plans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.plan import (
+    Alternative,
+    Candidate,
+    Collective,
+    Decision,
+    Leaf,
+    Memory,
+    Plan,
+    Replicated,
+    Solver,
+    Stage,
+)
+
+WIDTH, VOCABULARY, LAYERS = 768, 50304, 12
+MESH = ((4, 2), ("data", "model"))
+
+
+def _params(layers: int) -> dict[str, tuple[tuple[int, ...], P]]:
+    """Paths below the parameters, with shapes and shardings of the Megatron pattern."""
+    out: dict[str, tuple[tuple[int, ...], P]] = {
+        "['wte']['embedding']": ((VOCABULARY, WIDTH), P("model", None)),
+        "['wpe']['embedding']": ((1024, WIDTH), P()),
+    }
+    for i in range(layers):
+        h = f"['h_{i}']"
+        for name in ("query", "key", "value"):
+            out[f"{h}['attn']['{name}']['kernel']"] = ((WIDTH, 12, 64), P(None, "model"))
+            out[f"{h}['attn']['{name}']['bias']"] = ((12, 64), P("model"))
+        out[f"{h}['attn']['out']['kernel']"] = ((12, 64, WIDTH), P("model"))
+        out[f"{h}['attn']['out']['bias']"] = ((WIDTH,), P())
+        out[f"{h}['mlp']['up']['kernel']"] = ((WIDTH, 4 * WIDTH), P(None, "model"))
+        out[f"{h}['mlp']['up']['bias']"] = ((4 * WIDTH,), P("model"))
+        out[f"{h}['mlp']['down']['kernel']"] = ((4 * WIDTH, WIDTH), P("model", None))
+        out[f"{h}['mlp']['down']['bias']"] = ((WIDTH,), P())
+        for name in ("ln_1", "ln_2"):
+            out[f"{h}['{name}']['scale']"] = ((WIDTH,), P())
+            out[f"{h}['{name}']['bias']"] = ((WIDTH,), P())
+    out["['ln_f']['scale']"] = ((WIDTH,), P())
+    out["['ln_f']['bias']"] = ((WIDTH,), P())
+    return out
+
+
+def _leaf(path: str, shape: tuple[int, ...], dtype: str, role: str, spec: P) -> Leaf:
+    size = 4
+    for dim in shape:
+        size *= dim
+    return Leaf(path, shape, dtype, size, role, spec)
+
+
+def _zero_spec(shape: tuple[int, ...], spec: P) -> P:
+    """`spec` with the data axis on the first free dim that divides."""
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    for dim, entry in enumerate(entries):
+        if entry is None and shape[dim] % 4 == 0:
+            entries[dim] = "data"
+            break
+    return P(*entries)
+
+
+def gpt_leaves(layers: int = LAYERS) -> tuple[Leaf, ...]:
+    """Arguments of a GPT train step: parameters, Adam's moments (sharded further), a count, and two batch arrays."""
+    params = _params(layers)
+    leaves = [_leaf(f"state['params']{p}", s, "float32", "state", spec) for p, (s, spec) in params.items()]
+    leaves.append(_leaf("state['opt'][0].count", (), "int32", "state", P()))
+    for moment in ("mu", "nu"):
+        for path, (shape, spec) in params.items():
+            leaves.append(_leaf(f"state['opt'][0].{moment}{path}", shape, "float32", "state", _zero_spec(shape, spec)))
+    for name in ("tokens", "labels"):
+        leaves.append(_leaf(f"batch['{name}']", (64, 1024), "int32", "batch", P("data")))
+    return tuple(leaves)
+
+
+def gpt_collectives(layers: int = LAYERS) -> tuple[tuple[Collective, ...], tuple[float, ...]]:
+    """Collectives of the Megatron pattern with ZeRO-1 moments, one entry a layer as the compiler lists them."""
+    activations = 16 * 1024 * WIDTH * 2
+    entries: list[tuple[Collective, float]] = []
+    for i in range(layers):
+        for part in ("attn/out", "mlp/down"):
+            where = f"gpt.py:{57 if part == 'attn/out' else 71} h_{i}/{part} -> [data, None, None]"
+            entries.append((Collective("all_reduce", ("model",), activations, 1, 0, where), 2.9e-4))
+            where = f"gpt.py:{57 if part == 'attn/out' else 71} transpose(h_{i}/{part}) -> [data, None, None]"
+            entries.append((Collective("all_reduce", ("model",), activations, 1, 0, where), 2.9e-4))
+        weights = 12 * WIDTH * WIDTH * 4 // 2
+        entries.append(
+            (Collective("reduce_scatter", ("data",), weights, 1, 0, f"train.py:31 gradients of h_{i}"), 2.1e-4)
+        )
+        entries.append((Collective("all_gather", ("data",), weights, 1, 0, f"train.py:33 params of h_{i}"), 2.1e-4))
+    entries.append((Collective("all_reduce", ("data", "model"), 4, 2, 0, "train.py:29 mean of the loss"), 6.1e-5))
+    return tuple(c for c, _ in entries), tuple(s for _, s in entries)
+
+
+def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
+    """Decisions for the MLP's first product and its weight, and one whose alternatives were not kept."""
+    product = Decision(
+        key="dot_general:bsd,df->bsf:16x1024x768x3072:f32",
+        name="dot_general bsd,df->bsf",
+        where="gpt.py:68 h/mlp/up",
+        count=layers,
+        factors=(64, 1024, WIDTH, 4 * WIDTH),
+        strategy=(("data",), (), (), ("model",)),
+        seconds=8.3e-3,
+        alternatives=(
+            Alternative(
+                strategy=(("data",), (), (), ("model",)),
+                layout="[data, None, None] x [None, model] -> [data, None, model]",
+                compute_seconds=7.9e-3,
+                communication_seconds=0.0,
+                transfer_seconds=4e-4,
+                bytes_per_device=1_207_959_552,
+                total_seconds=41.3e-3,
+                total_communication_seconds=12.1e-3,
+                batch_seconds=8.1e-3,
+            ),
+            Alternative(
+                strategy=(("data", "model"), (), (), ()),
+                layout="[data+model, None, None] x [None, None] -> [data+model, None, None]",
+                compute_seconds=7.9e-3,
+                communication_seconds=2.3e-3,
+                transfer_seconds=0.0,
+                bytes_per_device=1_264_582_656,
+                total_seconds=43.0e-3,
+                total_communication_seconds=13.8e-3,
+                batch_seconds=7.9e-3,
+            ),
+            Alternative(
+                strategy=(("data",), (), ("model",), ()),
+                layout="[data, None, model] x [model, None] -> [data, None, None]",
+                compute_seconds=7.9e-3,
+                communication_seconds=6.8e-3,
+                transfer_seconds=1.7e-3,
+                bytes_per_device=2_415_919_104,
+                total_seconds=48.9e-3,
+                total_communication_seconds=19.7e-3,
+                batch_seconds=15.9e-3,
+            ),
+            Alternative(
+                strategy=((), (), (), ()),
+                layout="[None, None, None] x [None, None] -> [None, None, None]",
+                compute_seconds=63.2e-3,
+                communication_seconds=0.0,
+                transfer_seconds=9.1e-3,
+                bytes_per_device=9_663_676_416,
+                feasible=False,
+            ),
+        ),
+    )
+    weight = Decision(
+        key="argument:state['params']['h_#']['mlp']['up']['kernel']:768x3072:f32",
+        name="state['params']['h_{0-11}']['mlp']['up']['kernel']",
+        where="argument",
+        count=layers,
+        factors=(WIDTH, 4 * WIDTH),
+        strategy=((), ("model",)),
+        seconds=2.1e-4,
+        alternatives=(
+            Alternative(((), ("model",)), "[None, model]", 1e-4, 0.0, 1.1e-4, 56_623_104, 41.3e-3, 12.1e-3, 0.0),
+            Alternative((("data",), ("model",)), "[data, model]", 1e-4, 0.0, 3.3e-4, 14_155_776, 41.5e-3, 12.3e-3, 0.0),
+            Alternative(((), ()), "[None, None]", 2e-4, 0.0, 0.0, 113_246_208, 41.9e-3, 11.9e-3, 0.0),
+        ),
+        paths=tuple(f"state['params']['h_{i}']['mlp']['up']['kernel']" for i in range(layers)),
+    )
+    softmax = Decision(
+        key="exp:16x12x1024x1024:f32",
+        name="exp",
+        where="gpt.py:52 h/attn/softmax",
+        count=layers,
+        factors=(64, 12, 1024, 1024),
+        strategy=(("data",), ("model",), (), ()),
+        seconds=1.1e-3,
+    )
+    return product, weight, softmax
+
+
+def gpt_plan(layers: int = LAYERS) -> Plan:
+    """A GPT of `layers` layers on eight V100s as a (4, 2) mesh."""
+    leaves = gpt_leaves(layers)
+    collectives, seconds = gpt_collectives(layers)
+    communication = sum(seconds)
+    compute = 29.2e-3
+    state = tuple(leaf for leaf in leaves if leaf.role == "state")
+    loss = Leaf("result[1]['loss']", (), "float32", 4, "other", P())
+    memory = Memory(312_840_192, 91_226_112, 170_393_600, 2_905_604_096, 3_389_050_880)
+    stage = Stage(*MESH, leaves, (*state, loss), memory, compute + communication, compute, communication)
+    total = compute + communication
+    return Plan(
+        method="Auto()",
+        cluster=Cluster.preset("p3.16xlarge", nodes=1),
+        num_devices=8,
+        num_stages=1,
+        num_microbatches=1,
+        schedule="none",
+        step_seconds=total,
+        fingerprint="9f2c61d07be6a9b1d5d0c6a4f7e85b3b",
+        memory_per_device=15_461_882_265,
+        stages=(stage,),
+        collectives=collectives,
+        collective_seconds=seconds,
+        solver=Solver("optimal", total, total, 0.0, 0.84, 12_345),
+        decisions=gpt_decisions(layers),
+        replicated=(
+            Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),
+            Replicated("sort", "gpt.py:103 metrics", "the sorted dim cannot be sharded", 262_144, 1.2e-5, 1),
+        ),
+        rewrites=("combined", "dtype promoted: bf16 all_reduce runs as f32"),
+        verification=("Shardy: 74 planned collectives found, none besides",),
+        candidates=(
+            Candidate("Sharded", (4, 2), total, memory.total, "chosen"),
+            Candidate("Sharded", (8,), 48.9e-3, 3_912_368_128, "slower"),
+            Candidate("Sharded", (2, 2, 2), None, None, "cutoff"),
+            Candidate("Zero(stage=1)", (8,), 49.9e-3, 4_112_368_128, "slower"),
+            Candidate("DataParallel()", (8,), 51.7e-3, 5_612_368_128, "slower"),
+        ),
+        notes=("batch is the batch: it is neither returned nor updated", "state is donated: 442 of 442 leaves"),
+        ingredients={"jax": "0.10.2", "program": "sha256:5b1c", "mesh": "(4, 2)", "arguments": "sha256:77aa"},
+        planning_seconds={"tracing": 1.1, "strategies": 0.9, "sharding": 0.84, "verification": 0.2},
+    )
+
+
+def small_plan() -> Plan:
+    """Two matrices on two devices, without alternatives, remarks or collectives."""
+    leaf = Leaf("params[0]", (8, 8), "float32", 256, "state", P("x"))
+    stage = Stage((2,), ("x",), (leaf,), (leaf,), Memory(128, 128, 0, 64, 320), 1e-5, 1e-5, 0.0)
+    return dataclasses.replace(
+        gpt_plan(1),
+        method="DataParallel()",
+        num_devices=2,
+        step_seconds=1e-5,
+        stages=(stage,),
+        collectives=(),
+        collective_seconds=(),
+        solver=Solver("fixed", 1e-5, 1e-5, 0.0, 0.0, 0),
+        decisions=(),
+        replicated=(),
+        rewrites=(),
+        verification=(),
+        candidates=(),
+        notes=(),
+        planning_seconds={},
+    )
