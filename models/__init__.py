@@ -6,10 +6,12 @@ concrete (`build`) or as shapes alone (`abstract`), which costs no memory and wo
 
 from __future__ import annotations
 
-from . import gpt, mlp
+from . import bert, gpt, llama, mlp, moe, unet, vit, wide_resnet
 from .spec import Field, ModelSpec
 
-MODELS: dict[str, ModelSpec] = {module.SPEC.name: module.SPEC for module in (gpt, mlp)}
+MODELS: dict[str, ModelSpec] = {
+    module.SPEC.name: module.SPEC for module in (mlp, gpt, llama, bert, moe, vit, wide_resnet, unet)
+}
 
 
 def get(name: str) -> ModelSpec:

@@ -41,6 +41,7 @@ class SelfAttention(nnx.Module):
     """Multi-head self-attention with biases."""
 
     def __init__(self, hidden: int, heads: int, *, causal: bool, dtype: Any, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
         if hidden % heads:
             raise ValueError(f"hidden={hidden} does not divide into heads={heads}")
         split = (heads, hidden // heads)
@@ -59,6 +60,7 @@ class FeedForward(nnx.Module):
     """Two linear maps with a GELU between."""
 
     def __init__(self, hidden: int, inner: int, *, dtype: Any, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
         self.up = nnx.Linear(hidden, inner, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(inner, hidden, dtype=dtype, rngs=rngs)
 
@@ -81,6 +83,7 @@ class Stack(nnx.Module):
     def __init__(
         self, create: Callable[[nnx.Rngs], nnx.Module], length: int, *, scan: bool, remat: bool, rngs: nnx.Rngs
     ):
+        """Draws the parameters from `rngs`."""
         self.length, self.scan, self.remat = length, scan, remat
         if scan:
             self.layers = nnx.split_rngs(splits=length)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)

@@ -5,7 +5,7 @@
     loss = mean over tokens of -log softmax(LN(x) Eᵀ)[target]
 
 Sizes: "tiny" for tests; "small" is GPT-2's 12 x 768; "350M" to "39B" are the family of the Alpa paper (Zheng et al.,
-2022, Table 5), "175B" is GPT-3 (Brown et al., 2020, Table 2.1), all with a vocabulary padded to an even number.
+2022), "175B" is GPT-3 (Brown et al., 2020, Table 2.1), all with a vocabulary padded to an even number.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each on the normalised input and added to it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
         hidden, dtype = config.hidden, config.dtype
         self.attention_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
         self.attention = SelfAttention(hidden, config.heads, causal=True, dtype=dtype, rngs=rngs)
@@ -74,6 +75,7 @@ class GPT(nnx.Module):
     """The whole decoder."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
         init = nnx.initializers.normal(0.02)
         dtype = config.dtype
         self.tokens = nnx.Embed(config.vocab, config.hidden, dtype=dtype, embedding_init=init, rngs=rngs)

@@ -39,6 +39,7 @@ class MLP(nnx.Module):
     """The perceptron."""
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
         self.layers = nnx.List([nnx.Linear(a, b, dtype=config.dtype, rngs=rngs) for a, b in pairwise(config.widths)])
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -140,7 +140,7 @@ class ModelSpec:
         """As `build`, with every array a `jax.ShapeDtypeStruct`: nothing is allocated or computed."""
         config = self.config(size, **overrides)
         tx = make_optimizer(optimizer, learning_rate)
-        graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: self.model(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+        graphdef, params, rest = nnx.split(self._shapes(config), nnx.Param, ...)
         state = jax.eval_shape(lambda params, rest: _state(tx, params, rest), params, rest)
         fields = self.fields(config, batch)
         return functional_step(graphdef, tx, self.loss), (state, {name: f.abstract() for name, f in fields.items()})
@@ -153,7 +153,7 @@ class ModelSpec:
     def parameters(self, size: str, **overrides: Any) -> int:
         """The number of trainable parameters."""
         config = self.config(size, **overrides)
-        params = nnx.state(nnx.eval_shape(lambda: self.model(config, rngs=nnx.Rngs(0))), nnx.Param)
+        params = nnx.state(self._shapes(config), nnx.Param)
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(params)))
 
     def flops(self, size: str, batch: int, **overrides: Any) -> float:
@@ -164,6 +164,18 @@ class ModelSpec:
         tokens, plus 12·layers·batch·seq²·hidden for attention scores, causal or not. Recomputation is not counted.
         """
         return self.step_flops(self.config(size, **overrides), batch)
+
+    def _shapes(self, config: Any) -> nnx.Module:
+        """The module with shapes in place of arrays."""
+
+        def create() -> nnx.Module:
+            rngs = nnx.Rngs(0)
+            # A traced count makes flax 0.12.8 look for its sharding at every key drawn, and JAX 0.10 then searches the
+            # whole trace for its origin: 80 s for 96 layers. A NumPy count is not traced.
+            rngs["default"].count.set_value(np.zeros((), np.uint32))
+            return self.model(config, rngs=rngs)
+
+        return nnx.eval_shape(create)
 
 
 def _state(tx: optax.GradientTransformation, params: nnx.State, rest: nnx.State) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""BERT: an encoder that predicts masked tokens, with layer norm after each block (Devlin et al., 2019).
+
+    x = LN(E[tokens] + P[positions] + T[segments])
+    x = LN(x + Attention(x));  x = LN(x + FeedForward(x))      for each layer
+    loss = Σ weight · -log softmax(LN(gelu(W x)) Eᵀ + b)[target] / Σ weight
+
+The denominator is the number of masked tokens, so it depends on the batch's data, though not on the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from .attention import FeedForward, SelfAttention, Stack, transformer_flops
+from .spec import Field, ModelSpec
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The shape of a BERT.
+
+    Attributes:
+      vocab, seq, hidden, layers, heads: its sizes; `hidden` must be a multiple of `heads`.
+      ffn_factor: the feed-forward's inner size over `hidden`.
+      segments: kinds of segments.
+      scan: whether the layers are one loop over stacked parameters.
+      remat: whether each layer is recomputed in the backward pass.
+      dtype: of the computation; parameters are float32.
+    """
+
+    vocab: int = 30522
+    seq: int = 512
+    hidden: int = 768
+    layers: int = 12
+    heads: int = 12
+    ffn_factor: int = 4
+    segments: int = 2
+    scan: bool = False
+    remat: bool = False
+    dtype: Any = jnp.bfloat16
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, the sum with the input normalised."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        hidden, dtype = config.hidden, config.dtype
+        self.attention = SelfAttention(hidden, config.heads, causal=False, dtype=dtype, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
+        self.ffn = FeedForward(hidden, config.ffn_factor * hidden, dtype=dtype, rngs=rngs)
+        self.ffn_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, sequence, hidden) to the same."""
+        x = self.attention_norm(x + self.attention(x))
+        return self.ffn_norm(x + self.ffn(x))
+
+
+class Bert(nnx.Module):
+    """The encoder and its head for masked tokens."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        hidden, dtype = config.hidden, config.dtype
+        init = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(config.vocab, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.positions = nnx.Embed(config.seq, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.segments = nnx.Embed(config.segments, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
+        self.blocks = Stack(
+            lambda rngs: Block(config, rngs=rngs), config.layers, scan=config.scan, remat=config.remat, rngs=rngs
+        )
+        self.transform = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)
+        self.transform_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros((config.vocab,)))
+
+    def __call__(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+        """Tokens and segments (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])) + self.segments(segments)
+        x = self.blocks(self.norm(x))
+        x = self.transform_norm(nnx.gelu(self.transform(x)))
+        return self.tokens.attend(x).astype(jnp.float32) + self.bias[...]
+
+
+def loss_fn(model: Bert, batch: dict[str, jax.Array]) -> jax.Array:
+    """The mean negative log-likelihood of the masked tokens, in nats a token."""
+    logits = model(batch["tokens"], batch["segments"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+
+def fields(config: BertConfig, batch: int) -> dict[str, Field]:
+    """Tokens, their segments, the true tokens, and a weight of one where a token is masked."""
+    shape = (batch, config.seq)
+    tokens = Field(shape, np.int32, config.vocab)
+    segments = Field(shape, np.int32, config.segments)
+    return {"tokens": tokens, "segments": segments, "targets": tokens, "weights": Field(shape, np.float32, 2)}
+
+
+def flops(config: BertConfig, batch: int) -> float:
+    """6·N·D with the head for masked tokens at every position, plus attention scores."""
+    layers = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2
+    products = layers + config.hidden**2 + config.vocab * config.hidden
+    return transformer_flops(products, batch * config.seq, config.layers, config.hidden, config.seq)
+
+
+SIZES = {
+    "tiny": BertConfig(vocab=256, seq=64, hidden=128, layers=2, heads=8, dtype=jnp.float32),
+    "base": BertConfig(),
+    "large": BertConfig(hidden=1024, layers=24, heads=16),
+}
+
+SPEC = ModelSpec("bert", SIZES, Bert, loss_fn, fields, flops)

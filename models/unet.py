@@ -1,0 +1,221 @@
+"""U-Net for denoising diffusion (Ho et al., 2020, appendix B).
+
+Residual blocks at falling and then at rising resolution; each block on the way up also takes the output of its partner
+on the way down. The model sees x_t = √ᾱ_t·x + √(1 - ᾱ_t)·ε and is fitted to the noise ε by least squares, with 1000
+steps t whose β rises linearly from 1e-4 to 0.02. Sizes "cifar10" (32 x 32) and "lsun" (256 x 256) are the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .attention import SelfAttention
+from .spec import Field, ModelSpec
+
+STEPS = 1000
+Channels = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """The shape of a U-Net.
+
+    Attributes:
+      image: height and width of the images.
+      channels: of the first level; a multiple of `groups`.
+      factors: channels of each level over `channels`; each level halves height and width.
+      blocks: residual blocks in a level on the way down; one more on the way up.
+      attention: heights at which every block is followed by self-attention.
+      groups: of group norm.
+      dropout: probability of dropping an element within a block; 0 for none.
+      dtype: of the computation; parameters are float32.
+    """
+
+    image: int = 32
+    channels: int = 128
+    factors: tuple[int, ...] = (1, 2, 2, 2)
+    blocks: int = 2
+    attention: tuple[int, ...] = (16,)
+    groups: int = 32
+    dropout: float = 0.1
+    dtype: Any = jnp.float32
+
+    def levels(self) -> tuple[list[Channels], list[Channels]]:
+        """For each level on the way down, and on the way up, the channels in and out of each block."""
+        width, skips = self.channels, [self.channels]
+        down, up = [], []
+        for level, factor in enumerate(self.factors):
+            out = self.channels * factor
+            down.append(((width, out), *[(out, out)] * (self.blocks - 1)))
+            width = out
+            skips += [out] * (self.blocks + (level < len(self.factors) - 1))
+        for factor in reversed(self.factors):
+            row = []
+            for _ in range(self.blocks + 1):
+                row.append((width + skips.pop(), self.channels * factor))
+                width = self.channels * factor
+            up.append(tuple(row))
+        return down, up
+
+
+class ResidualBlock(nnx.Module):
+    """Two convolutions, with the embedded time added between."""
+
+    def __init__(self, inputs: int, outputs: int, config: UNetConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        dtype, groups = config.dtype, config.groups
+        self.norm_in = nnx.GroupNorm(inputs, num_groups=groups, dtype=dtype, rngs=rngs)
+        self.conv_in = nnx.Conv(inputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
+        self.time = nnx.Linear(4 * config.channels, outputs, dtype=dtype, rngs=rngs)
+        self.norm_out = nnx.GroupNorm(outputs, num_groups=groups, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
+        self.conv_out = nnx.Conv(outputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
+        self.project = None if inputs == outputs else nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
+        """(batch, height, width, inputs) and (batch, 4 channels) to (batch, height, width, outputs)."""
+        y = self.conv_in(nnx.silu(self.norm_in(x)))
+        y = y + self.time(nnx.silu(time))[:, None, None]
+        y = nnx.silu(self.norm_out(y))
+        if self.dropout is not None:
+            y = self.dropout(y)
+        return self.conv_out(y) + (x if self.project is None else self.project(x))
+
+
+class PixelAttention(nnx.Module):
+    """Self-attention with one head over all pixels, added to the input."""
+
+    def __init__(self, channels: int, config: UNetConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        self.norm = nnx.GroupNorm(channels, num_groups=config.groups, dtype=config.dtype, rngs=rngs)
+        self.attention = SelfAttention(channels, 1, causal=False, dtype=config.dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, height, width, channels) to the same."""
+        y = self.norm(x).reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3])
+        return x + self.attention(y).reshape(x.shape)
+
+
+class Level(nnx.Module):
+    """The blocks of one resolution, each followed by attention if the level has it."""
+
+    def __init__(self, row: Channels, height: int, config: UNetConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        self.blocks = nnx.List([ResidualBlock(*pair, config, rngs=rngs) for pair in row])
+        attend = height in config.attention
+        self.attentions = nnx.List([PixelAttention(out, config, rngs=rngs) for _, out in row] if attend else [])
+
+    def run(self, index: int, x: jax.Array, time: jax.Array) -> jax.Array:
+        """Block `index` and its attention."""
+        x = self.blocks[index](x, time)
+        return self.attentions[index](x) if len(self.attentions) else x
+
+
+class UNet(nnx.Module):
+    """The whole network."""
+
+    def __init__(self, config: UNetConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters from `rngs`."""
+        dtype, time = config.dtype, 4 * config.channels
+        down, up = config.levels()
+        heights = [config.image >> level for level in range(len(down))]
+        middle = down[-1][-1][1]
+        self.config = config
+        self.time_in = nnx.Linear(config.channels, time, dtype=dtype, rngs=rngs)
+        self.time_out = nnx.Linear(time, time, dtype=dtype, rngs=rngs)
+        self.conv_in = nnx.Conv(3, config.channels, (3, 3), dtype=dtype, rngs=rngs)
+        self.down = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(down, heights, strict=True)])
+        self.shrink = nnx.List(
+            [nnx.Conv(row[-1][1], row[-1][1], (3, 3), (2, 2), dtype=dtype, rngs=rngs) for row in down[:-1]]
+        )
+        self.middle_in = ResidualBlock(middle, middle, config, rngs=rngs)
+        self.middle_attention = PixelAttention(middle, config, rngs=rngs)
+        self.middle_out = ResidualBlock(middle, middle, config, rngs=rngs)
+        self.up = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(up, heights[::-1], strict=True)])
+        self.grow = nnx.List([nnx.Conv(row[-1][1], row[-1][1], (3, 3), dtype=dtype, rngs=rngs) for row in up[:-1]])
+        self.norm = nnx.GroupNorm(config.channels * config.factors[0], config.groups, dtype=dtype, rngs=rngs)
+        self.conv_out = nnx.Conv(config.channels * config.factors[0], 3, (3, 3), dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, step: jax.Array) -> jax.Array:
+        """Noisy images (batch, height, width, 3) and steps (batch,) int32 to the noise, float32."""
+        time = self.time_out(nnx.silu(self.time_in(embed_time(step, self.config.channels))))
+        x = self.conv_in(x)
+        skips = [x]
+        for number, level in enumerate(self.down):
+            for index in range(len(level.blocks)):
+                x = level.run(index, x, time)
+                skips.append(x)
+            if number < len(self.shrink):
+                x = self.shrink[number](x)
+                skips.append(x)
+        x = self.middle_out(self.middle_attention(self.middle_in(x, time)), time)
+        for number, level in enumerate(self.up):
+            for index in range(len(level.blocks)):
+                x = level.run(index, jnp.concatenate([x, skips.pop()], axis=-1), time)
+            if number < len(self.grow):
+                x = self.grow[number](jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2))
+        return self.conv_out(nnx.silu(self.norm(x))).astype(jnp.float32)
+
+
+def embed_time(step: jax.Array, features: int) -> jax.Array:
+    """Sines and cosines of the step: (batch,) int32 to (batch, features) float32."""
+    half = features // 2
+    rates = jnp.exp(-math.log(10_000) / (half - 1) * jnp.arange(half, dtype=jnp.float32))
+    angles = step.astype(jnp.float32)[:, None] * rates
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def loss_fn(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
+    """The mean squared error of the predicted noise."""
+    kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, STEPS))[batch["step"]][:, None, None, None]
+    noisy = jnp.sqrt(kept) * batch["images"] + jnp.sqrt(1 - kept) * batch["noise"]
+    return jnp.mean((model(noisy, batch["step"]) - batch["noise"]) ** 2)
+
+
+def fields(config: UNetConfig, batch: int) -> dict[str, Field]:
+    """Images, noise, and the step of diffusion of each image."""
+    images = Field((batch, config.image, config.image, 3))
+    return {"images": images, "noise": images, "step": Field((batch,), np.int32, STEPS)}
+
+
+def flops(config: UNetConfig, batch: int) -> float:
+    """6 times the weights of each convolution times its pixels, plus attention's two products."""
+    down, up = config.levels()
+    heights = [config.image >> level for level in range(len(down))]
+    middle, time = down[-1][-1][1], 4 * config.channels
+    total = config.channels * time + time**2
+    total += 27 * (config.channels + config.channels * config.factors[0]) * config.image**2
+    for rows, sizes in ((down, heights), (up, heights[::-1])):
+        for number, (row, height) in enumerate(zip(rows, sizes, strict=True)):
+            for inputs, outputs in row:
+                total += _block_products(inputs, outputs, height, time)
+                total += _attention_products(outputs, height) if height in config.attention else 0
+            if number < len(rows) - 1:
+                total += 9 * row[-1][1] ** 2 * sizes[number + 1] ** 2
+    total += 2 * _block_products(middle, middle, heights[-1], time) + _attention_products(middle, heights[-1])
+    return 6.0 * batch * total
+
+
+def _block_products(inputs: int, outputs: int, height: int, time: int) -> int:
+    project = inputs * outputs if inputs != outputs else 0
+    return (9 * inputs * outputs + 9 * outputs**2 + project) * height**2 + time * outputs
+
+
+def _attention_products(channels: int, height: int) -> int:
+    return 4 * channels**2 * height**2 + 2 * channels * height**4
+
+
+SIZES = {
+    "tiny": UNetConfig(image=16, channels=16, factors=(1, 2), blocks=1, attention=(8,), groups=8, dropout=0.0),
+    "cifar10": UNetConfig(),
+    "lsun": UNetConfig(image=256, factors=(1, 1, 2, 2, 4, 4), dropout=0.0),
+}
+
+SPEC = ModelSpec("unet", SIZES, UNet, loss_fn, fields, flops)
