@@ -1,7 +1,7 @@
 """Lowers a decided graph to a local program, and the local program to one `jax.shard_map`.
 
 Problem. Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section
-4). So the step is emitted as what each device does: every operation in its local form, and every collective spelled out.
+4). So the step is emitted as what each device does: every operation in its local form, every collective spelled out.
 
 `lower` turns a graph, its grouping and one strategy a group into a `LocalProgram`: a list of instructions over
 registers, which is data. `collectives` reads the collectives off it, `emit` makes it a function of global arrays. What
@@ -14,12 +14,14 @@ barrier, so that the compiler does not merge the two copies and keep the first a
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -374,7 +376,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalM
                 for register, block in zip(item.results, results, strict=True):
                     registers[register] = block
             case Reshard():
-                with _jax.source_context(item.used_by.source if item.used_by is not None else None):
+                with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
                     block = registers[item.source]
                     if item.late:
                         block = lax.optimization_barrier(block)
@@ -383,7 +385,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalM
                         block = _step(block, step, shape, mesh)
                 registers[item.result] = block
             case Loop():
-                with _jax.source_context(item.op.source):
+                with _jax.under(item.op.source):
                     results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
                 for register, block in zip(item.results, results, strict=True):
                     registers[register] = block
@@ -406,23 +408,27 @@ def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> 
             return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
         case "collective_permute":
             before = step.before.dims[step.dim]
-            return lax.ppermute(block, before, _reorder(before, step.axes, mesh))
+            return lax.ppermute(block, _sorted(before, mesh), _reorder(before, step.axes, mesh))
 
 
 def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
-    """(source, destination) pairs, devices numbered along `before`, so that block b moves to number b along `after`."""
-    sizes = {a: mesh.axis_size(a) for a in before}
-    pairs = []
-    for block in range(mesh.product(before)):
-        rest, place = block, {}
-        for axis in reversed(after):
-            place[axis] = rest % sizes[axis]
-            rest //= sizes[axis]
+    """(source, destination) pairs that move block b from its place along `before` to its place along `after`.
+
+    Devices are numbered along the axes in mesh order: `ppermute` does not follow another order of its axis names.
+    """
+    axes = _sorted(before, mesh)
+
+    def device(block: int, order: Axes) -> int:
+        place = {}
+        for axis in reversed(order):
+            place[axis] = block % mesh.axis_size(axis)
+            block //= mesh.axis_size(axis)
         number = 0
-        for axis in before:
-            number = number * sizes[axis] + place[axis]
-        pairs.append((block, number))
-    return pairs
+        for axis in axes:
+            number = number * mesh.axis_size(axis) + place[axis]
+        return number
+
+    return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
 
 
 def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
@@ -457,7 +463,7 @@ def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMe
         )
     branches = [lambda *xs, body=body: _strong(run(body, xs)) for body in item.bodies]
     index = operands[0]
-    if getattr(index, "dtype", None) == bool:
+    if getattr(index, "dtype", None) == jnp.bool_:
         return lax.cond(index, branches[1], branches[0], *operands[1:])
     return lax.switch(index, branches, *operands[1:])
 
