@@ -228,10 +228,10 @@ DEVICE_KINDS: tuple[tuple[str, str], ...] = (
     ("tpu v6e", "v6e"),
 )
 
-#: Virtual CPU devices share one machine, so its cores and its memory bandwidth are divided among them. Measured once with
-#: eight virtual devices on two cores: float32 products of 1024 x 1024 at 4.2e11 FLOP/s in all, 26 GB/s streamed in all,
-#: 1 MiB a device all-reduced in 0.6 ms, and a small collective 0.1 ms above an empty call (six steps of 16 microseconds).
-#: Half of that rate a core is assumed, since many cores have narrower vectors.
+#: Virtual CPU devices share one machine, so its cores and its memory bandwidth are divided among them. Measured once:
+#: eight devices on two cores ran float32 products of 1024 x 1024 at 4.2e11 FLOP/s in all, streamed 26 GB/s in all,
+#: all-reduced 1 MiB each in 0.6 ms, and took 0.1 ms more for a small collective than for an empty call (six steps of 16
+#: microseconds). Half of that rate of products a core is assumed, since many cores have narrower vectors.
 CPU_CORE_FLOPS = 1e11
 CPU_MEMORY_BANDWIDTH = 25.6e9
 CPU_STEP_LATENCY = 16e-6

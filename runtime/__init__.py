@@ -1,0 +1,1 @@
+"""What touches devices: nothing here plans."""
