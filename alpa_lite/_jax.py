@@ -4,3 +4,126 @@ Supported: JAX 0.10.2 (Python 3.11) to 0.12 (Python 3.12+). Nothing else in the 
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as _extend_core
+import jax.numpy as jnp
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
+from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
+
+# --- tracing: reading jaxprs, and emitting their equations again -----------------------------------------------------
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether `value` is a jaxpr, closed or open (0.11 made the two classes one)."""
+    return isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr))
+
+
+def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr with `constvars`, `invars`, `outvars`, `eqns`, and the values of its constvars.
+
+    Up to 0.10 a closed jaxpr wraps an open one and holds the constants; from 0.11 one class does both, and its `jaxpr`
+    attribute is itself.
+    """
+    consts = list(getattr(value, "consts", ()))
+    return getattr(value, "jaxpr", value), consts
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr operand is a literal."""
+    return type(atom) is _extend_core.Literal
+
+
+def observable_effects(eqn: Any) -> bool:
+    """Whether the equation must run even if nobody reads its results. A named axis is an effect only for typing."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """`num_consts` and `num_carry` of a scan equation; 0.12 replaced them by trees of the inputs (`ft_in`)."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def optimization_barrier_primitive() -> Any:
+    """The primitive behind `jax.lax.optimization_barrier`, which is not exported."""
+    return _optimization_barrier_p
+
+
+def joined_stack(outer: Any, inner: Any, scope: str | None = None) -> Any:
+    """The name stack inside a call that stands at `inner` in a jaxpr that itself was inlined at `outer`.
+
+    Private type.
+    """
+    stack = outer + inner if outer.stack else inner
+    return stack if scope is None else stack.extend(scope)
+
+
+def empty_stack() -> Any:
+    """The empty name stack."""
+    return _source_info_util.NameStack()
+
+
+def source_line(source: Any) -> str:
+    """The user's source line of an equation, `file:line (function)`, or "" where JAX knows none."""
+    text = _source_info_util.summarize(source)
+    return "" if text == "unknown" else text
+
+
+def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, operands: Sequence[Any]) -> list[Any]:
+    """Binds a primitive under its recorded name stack, source line and context; `bind` alone loses them.
+
+    Of the context, what the user chose by `compute_on`, `set_xla_metadata` and `threefry_partitionable` is restored;
+    the mesh
+    is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`.
+    """
+    bind_params = primitive.get_bind_params(dict(params))
+    stack = _source_info_util.current_name_stack() + source.name_stack
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(_source_info_util.user_context(source.traceback, name_stack=stack))
+        if ctx is not None:
+            if ctx.xla_metadata:
+                contexts.enter_context(set_xla_metadata(**ctx.xla_metadata))
+            if ctx.compute_type:
+                contexts.enter_context(compute_on(ctx.compute_type))
+            if ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
+                contexts.enter_context(jax.threefry_partitionable(ctx.threefry_partitionable))
+        results = primitive.bind(*operands, **bind_params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def under(source: Any) -> Iterator[None]:
+    """Runs its body under an equation's name stack and source line."""
+    stack = _source_info_util.current_name_stack() + source.name_stack
+    with _source_info_util.user_context(source.traceback, name_stack=stack):
+        yield
+
+
+# --- lowering: emitting a local program -------------------------------------------------------------------------------
+
+
+def where(source: Any) -> str:
+    """Where an equation comes from: the user's source line, then the name stack."""
+    stack = str(source.name_stack)
+    line = source_line(source)
+    return f"{line} {stack}".strip() if stack else line
+
+
+def strong(block: Any) -> Any:
+    """`block` without a weak type, which carries and branch results must agree in. Random keys have none."""
+    dtype = getattr(block, "dtype", None)
+    if dtype is None:
+        return jnp.asarray(block)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return block
+    return jax.lax.convert_element_type(block, dtype)

@@ -60,14 +60,16 @@ class Op:
       index: its number, unique over the graph, increasing in program order within a block; a nested block's ops are
         numbered before the op that carries them.
       primitive: the JAX primitive; `primitive.name` is its name.
-      params: the equation's parameters. For scan, while and cond the inner jaxprs are kept here too, for reference only:
-        `bodies` is what counts.
+      params: the equation's parameters. For scan, while and cond the inner jaxprs are kept here too, for reference
+        only: `bodies` is what counts.
       operands, results: value numbers, or literals among the operands.
       bodies: scan: (body,); while: (cond, body); cond: one a branch. A scan body's inputs are consts, carry, xs in
         that order and its outputs carry, ys (`num_consts` and `num_carry` in params).
       source: JAX's source info, for name stacks, line numbers and re-emission.
       key: equal for two ops that compute the same function of equally shaped operands (primitive, parameters, shapes,
         dtypes, literal values); hashable; independent of value numbers.
+      ctx: JAX's equation context (`compute_on`, `set_xla_metadata`), for re-emission.
+      has_effects: the op must run even if nobody reads its results (callbacks, mutable references).
     """
 
     index: int
@@ -79,6 +81,7 @@ class Op:
     source: Any
     key: Any
     ctx: Any = None
+    has_effects: bool = False
 
     @property
     def name(self) -> str:

@@ -1,0 +1,435 @@
+"""A step's arguments: their names, what is static among them, and what is state, batch or other.
+
+A training step maps (state, batch) to (new state, results), but nothing in its signature says which is which. The
+state is what comes back: an argument, or a part of one, whose structure, shapes and dtypes an output repeats. The
+batch is what is neither returned nor updated nor static. The rules, in order:
+
+1. A leaf of an NNX object is state: the step updates the object in place.
+2. Outputs are searched top down for pytrees with at least one container that have the structure, shapes and dtypes of
+   a whole argument not yet taken; of several such arguments the one whose name the output's key repeats, else the
+   first.
+3. The same structure with most of the shapes and dtypes equal: the leaves that differ are no state, and a note says so.
+4. If nothing matched so far, the same with parts of arguments: `step(everything)`.
+5. A bare array is a weak sign: predictions often have the batch's shape, and a loss that of any scalar. Random keys
+   and integer scalars are state if an output of their type depends on them. Other arrays only if nothing was found by
+   the rules above, the batch is named by the user, or the output's key repeats the argument's name; and one argument
+   with arrays must be left for the batch.
+
+Arguments named as the batch are never state. Keys and scalars are never the batch. What remains is the batch if all of
+it shares one leading dim; anything else is ambiguous, and an error that names the arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.errors import SignatureError
+
+BatchArgnums = str | int | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Calling:
+    """How a step's Python arguments become the pytree that is flattened.
+
+    Attributes:
+      names: for each positional argument the parameter's name.
+      dynamic: the positions that are not static.
+      keywords: the keyword arguments that are not static, sorted.
+      static_positions, static_keywords: the rest, with their values.
+      modules: whether an argument holds an NNX object.
+    """
+
+    names: tuple[str, ...]
+    dynamic: tuple[int, ...]
+    keywords: tuple[str, ...]
+    static_positions: Mapping[int, Any]
+    static_keywords: Mapping[str, Any]
+    modules: bool = False
+
+    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are not static."""
+        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
+
+    def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the step with the traced arguments, the static ones put in their places."""
+        whole: list[Any] = [None] * len(self.names)
+        for position, value in zip(self.dynamic, args, strict=True):
+            whole[position] = value
+        for position, value in self.static_positions.items():
+            whole[position] = value
+        return fun(*whole, **kwargs, **self.static_keywords)
+
+    def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has the same number of arguments, the same keywords, and equal static values."""
+        if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
+            return False
+        return (
+            all(name in kwargs for name in self.keywords)
+            and all(args[i] == value for i, value in self.static_positions.items())
+            and all(name in kwargs and kwargs[name] == value for name, value in self.static_keywords.items())
+        )
+
+    def roots(self) -> tuple[str, ...]:
+        """The names of the traced arguments: positional ones, then keywords."""
+        return (*(self.names[i] for i in self.dynamic), *self.keywords)
+
+
+def calling(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Calling:
+    """How `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
+
+    Raises:
+      SignatureError: a static argument does not exist, or is not hashable.
+    """
+    parameters = _parameters(fun)
+    names = _positional_names(parameters, len(args))
+    numbers = {_position(i, len(args), "static_argnums") for i in _tuple(static_argnums)}
+    keywords = set(_tuple(static_argnames))
+    numbers |= {i for i, name in enumerate(names) if name in keywords}
+    keywords |= {names[i] for i in numbers}
+    for name in keywords:
+        if parameters and name not in parameters and name not in kwargs and name not in names and not _open(parameters):
+            raise SignatureError(
+                f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}"
+            )
+    static_positions = {i: args[i] for i in sorted(numbers)}
+    static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
+    for name, value in [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise SignatureError(
+                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
+                "or make it dynamic"
+            ) from error
+    return Calling(
+        names=names,
+        dynamic=tuple(i for i in range(len(args)) if i not in numbers),
+        keywords=tuple(name for name in sorted(kwargs) if name not in keywords),
+        static_positions=static_positions,
+        static_keywords=static_keywords,
+    )
+
+
+def _parameters(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+
+
+def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+
+
+def _positional_names(parameters: Mapping[str, inspect.Parameter], count: int) -> tuple[str, ...]:
+    names: list[str] = []
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}[{i}]" for i in range(count - len(names)))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names.extend(f"args[{i}]" for i in range(len(names), count))
+    return tuple(names[:count])
+
+
+def _position(number: int, count: int, option: str) -> int:
+    if not -count <= number < count:
+        raise SignatureError(
+            f"{option} names argument {number}, but the step was called with {count} positional arguments"
+        )
+    return number % count
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, int | str) else tuple(value)
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A pytree of leaves that are known by number: an argument, the result, or a part of either.
+
+    Attributes:
+      treedef: its structure.
+      start, stop: its leaves.
+      key: the last part of its path, such as `params`; the parameter's name for a whole argument.
+    """
+
+    treedef: Any
+    start: int
+    stop: int
+    key: str
+
+    @property
+    def leaves(self) -> range:
+        """The numbers of its leaves."""
+        return range(self.start, self.stop)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is one leaf without a container."""
+        return jax.tree_util.treedef_is_leaf(self.treedef)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """All leaves of the arguments, or of the result.
+
+    Attributes:
+      trees: the whole arguments, or the result as one tree.
+      paths: for each leaf its path.
+      types: for each leaf (shape, dtype).
+      modules: for each leaf, whether it belongs to an NNX object.
+      keys: for each leaf the keys on the way to it from the root of its tree.
+    """
+
+    trees: tuple[Tree, ...]
+    paths: tuple[str, ...]
+    types: tuple[tuple[tuple[int, ...], Any], ...]
+    modules: tuple[bool, ...]
+    keys: tuple[tuple[str, ...], ...]
+
+    def children(self, tree: Tree, depth: int) -> list[Tree]:
+        """The parts of a tree that stands `depth` keys below its root."""
+        out, start = [], tree.start
+        for child in jax.tree_util.treedef_children(tree.treedef):
+            stop = start + child.num_leaves
+            if stop > start:
+                keys = self.keys[start]
+                out.append(Tree(child, start, stop, keys[depth] if depth < len(keys) else ""))
+            start = stop
+        return out
+
+
+def match_state(
+    inputs: Flat, outputs: Flat, batch: frozenset[int] | None, depends: Callable[[int, int], bool]
+) -> tuple[dict[int, int], list[str]]:
+    """Which outputs are the new values of which arguments (the module's docstring gives the rules).
+
+    Args:
+      inputs: the leaves of the arguments.
+      outputs: the leaves of the result.
+      batch: the leaves that the user named as the batch, or None.
+      depends: whether an output depends on an argument, by number.
+
+    Returns:
+      {output: argument}, and notes.
+    """
+    matcher = _Matcher(inputs, outputs, batch or frozenset(), depends)
+    matcher.modules()
+    matcher.containers(whole=True, exact=True)
+    matcher.containers(whole=True, exact=False)
+    if not matcher.pairs:
+        matcher.containers(whole=False, exact=True)
+    matcher.bare(named_batch=batch is not None)
+    return matcher.pairs, matcher.notes
+
+
+class _Matcher:
+    """The pairs found so far."""
+
+    def __init__(self, inputs: Flat, outputs: Flat, batch: frozenset[int], depends: Callable[[int, int], bool]) -> None:
+        self.pairs: dict[int, int] = {}
+        self.notes: list[str] = []
+        self._inputs, self._outputs, self._depends = inputs, outputs, depends
+        self._taken = set(batch)
+
+    def modules(self) -> None:
+        """Rule 1: the leaf of an NNX object, by path."""
+        found = {path: i for i, path in enumerate(self._inputs.paths) if self._inputs.modules[i]}
+        for number, path in enumerate(self._outputs.paths):
+            argument = found.get(path) if self._outputs.modules[number] else None
+            if argument is not None and self._same(number, argument):
+                self._pair(number, argument)
+        self._taken.update(i for i, module in enumerate(self._inputs.modules) if module)
+
+    def containers(self, *, whole: bool, exact: bool) -> None:
+        """Rules 2 to 4: pytrees with the structure of an argument, or of a part of one."""
+        candidates: dict[Any, list[Tree]] = {}
+        for tree in self._inputs.trees:
+            for part in [tree] if whole else list(_parts(self._inputs, tree, 0)):
+                if not part.is_bare and part.stop > part.start:
+                    candidates.setdefault(part.treedef, []).append(part)
+        if candidates:
+            for tree in self._outputs.trees:
+                self._descend(tree, 0, candidates, exact)
+
+    def _descend(self, tree: Tree, depth: int, candidates: dict[Any, list[Tree]], exact: bool) -> None:
+        if tree.is_bare:
+            return
+        if not any(number in self.pairs or self._outputs.modules[number] for number in tree.leaves):
+            fitting = [part for part in candidates.get(tree.treedef, ()) if self._fits(tree, part, exact)]
+            fitting.sort(key=lambda part: part.key != tree.key)
+            if fitting:
+                self._take(tree, fitting[0])
+                return
+        for child in self._outputs.children(tree, depth):
+            self._descend(child, depth + 1, candidates, exact)
+
+    def _fits(self, tree: Tree, part: Tree, exact: bool) -> bool:
+        if any(argument in self._taken for argument in part.leaves):
+            return False
+        equal = sum(map(self._same, tree.leaves, part.leaves))
+        return equal == len(tree.leaves) if exact else 2 * equal > len(tree.leaves)
+
+    def _take(self, tree: Tree, part: Tree) -> None:
+        self._taken.update(part.leaves)
+        for number, argument in zip(tree.leaves, part.leaves, strict=True):
+            if self._same(number, argument):
+                self._pair(number, argument)
+            else:
+                before, after = (
+                    _type_text(side.types[i]) for side, i in ((self._inputs, argument), (self._outputs, number))
+                )
+                self.notes.append(
+                    f"{self._inputs.paths[argument]} is {before} but comes back as {after}: not kept as state"
+                )
+
+    def bare(self, *, named_batch: bool) -> None:
+        """Rule 5: arguments that are one array."""
+        strong = named_batch or not self.pairs
+        free = [tree for tree in self._inputs.trees if not any(i in self._taken for i in tree.leaves) and tree.leaves]
+        arrays = {tree.start for tree in free if any(is_batch_like(*self._inputs.types[i]) for i in tree.leaves)}
+        numbers = [n for n in range(len(self._outputs.types)) if n not in self.pairs and not self._outputs.modules[n]]
+        for tree in free:
+            if not tree.is_bare or (tree.start in arrays and len(arrays) == 1 and not named_batch):
+                continue
+            shape, dtype = self._inputs.types[tree.start]
+            counter = is_key(shape, dtype) or (shape == () and np.issubdtype(dtype, np.integer))
+            fitting = [n for n in numbers if self._same(n, tree.start) and self._depends(n, tree.start)]
+            named = [n for n in fitting if self._outputs.keys[n][-1:] == (tree.key,)]
+            chosen = named or (fitting if counter or strong else [])
+            if chosen:
+                numbers.remove(chosen[0])
+                arrays.discard(tree.start)
+                self._pair(chosen[0], tree.start)
+
+    def _same(self, number: int, argument: int) -> bool:
+        return self._outputs.types[number] == self._inputs.types[argument]
+
+    def _pair(self, number: int, argument: int) -> None:
+        self.pairs[number] = argument
+        self._taken.add(argument)
+
+
+def _parts(flat: Flat, tree: Tree, depth: int) -> list[Tree]:
+    """The parts of a tree, larger ones first, without itself."""
+    out: list[Tree] = []
+    level = [tree]
+    while level:
+        level = [child for parent in level if not parent.is_bare for child in flat.children(parent, depth)]
+        out.extend(level)
+        depth += 1
+    return out
+
+
+def is_key(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a leaf is a random key: typed, or one raw `uint32[2]`."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    return dtype == np.uint32 and shape == (2,)
+
+
+def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a leaf may be a batch: an array with a leading dim that is no random key."""
+    return len(shape) > 0 and not is_key(shape, dtype)
+
+
+def named_batch(
+    calling: Calling, inputs: Flat, batch_argnums: BatchArgnums, batch_argnames: str | Sequence[str]
+) -> frozenset[int] | None:
+    """The leaves of the arguments that the user named as the batch, or None for "auto".
+
+    Raises:
+      SignatureError: a name or a number that is no argument of this call, or a static one.
+    """
+    names = set(_tuple(batch_argnames))
+    automatic = isinstance(batch_argnums, str)
+    if automatic and batch_argnums != "auto":
+        raise SignatureError(f'batch_argnums is {batch_argnums!r}; give "auto", an int or a tuple of ints')
+    if automatic and not names:
+        return None
+    numbers = () if automatic else _tuple(batch_argnums)
+    names |= {calling.names[_position(i, len(calling.names), "batch_argnums")] for i in numbers}
+    trees = {tree.key: tree for tree in inputs.trees}
+    unknown = sorted(names - set(trees))
+    if unknown:
+        raise SignatureError(
+            f"the batch is said to be {', '.join(unknown)}, but the traced arguments are {', '.join(trees)}"
+        )
+    return frozenset(i for name in names for i in trees[name].leaves)
+
+
+def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None) -> tuple[frozenset[int], str]:
+    """The leaves of the batch, and a note that says which arguments they are and why.
+
+    Raises:
+      SignatureError: several arguments could be the batch, or none that was named has a leading dim.
+    """
+    if named is not None:
+        units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
+        why = "as you said"
+    else:
+        units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state)]
+        why = "neither returned, nor updated, nor static"
+    units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
+    if not units:
+        return frozenset(), "no argument is a batch"
+    leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]
+    common = set(leading[0]).intersection(*leading[1:])
+    if not common or (len(units) > 1 and any(len(counter) > 1 for counter in leading)):
+        listed = "; ".join(
+            f"{_path(inputs, unit)} with leading dims {sorted(c)}" for unit, c in zip(units, leading, strict=True)
+        )
+        raise SignatureError(
+            f"cannot tell which argument is the batch: {listed}. Name it with batch_argnums=(i,) or "
+            "batch_argnames=(name,), or return the arguments that are state"
+        )
+    total = sum(leading, Counter())
+    size = max(sorted(common), key=lambda dim: total[dim])
+    leaves = frozenset(
+        i for u in units for i in u.leaves if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
+    )
+    return leaves, f"batch: {', '.join(_path(inputs, unit) for unit in units)} (leading dim {size}; {why})"
+
+
+def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:
+    """The largest parts of a tree without any state."""
+    if not any(i in state for i in tree.leaves):
+        return [tree]
+    if tree.is_bare:
+        return []
+    return [unit for child in inputs.children(tree, depth) for unit in _free_units(inputs, child, depth + 1, state)]
+
+
+def _path(inputs: Flat, tree: Tree) -> str:
+    """The name of an argument, or the path of a part: what the paths of its leaves have in common."""
+    if any(tree is whole for whole in inputs.trees):
+        return tree.key
+    paths = [inputs.paths[i] for i in tree.leaves]
+    shared = paths[0]
+    for path in paths[1:]:
+        while not path.startswith(shared):
+            shared = shared[: shared.rfind("[")]
+    return shared
+
+
+def _type_text(kind: tuple[tuple[int, ...], Any]) -> str:
+    return f"{kind[1]}[{','.join(map(str, kind[0]))}]"

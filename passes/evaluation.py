@@ -1,0 +1,116 @@
+"""What a `Graph` means: an evaluator, which is the executable definition of the program that passes work on.
+
+    evaluate(graph, leaves) computes exactly what the traced function computes, bit for bit.
+
+A plain op is its primitive bound to its operands. Control flow goes through `jax.lax` over evaluated bodies. Under
+`jax.jit` the evaluator re-emits the program, with the name stack and the source line of every op: the lowering uses
+the same `bind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from alpa_lite import _jax
+from alpa_lite.graph import Block, Graph, Lit, Op
+
+
+def evaluate(graph: Graph, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
+    """The flat outputs of a graph.
+
+    Args:
+      graph: the program.
+      leaves: one array for each argument, as in `Traced.arguments`.
+      constants: in place of the graph's own.
+
+    Returns:
+      One array for each output of the block.
+    """
+    constants = graph.constants if constants is None else constants
+    return evaluate_block(graph.block, [*leaves, *constants])
+
+
+def evaluate_block(block: Block, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
+    env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
+
+    def read(atom: int | Lit) -> Any:
+        return atom.value if isinstance(atom, Lit) else env[atom]
+
+    last = _last_uses(block)
+    for op in block.ops:
+        env.update(zip(op.results, bind(op, [read(atom) for atom in op.operands]), strict=True))
+        for value in last.get(op.index, ()):
+            del env[value]  # so that an evaluation outside jit frees what is dead
+    return [read(atom) for atom in block.outputs]
+
+
+def bind(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Emits one op: its results, under its own name stack and source line.
+
+    Args:
+      op: any op, control flow included.
+      operands: one array or tracer for each operand, literals included.
+    """
+    if not op.bodies:
+        return _jax.emit(op.primitive, op.params, op.source, op.ctx, operands)
+    with _jax.under(op.source):
+        match op.name:
+            case "scan":
+                return _scan(op, operands)
+            case "while":
+                return _while(op, operands)
+            case "cond":
+                branches = [_function(body) for body in op.bodies]
+                return list(lax.switch(operands[0], branches, *operands[1:]))
+    raise AssertionError(f"op {op.name} has bodies")
+
+
+def _scan(op: Op, operands: Sequence[Any]) -> list[Any]:
+    consts, carries = op.params["num_consts"], op.params["num_carry"]
+    split = consts + carries
+
+    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        out = evaluate_block(op.bodies[0], [*operands[:consts], *carry, *xs])
+        return out[:carries], out[carries:]
+
+    carry, ys = lax.scan(
+        body,
+        list(operands[consts:split]),
+        list(operands[split:]),
+        length=op.params["length"],
+        reverse=op.params["reverse"],
+        unroll=op.params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _while(op: Op, operands: Sequence[Any]) -> list[Any]:
+    cond, body = op.bodies
+    first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
+    split = first + second
+    return lax.while_loop(
+        lambda carry: evaluate_block(cond, [*operands[:first], *carry])[0],
+        lambda carry: evaluate_block(body, [*operands[first:split], *carry]),
+        list(operands[split:]),
+    )
+
+
+def _function(block: Block) -> Callable[..., list[Any]]:
+    return lambda *inputs: evaluate_block(block, inputs)
+
+
+def _last_uses(block: Block) -> dict[int, list[int]]:
+    """For each op, by its index, the values of the block that nothing reads after it; outputs are never among them."""
+    seen = {atom for atom in block.outputs if isinstance(atom, int)}
+    last: dict[int, list[int]] = {}
+    for op in reversed(block.ops):
+        dead = [
+            atom for atom in dict.fromkeys((*op.operands, *op.results)) if isinstance(atom, int) and atom not in seen
+        ]
+        seen.update(dead)
+        last[op.index] = dead
+    return last

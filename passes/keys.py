@@ -1,0 +1,189 @@
+"""Keys of operations: two ops have equal keys exactly when they compute the same function of equally shaped operands.
+
+A key is one string, `primitive[parameters](operands){bodies}`. It never holds an address, a source path or a value
+number, so that it is the same in every process. Parameters that are None are left out: versions of JAX add options
+that default to None. Jaxprs among the parameters go by a digest of their structure. Functions that nothing else
+describes (callbacks) are
+numbered in order of appearance: two functions never share a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from alpa_lite import _jax
+from alpa_lite.graph import Block, Lit, Value
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_FILE = re.compile(r"(/[^\s'\",:<>()]+)+\.py(:\d+)*")
+_PROVENANCE = frozenset({"DebugInfo", "SourceInfo", "NameAndSrcInfo", "Traceback"})
+_CONTROL_FLOW_JAXPRS = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches"})
+
+
+class Keys:
+    """Writes keys for the operations of one trace; remembers what it has rendered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []  # what `_numbers` and `_digests` know by id must not be collected
+        self._digests: dict[int, str] = {}
+        self._types: dict[tuple[Any, Any], str] = {}
+
+    def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
+        """The part of the key that depends on the primitive and its parameters alone.
+
+        Args:
+          primitive: a JAX primitive.
+          params: its parameters.
+          structured: the jaxprs among the parameters are rendered elsewhere, from the op's bodies.
+        """
+        described = structured or any(_holds_jaxpr(value) for value in params.values())
+        parts = []
+        for name in sorted(params):
+            value = params[name]
+            if value is None or (structured and name in _CONTROL_FLOW_JAXPRS):
+                continue
+            if described and callable(value) and not _jax.is_jaxpr(value) and not isinstance(value, type):
+                continue  # the Python function behind a jaxpr that is rendered
+            parts.append(f"{name}={self.text(value)}")
+        return f"{primitive.name}[{','.join(parts)}]"
+
+    def key(self, head: str, operands: Iterable[Value | Lit], bodies: Iterable[str] = ()) -> str:
+        """The whole key."""
+        described = ",".join([self._operand(operand) for operand in operands])
+        inner = ",".join(bodies)
+        return f"{head}({described}){{{inner}}}" if inner else f"{head}({described})"
+
+    def block(self, block: Block, values: Callable[[int], Value]) -> str:
+        """A digest of a block: its operations and how they are wired."""
+        local: dict[int, int] = {}
+
+        def name(atom: int | Lit) -> str:
+            return self._operand(atom) if isinstance(atom, Lit) else f"%{local[atom]}"
+
+        for value in block.inputs:
+            local[value] = len(local)
+        lines = [",".join([self.type_of(values(value)) for value in block.inputs])]
+        for op in block.ops:
+            lines.append(f"{op.key}:{','.join([name(atom) for atom in op.operands])}")
+            for value in op.results:
+                local[value] = len(local)
+        lines.append(",".join([name(atom) for atom in block.outputs]))
+        return _digest("\n".join(lines).encode())
+
+    def type_of(self, value: Any) -> str:
+        """Dtype and shape, such as `float32[8,16]`, of anything that has both."""
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        text = self._types.get((shape, dtype))
+        if text is None:
+            dims = "" if shape is None else ",".join(map(str, shape))
+            text = self._types[shape, dtype] = f"{dtype}[{dims}]"
+        return text
+
+    def _operand(self, operand: Value | Lit) -> str:
+        if isinstance(operand, Lit):
+            return f"{self.type_of(operand.aval)}={self.text(np.asarray(operand.value).tolist())}"
+        return self.type_of(operand)
+
+    def text(self, value: Any) -> str:
+        """A rendering of a parameter that is equal in every process."""
+        kind = type(value)
+        if kind in (int, str, bool, float, complex, type(None), slice):
+            return repr(value)
+        if kind is tuple or kind is list or isinstance(value, tuple):
+            return f"({','.join([self.text(item) for item in value])})"
+        if isinstance(value, np.dtype):
+            return value.name
+        if isinstance(value, enum.Enum):
+            return f"{kind.__name__}.{value.name}"
+        if isinstance(value, np.generic):
+            return f"{value.dtype}:{value.item()!r}"
+        if isinstance(value, type):
+            return value.__qualname__
+        if isinstance(value, Mapping):
+            items = sorted((self.text(key), self.text(item)) for key, item in value.items())
+            return f"{{{','.join([f'{key}:{item}' for key, item in items])}}}"
+        if isinstance(value, frozenset | set):
+            return f"{{{','.join(sorted(self.text(item) for item in value))}}}"
+        if _jax.is_jaxpr(value):
+            return f"jaxpr:{self._jaxpr(value)}"
+        if isinstance(value, np.ndarray | jax.Array):
+            return self._array(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> str:
+        if isinstance(value, functools.partial):
+            return f"partial({self.text(value.func)},{self.text(value.args)},{self.text(value.keywords)})"
+        name = type(value).__name__
+        if name in _PROVENANCE:
+            return name
+        if dataclasses.is_dataclass(value):
+            fields = [
+                f"{field.name}={self.text(getattr(value, field.name, None))}" for field in dataclasses.fields(value)
+            ]
+            return f"{name}({','.join(fields)})"
+        rendered = repr(value)
+        plain = _FILE.sub("", _ADDRESS.sub("", rendered))
+        if plain == rendered:
+            return plain
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._numbers)
+            self._alive.append(value)
+        return f"{plain}#{self._numbers[id(value)]}"
+
+    def _array(self, value: Any) -> str:
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return f"{value.dtype}:{self._array(jax.random.key_data(value))}"
+        if isinstance(value, Tracer):
+            return f"{self.type_of(value)}"
+        if id(value) not in self._digests:
+            data = np.asarray(value)
+            self._digests[id(value)] = f"{self.type_of(data)}:{_digest(np.ascontiguousarray(data).tobytes())}"
+            self._alive.append(value)
+        return self._digests[id(value)]
+
+    def _jaxpr(self, value: Any) -> str:
+        digest = self._digests.get(id(value))
+        if digest is None:
+            digest = self._digests[id(value)] = _digest("\n".join(self._jaxpr_lines(value)).encode())
+            self._alive.append(value)
+        return digest
+
+    def _jaxpr_lines(self, value: Any) -> list[str]:
+        jaxpr, consts = _jax.open_jaxpr(value)
+        local: dict[Any, int] = {}
+
+        def name(atom: Any) -> str:
+            return self._operand(Lit(atom.val, atom.aval)) if _jax.is_literal(atom) else f"%{local[atom]}"
+
+        lines = [",".join([self.text(const) for const in consts])]
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            local[var] = len(local)
+            lines.append(self.type_of(var.aval))
+        for eqn in jaxpr.eqns:
+            lines.append(f"{self.head(eqn.primitive, eqn.params)}:{','.join([name(atom) for atom in eqn.invars])}")
+            for var in eqn.outvars:
+                local[var] = len(local)
+        lines.append(",".join([name(atom) for atom in jaxpr.outvars]))
+        return lines
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_holds_jaxpr(item) for item in value)
+    return _jax.is_jaxpr(value)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

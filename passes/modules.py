@@ -1,0 +1,146 @@
+"""Flax NNX objects among a step's arguments: split into arrays before the call, updated in place after it.
+
+An NNX module is a graph of Python objects that hold arrays, possibly shared (a model inside its optimizer). `jax.jit`
+flattens such an object like any pytree and loses what the step writes into it. NNX's own transformations split it into
+a static structure and a list of arrays, rebuild it inside, split it again, and merge the result into the caller's
+objects: four steps that one *update context* ties together, so that references shared between arguments, and objects
+that the step replaces, come out right:
+
+    outside  (1) arrays = split(arguments)          (4) merge(arrays') into the arguments
+    inside   (2) copies = merge(arrays)             (3) arrays' = split(copies)
+
+This module is that protocol with the jitted function left out, for tracing (1 to 3) and for running (1 and 4). Flax is
+imported only if an argument is an NNX object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+def present(tree: Any) -> bool:
+    """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_node())
+    return any(map(_is_node(), leaves))
+
+
+@contextlib.contextmanager
+def updating(tag: Any) -> Iterator[None]:
+    """The context that ties the four steps together.
+
+    Args:
+      tag: any hashable object; the same in all four steps.
+    """
+    from flax import nnx
+
+    with nnx.update_context(tag):
+        yield
+
+
+def split_arguments(tree: Any, tag: Any) -> Any:
+    """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
+    from flax import nnx
+
+    return nnx.extract.to_tree(tree, split_fn=_split, ctxtag=tag)
+
+
+def merge_arguments(pure: Any, tag: Any) -> Any:
+    """Step 2: the pytree with NNX objects again, copies of the caller's."""
+    from flax import nnx
+
+    return nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=True)
+
+
+def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
+    """Step 3: the NNX objects among the arguments as the step left them (all else None), and its result, both split."""
+    from flax import nnx
+
+    kept = nnx.extract.clear_non_graph_nodes(arguments)
+    return nnx.extract.to_tree((kept, out), split_fn=_split, ctxtag=tag)
+
+
+def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
+    """Step 4: writes what the step left into the caller's objects, and returns its result."""
+    from flax import nnx
+
+    _, out = nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=False)
+    return out
+
+
+def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
+    """New objects of the same structure, shared references kept, with other arrays.
+
+    Args:
+      tree: a pytree that may hold NNX objects.
+      function: from the flat leaves, those of NNX objects included, to as many others.
+    """
+    if not present(tree):
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        return jax.tree_util.tree_unflatten(treedef, function(leaves))
+    from flax import nnx
+
+    pure = nnx.extract.to_tree(tree, split_fn=_split)
+    leaves, treedef = jax.tree_util.tree_flatten(pure)
+    return nnx.extract.from_tree(jax.tree_util.tree_unflatten(treedef, function(leaves)), merge_fn=_merge)
+
+
+@dataclass(frozen=True)
+class LeafPath:
+    """Where one flat leaf of a split pytree comes from.
+
+    Attributes:
+      keys: JAX's key path to the leaf, or to the NNX object that holds it.
+      inner: within an NNX object, the `keystr` of `nnx.state(object)`; else "".
+      module: whether an NNX object holds it.
+    """
+
+    keys: tuple[Any, ...]
+    inner: str = ""
+    module: bool = False
+
+
+def leaf_paths(tree: Any) -> list[LeafPath]:
+    """The paths of the flat leaves of `split_arguments(tree)`, in their order."""
+    if not present(tree):
+        return [LeafPath(tuple(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    from flax import nnx
+
+    out: list[LeafPath] = []
+    is_node = _is_node()
+    with nnx.split_context() as context:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)[0]:
+            if not is_node(leaf):
+                out.append(LeafPath(tuple(path)))
+                continue
+            _, state = context.flatten(leaf)
+            for inner, value in zip(state.paths, state.leaves, strict=True):
+                variable = isinstance(value, nnx.Variable)
+                base = "".join(f"[{key!r}]" for key in inner) + (".value" if variable else "")
+                raw = value.get_raw_value() if variable else value
+                for deeper, _ in jax.tree_util.tree_flatten_with_path(raw)[0]:
+                    out.append(LeafPath(tuple(path), base + jax.tree_util.keystr(deeper), True))
+    return out
+
+
+def _is_node() -> Callable[[Any], bool]:
+    """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
+    nnx = sys.modules.get("flax.nnx")
+    return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node
+
+
+def _split(context: Any, path: Any, prefix: Any, node: Any) -> Any:
+    from flax import nnx
+
+    return nnx.extract.NodeStates.from_split(*context.flatten(node, with_paths=False))
+
+
+def _merge(context: Any, path: Any, prefix: Any, leaf: Any) -> Any:
+    return context.unflatten(leaf.graphdef, *leaf.states)
