@@ -172,6 +172,7 @@ class Alternative:
       total_communication_seconds: the communication in `total_seconds`; None if unknown.
       batch_seconds: the part of compute, communication and transfer seconds that grows with the batch; None if unknown.
       feasible: whether a plan with it fits the memory budget.
+      partial: as `Decision.partial`.
     """
 
     strategy: tuple[tuple[str, ...], ...]
@@ -184,6 +185,7 @@ class Alternative:
     total_communication_seconds: float | None = None
     batch_seconds: float | None = None
     feasible: bool = True
+    partial: tuple[str, ...] = ()
 
     @property
     def node_seconds(self) -> float:
@@ -227,7 +229,8 @@ class Decision:
     @property
     def chosen(self) -> Alternative | None:
         """The alternative that was chosen; None if alternatives were not kept."""
-        return next((a for a in self.alternatives if a.strategy == self.strategy), None)
+        alike = [a for a in self.alternatives if a.strategy == self.strategy]
+        return next((a for a in alike if a.partial == self.partial), alike[0] if alike else None)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _shardings(before: Plan, after: Plan) -> list[RenderableType]:
         alone = [path for path in mine if path not in others]
         for part in grouping.sections(grouping.group((path, None) for path in alone)):
             count = sum(len(row.members) for row in part.rows)
-            what = part.rows[0].path if len(part.rows) == 1 else "".join(part.prefix)
+            what = "".join(part.prefix) if len(part.rows) > 1 else part.rows[0].path
             out.append(f"{what}: {count} argument{'s' if count > 1 else ''} {name} only")
     return out
 
@@ -101,8 +101,8 @@ def _changed_leaves(changed: list[tuple[str, tuple[str, str]]]) -> RenderableTyp
             text.add(out, "".join(part.prefix), "", "", "", style="bold")
         for row in part.rows:
             name = row.path if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
-            count = f"x {len(row.members)}" if len(row.members) > 1 else ""
-            text.add(out, name, count, *sides[row.members[0]])
+            old, new = sides[row.members[0]]
+            text.add(out, name, f"x {len(row.members)}" if len(row.members) > 1 else "", old, new)
     return out
 
 

@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+Write = Callable[[str, Any], None]
 
 
-class Dump:
-    """Writes numbered texts into a directory; does nothing without one.
+@contextmanager
+def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
+    """A function `write(name, value)` that puts one stage into `directory`; it does nothing if that is None.
 
-    Attributes:
-      directory: where to write, made if it is not there; None writes nothing, and costs nothing if `active` is asked
-        before a text is made.
+    Files are numbered in the order of writing. Numbering goes on after what the directory holds, so that several plans
+    can share it. Values are only turned into text (`report.listing`) if they are written.
+
+    Args:
+      directory: made if it is not there.
+
+    Raises:
+      OSError: if the directory cannot be made or written.
     """
+    if directory is None:
+        yield lambda name, value: None
+        return
+    from alpa_lite.report import listing
 
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        """Numbering goes on after what the directory already holds, so that several plans can share it."""
-        self.directory = None if directory is None else Path(directory)
-        self._number = 0
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            numbers = (re.match(r"(\d+)_", file.name) for file in self.directory.iterdir())
-            self._number = max((int(match.group(1)) for match in numbers if match), default=0)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def active(self) -> bool:
-        """Whether anything is written."""
-        return self.directory is not None
+    def write(name: str, value: Any) -> None:
+        number = 1 + max((int(m.group(1)) for f in folder.iterdir() if (m := re.match(r"(\d+)_", f.name))), default=0)
+        file = folder / f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.txt"
+        file.write_text(listing.text(value).rstrip("\n") + "\n", encoding="utf-8")
 
-    def write(self, name: str, content: str) -> Path | None:
-        """Writes one stage.
-
-        Args:
-          name: of the stage; characters that file names cannot hold everywhere become "_".
-          content: its text.
-
-        Returns:
-          the file, or None if nothing is written.
-        """
-        if self.directory is None:
-            return None
-        self._number += 1
-        path = self.directory / f"{self._number:02d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.txt"
-        path.write_text(content if content.endswith("\n") else f"{content}\n", encoding="utf-8")
-        return path
+    yield write

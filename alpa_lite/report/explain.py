@@ -62,7 +62,7 @@ def _find_leaves(plan: Plan, name: str) -> list[tuple[Stage, Leaf]]:
     """The arguments of that path; exact matches win over ends of paths."""
     everything = [(stage, leaf) for stage in plan.stages for leaf in stage.arguments]
     exact = [item for item in everything if item[1].path == name]
-    if exact or not name.strip():
+    if exact or not _words(name):
         return exact
     pattern = _pattern(name)
     return [item for item in everything if pattern.search(_words(item[1].path))]

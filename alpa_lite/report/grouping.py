@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 _NUMBER = re.compile(r"\d+")
-_TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.")
+_TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.", re.DOTALL)
 _SHOWN = 5  # names in braces before the rest is only counted
 
 

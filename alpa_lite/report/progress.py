@@ -1,6 +1,6 @@
 """Progress while planning: nothing for the first second, then one live line on standard error.
 
-    with progress("planning") as report:
+    with planning() as report:
         report.stage("tracing")
         ...
         report.stage("sharding (4, 2)")
@@ -28,7 +28,7 @@ DELAY = 1.0
 
 
 class Report:
-    """What `progress` yields. Quiet where nobody watches.
+    """What `planning` yields. Quiet where nobody watches.
 
     Attributes:
       finished: (stage, seconds) for each stage that is over, in order.
@@ -58,7 +58,7 @@ class Report:
 
 
 @contextmanager
-def progress(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
+def planning(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
     """Shows which stage is at work, on `stream` (standard error), once `delay` seconds have passed.
 
     Args:

@@ -168,9 +168,8 @@ def _leaf_cells(name: str, row: grouping.Row, leaves: dict[str, Leaf], stage: St
 
 
 def type_text(leaf: Leaf) -> str:
-    """Dtype and shape as JAX prints them in programs, such as "f32[768,3072]"."""
-    dtype = re.sub("^(b?f)loat|^(i)nt|^(u)int|^(c)omplex", r"\1\2\3\4", leaf.dtype)
-    return f"{dtype}[{','.join(map(str, leaf.shape))}]"
+    """Dtype and shape of a leaf, such as "f32[768,3072]"."""
+    return units.type_name(leaf.dtype, leaf.shape)
 
 
 def _largest(

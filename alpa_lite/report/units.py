@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from jax.sharding import PartitionSpec
 
@@ -63,8 +64,14 @@ def _entry(entry: object) -> str:
     return repr(entry)
 
 
+def type_name(dtype: str, shape: tuple[int, ...]) -> str:
+    """Dtype and shape as JAX prints them in programs, such as "f32[768,3072]"."""
+    short = re.sub("^(b?f)loat|^(i)nt|^(u)int|^(c)omplex", r"\1\2\3\4", dtype)
+    return f"{short}[{','.join(map(str, shape))}]"
+
+
 def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> str:
-    """A mesh, such as "(4, 2) data=4 model=2"."""
+    """A mesh, such as "data=4 model=2"."""
     return " ".join(f"{name}={size}" for name, size in zip(axis_names, shape, strict=True))
 
 

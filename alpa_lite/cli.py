@@ -1,0 +1,327 @@
+"""The command line: plan a model for a cluster, look at plans, and train on what is here.
+
+    alpa-lite demo
+    alpa-lite train gpt --size tiny --devices 8 --text a.txt b.txt --steps 200
+    alpa-lite plan gpt --size 2.6B --cluster p3.16xlarge --batch 64 -o plan.json
+    alpa-lite show plan.json
+    alpa-lite explain plan.json h_3/mlp/up/kernel
+    alpa-lite diff a.json b.json
+    alpa-lite clusters
+
+Each command has one function here; what trains is in `alpa_lite.training`. JAX is imported only by commands that need
+it, and only after the number of virtual CPU devices is set, which JAX takes no later than at its first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from alpa_lite.errors import AlpaLiteError, OptionError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Automatic parallelisation of JAX train steps: plans you can read, and training that follows them.",
+)
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan that `plan -o` or Plan.save wrote.", show_default=False)]
+Model = Annotated[str, typer.Argument(help="gpt, mlp, ...; an unknown name lists them all.", show_default=False)]
+Size = Annotated[str, typer.Option(help="A size of the model; an unknown one lists them all.")]
+Batch = Annotated[int, typer.Option(min=1, help="Examples in a step's batch.")]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Devices to use. Without an accelerator, so many virtual CPU devices (8).", show_default=False
+    ),
+]
+MethodName = Annotated[
+    str, typer.Option(help="auto, sharded, data, zero1, zero2, zero3, tensor or off; sharded:4x2 fixes the mesh.")
+]
+Memory = Annotated[
+    float | None, typer.Option(min=0.0, help="GiB per device that the plan may fill.", show_default="the device's")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Another value for an attribute of the model, such as seq=2048."),
+]
+Seed = Annotated[int, typer.Option(help="Of the parameters and of the batches.")]
+
+
+def main() -> None:
+    """The `alpa-lite` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no block characters still gets the numbers
+    app()
+
+
+def _clean(command: Command) -> Command:
+    """Prints errors that the user can act upon as one red message, with exit code 2; others keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except AlpaLiteError as error:
+            Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+            raise typer.Exit(2) from None
+
+    return run  # type: ignore[return-value]
+
+
+def _console() -> Console:
+    """Standard output: as wide as the terminal, or as a plan where there is none."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=100)
+
+
+@app.command()
+@_clean
+def demo(
+    devices: Devices = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
+) -> None:
+    """Train a tiny GPT on this Python's own sources, with an automatic plan on 8 virtual CPU devices."""
+    _train("gpt", "tiny", devices=devices, batch=32, steps=steps, text=None, method="auto", settings=None, seed=0)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+@_clean
+def train(
+    context: typer.Context,
+    model: Model,
+    size: Size = "tiny",
+    devices: Devices = None,
+    batch: Batch = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE...", help="Text to train on.", show_default="Python's standard library"),
+    ] = None,
+    method: MethodName = "auto",
+    memory: Memory = None,
+    settings: Settings = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run this plan instead of solving.", exists=True, dir_okay=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a model on every device here; prints the plan, then the falling loss."""
+    if context.args and not text:  # `--text a b` leaves b over
+        raise OptionError(f"unexpected argument {context.args[0]!r}; files of text follow --text")
+    files = None if text is None else [*text, *map(Path, context.args)]
+    _train(
+        model, size, devices=devices, batch=batch, steps=steps, text=files, method=method, memory=memory,
+        settings=settings, plan=plan, output=output, seed=seed,
+    )  # fmt: skip
+
+
+def _train(model: str, size: str, *, devices: int | None, output: Path | None = None, **options: Any) -> None:
+    """Sets the devices up, then trains; the plan goes to standard output, and to `output` if that is given."""
+    from alpa_lite import training
+
+    console = _console()
+    cluster = training.local_cluster(devices)
+    from alpa_lite.report import text as report
+
+    def show(plan: Any) -> None:
+        console.print(report.renderable(plan))
+        if output is not None:
+            _save(plan, output, console)
+        console.print()
+
+    training.train(
+        model,
+        size,
+        cluster=cluster,
+        settings=_settings(options.pop("settings")),
+        method=_method(options.pop("method")),
+        memory_per_device=_bytes(options.pop("memory", None)),
+        on_plan=show,
+        on_line=console.print,
+        **options,
+    )
+
+
+@app.command()
+@_clean
+def plan(
+    model: Model,
+    cluster: Annotated[str, typer.Option(help="A name from `alpa-lite clusters`, or local.", show_default=False)],
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a step's batch.", show_default=False)],
+    size: Size = "small",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes, or TPU slices.", show_default="the machine's")
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(metavar="AxBxC", help="A TPU slice, such as 4x4x4.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
+    method: MethodName = "auto",
+    memory: Memory = None,
+    settings: Settings = None,
+    dump: Annotated[Path | None, typer.Option(help="Write every stage of planning into this directory.")] = None,
+) -> None:
+    """Plan a model for a cluster that need not be here; nothing is executed."""
+    shape = None if topology is None else _shape(topology, "--topology")
+    from alpa_lite import training
+    from alpa_lite.cluster import Cluster
+    from alpa_lite.report import text as report
+
+    if cluster == "local":
+        machine = training.local_cluster(None)
+    else:
+        machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
+    step, args = training.abstract(model, size, batch, _settings(settings))
+    chosen = _method(method)
+    from alpa_lite.api import make_plan
+
+    found = make_plan(step, *args, cluster=machine, method=chosen, memory_per_device=_bytes(memory), dump_dir=dump)
+    console = _console()
+    console.print(report.renderable(found))
+    if output is not None:
+        _save(found, output, console)
+
+
+@app.command()
+@_clean
+def show(file: PlanFile) -> None:
+    """Print a plan: shardings, collectives, memory, predicted seconds and where they go."""
+    from alpa_lite.plan import Plan
+    from alpa_lite.report import text as report
+
+    _console().print(report.renderable(Plan.load(file)))
+
+
+@app.command()
+@_clean
+def explain(
+    file: PlanFile,
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="An argument's path or the end of it (h_3/mlp/up/kernel), an operation, or a source line.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Say why something is sharded as it is, and what would have to change for another choice to win."""
+    from alpa_lite.plan import Plan
+
+    _console().print(Plan.load(file).explain(path))
+
+
+@app.command()
+@_clean
+def diff(before: PlanFile, after: PlanFile) -> None:
+    """Compare two plans: mesh, shardings, collectives, memory, seconds."""
+    from alpa_lite.plan import Plan
+
+    _console().print(Plan.load(before).diff(Plan.load(after)))
+
+
+@app.command()
+@_clean
+def clusters() -> None:
+    """List the clusters that `plan --cluster` knows."""
+    from alpa_lite.cluster import Cluster
+    from alpa_lite.report import units
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("cluster", "device", "a node", "nodes", "memory", "16-bit FLOP/s", "memory GB/s", "link GB/s"):
+        table.add_column(name, justify="left" if name in ("cluster", "device") else "right", no_wrap=True)
+    rows: dict[Cluster, list[str]] = {}
+    for name in Cluster.preset_names():
+        rows.setdefault(Cluster.preset(name), []).append(name)
+    for machine, names in rows.items():
+        table.add_row(
+            ", ".join(names),
+            machine.device,
+            "x".join(map(str, machine.topology)) or str(machine.devices_per_node),
+            str(machine.nodes),
+            units.nbytes(machine.memory),
+            f"{max(machine.peak('bfloat16'), machine.peak('float16')) / 1e12:.3g} T",
+            f"{machine.memory_bandwidth / 1e9:,.0f}",
+            f"{machine.node_link.bandwidth / 1e9:,.0f}",
+        )
+    _console().print(table)
+
+
+def _save(plan: Any, path: Path, console: Console) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise OptionError(f"--output {str(path)!r} cannot be written: {error.strerror}") from error
+    console.print(f"\nsaved to {path}")
+
+
+def _method(name: str) -> Any:
+    """The method that a command line names.
+
+    Raises:
+      OptionError: for an unknown name.
+    """
+    from alpa_lite import options
+
+    kind, _, shape = name.partition(":")
+    if shape and kind == "sharded":
+        return options.Sharded(_shape(shape, "--method sharded:"))
+    known = {
+        "auto": options.Auto(),
+        "sharded": options.Sharded(),
+        "data": options.DataParallel(),
+        "zero1": options.Zero(1),
+        "zero2": options.Zero(2),
+        "zero3": options.Zero(3),
+        "tensor": options.TensorParallel(),
+        "off": options.Off(),
+    }
+    if name not in known:
+        raise OptionError(f"--method {name!r} is unknown; choose one of {', '.join(known)}, or sharded:4x2")
+    return known[name]
+
+
+def _shape(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", "x").split("x"))
+    except ValueError:
+        raise OptionError(f"{option} {text!r} is not a shape; write it as 4x2") from None
+
+
+def _settings(items: list[str] | None) -> dict[str, int | float | str]:
+    """NAME=VALUE pairs; numbers become numbers."""
+    out: dict[str, int | float | str] = {}
+    for item in items or ():
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            raise OptionError(f"--set {item!r}: write NAME=VALUE, such as seq=2048")
+        for kind in (int, float, str):
+            try:
+                out[name] = kind(value)
+                break
+            except ValueError:
+                continue
+    return out
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The training loop of the command line: a model of `alpa_lite.models`, real text, every device here.
+
+It is an ordinary loop on purpose: what a user's own loop looks like with `alpa_lite.parallelize` around its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alpa_lite import models
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError
+from alpa_lite.models import text as texts
+from alpa_lite.options import Method
+from alpa_lite.plan import Plan
+from alpa_lite.report import units
+
+VIRTUAL_DEVICES = 8
+"""CPU devices where there is no accelerator and the user names no number."""
+
+_LINES = 20  # of losses, whatever the number of steps
+
+
+def local_cluster(devices: int | None) -> Cluster:
+    """The cluster of the first `devices` devices here; None for all accelerators, or eight virtual CPU devices.
+
+    The number of virtual CPU devices can only be set before JAX first looks for devices; accelerators are unaffected.
+
+    Raises:
+      OptionError: if there are fewer devices.
+    """
+    with contextlib.suppress(RuntimeError):  # raised where JAX has looked for devices already: what there is must do
+        jax.config.update("jax_num_cpu_devices", devices or VIRTUAL_DEVICES)
+    found = jax.devices()
+    if devices is not None and len(found) < devices:
+        raise OptionError(
+            f"--devices {devices}: there are {len(found)} {found[0].platform} devices here; ask for fewer"
+        )
+    if devices is None and found[0].platform == "cpu":
+        devices = min(VIRTUAL_DEVICES, len(found))
+    return Cluster.local(found[:devices])
+
+
+def abstract(
+    model: str, size: str, batch: int, settings: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """A model's train step, and its arguments as shapes.
+
+    Raises:
+      OptionError: for a model, size or attribute that does not exist.
+    """
+    try:
+        return models.get(model).abstract(size, batch, **settings)
+    except (ValueError, TypeError) as error:
+        raise OptionError(str(error)) from error
+
+
+def train(
+    model: str,
+    size: str,
+    *,
+    cluster: Cluster,
+    batch: int,
+    steps: int,
+    text: Sequence[Path] | None,
+    method: Method,
+    settings: Mapping[str, Any],
+    seed: int,
+    on_plan: Callable[[Plan], None],
+    on_line: Callable[[str], None],
+    memory_per_device: int | None = None,
+    plan: Path | None = None,
+) -> list[float]:
+    """Plans and trains; language models on text, others on one random batch over and over.
+
+    Args:
+      on_plan: gets the plan before the first step.
+      on_line: gets each line about the progress.
+      text: files; None for the sources of Python's standard library.
+
+    Returns:
+      the loss of every step.
+
+    Raises:
+      OptionError: for a model, size, attribute or file that does not exist.
+      InfeasibleError, PlanError: from planning.
+    """
+    try:
+        spec = models.get(model)
+        config = spec.config(size, **settings)
+        fun, (state, example) = spec.build(size, batch, seed, **settings)
+        batches, source = _batches(config, example, text, batch, seed)
+    except (ValueError, TypeError, OSError) as error:
+        raise OptionError(str(error)) from error
+    from alpa_lite.api import parallelize
+
+    step = parallelize(
+        fun, method=method, cluster=cluster, memory_per_device=memory_per_device, plan=plan
+    )  # donates the placed state
+    on_plan(step.plan(state, example))
+    on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
+    return _loop(step, state, batches, steps, on_line)
+
+
+def _batches(
+    config: Any, example: Any, text: Sequence[Path] | None, batch: int, seed: int
+) -> tuple[Iterator[Any], str]:
+    """Endless batches, and what they are."""
+    if not (hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example)):
+        if text is not None:
+            raise ValueError("--text is for language models; leave it out for this one")
+        return _repeat(example), f"one random batch of {batch}, over and over"
+    data = texts.read(text)
+    if config.vocab < texts.VOCAB:
+        raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")
+    return texts.batches(data, batch, config.seq, seed), f"{units.nbytes(len(data))} of text"
+
+
+def _repeat(example: Any) -> Iterator[Any]:
+    while True:
+        yield example
+
+
+def _loop(
+    step: Callable[..., Any], state: Any, batches: Iterator[Any], steps: int, on_line: Callable[[str], None]
+) -> list[float]:
+    """Runs the step. Losses are fetched only for the lines, so that steps overlap; the first step compiles."""
+    losses: list[Any] = []
+    every = max(1, steps // _LINES)
+    since, done = time.perf_counter(), 0
+    for number in range(1, steps + 1):
+        state, metrics = step(state, next(batches))
+        losses.append(metrics["loss"])
+        if number == 1 or number % every == 0 or number == steps:
+            loss = float(metrics["loss"])
+            now = time.perf_counter()
+            speed = f"compiled and run in {units.seconds(now - since)}"
+            if number > 1:
+                speed = f"{(number - done) / (now - since):.1f} steps/s"
+            on_line(f"step {number:>5}  loss {loss:.4f}  {speed}")
+            since, done = now, number
+    return [float(loss) for loss in losses]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.plan import Collective, Leaf, Plan
+from alpa_lite.report import text
+from tests.plans import gpt_plan, small_plan
+
+
+def _long_names() -> Plan:
+    """Paths, places and specs that are wider than the page."""
+    plan = gpt_plan(2)
+    path = "state" + "".join(f"['a_rather_long_module_name_{i}']" for i in range(6))
+    spec = P(("data", "model"), None, None)
+    leaf = Leaf(path, (8192, 8192, 8192), "bfloat16", 2 * 8192**3, "state", spec)
+    stage = dataclasses.replace(plan.stages[0], arguments=(leaf, *plan.stages[0].arguments))
+    where = "a_module_with_a_long_name.py:1234 " + "scope/" * 40
+    collectives = (Collective("collective_permute", ("data", "model"), 2**40, 10**6, 0, where),)
+    return dataclasses.replace(
+        plan, stages=(stage,), collectives=collectives, collective_seconds=(1.0,), notes=("word " * 60,)
+    )
+
+
+@pytest.mark.parametrize("plan", [gpt_plan(), gpt_plan(96), small_plan(), _long_names()], ids=["12", "96", "2", "long"])
+def test_fits_a_hundred_columns_without_colour(plan: Plan) -> None:
+    printed = str(plan)
+    assert max(map(len, printed.splitlines())) <= text.WIDTH
+    assert "\x1b" not in printed
+    assert all(line == line.rstrip() for line in printed.splitlines())
+
+
+def test_length_does_not_grow_with_depth() -> None:
+    assert len(str(gpt_plan(96)).splitlines()) == len(str(gpt_plan(12)).splitlines())
+
+
+def test_alike_layers_are_one_row_with_their_bytes() -> None:
+    (line,) = [line for line in str(gpt_plan()).splitlines() if "h_{0-11}/mlp/up/kernel" in line and "mu" not in line]
+    assert line.split() == [
+        "h_{0-11}/mlp/up/kernel", "x", "12", "f32[768,3072]", "P(None,", "'model')", "54.0", "MiB",
+    ]  # fmt: skip
+
+
+def test_says_everything_that_a_plan_holds() -> None:
+    printed = str(gpt_plan())
+    for wanted in (
+        "Plan Auto() for 8 V100-SXM2-16GB",
+        "mesh data=4 model=2",
+        "Predicted step: 48.2 ms",
+        "over model",
+        "reduce_scatter",
+        "x 74",
+        "h_{0-11}/attn/out -> [data,",  # a layout is not taken for markup
+        "peak, of 14.4 GiB",
+        "no rule describes it; gpt.py:101",
+        "slower by 7 %",
+        "no gap",
+        "tracing 1.10 s",
+        "dtype promoted",
+        "is neither returned nor updated",
+    ):
+        assert wanted in printed, wanted
+
+
+def test_small_leaves_are_folded_and_nothing_is_lost() -> None:
+    plan = gpt_plan(1)
+    leaves = tuple(
+        Leaf(f"p.{chr(97 + i // 26)}{chr(97 + i % 26)}", (i + 1,), "int8", i + 1, "state", P()) for i in range(90)
+    )
+    stage = dataclasses.replace(plan.stages[0], arguments=leaves)
+    lines = str(dataclasses.replace(plan, stages=(stage,))).splitlines()
+    (folded,) = [line for line in lines if "smaller ones" in line]
+    shown = [line for line in lines if "i8[" in line]
+    assert int(folded.split()[3]) + len(shown) == 90
+    assert any("i8[90]" in line for line in shown)
+    assert not any("i8[1]" in line for line in shown)
+
+
+def test_seconds_of_collectives_add_up_over_axes() -> None:
+    plan = gpt_plan()
+    costs = text.communication_by_axes(plan)
+    assert sum(c.seconds for c in costs.values()) == pytest.approx(sum(plan.collective_seconds))
+    assert sum(c.bytes for c in costs.values()) == sum(c.bytes * c.count for c in plan.collectives)
+    assert next(iter(costs)) == ("model",)
+    rows = text.collective_rows(plan)
+    assert sum(r.count for r in rows) == sum(c.count for c in plan.collectives)
+    assert len(rows) == 7
+
+
+def test_stages_of_a_pipeline_each_have_their_section() -> None:
+    plan = gpt_plan(1)
+    printed = str(dataclasses.replace(plan, num_stages=2, stages=plan.stages * 2, schedule="1f1b"))
+    assert "Shardings of stage 1" in printed
+    assert "schedule 1f1b" in printed

@@ -1,0 +1,212 @@
+"""Plans as values: JSON and back, and every file that must be refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite import plan as plan_module
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import PlanError
+from alpa_lite.plan import (
+    Alternative,
+    Candidate,
+    Collective,
+    Decision,
+    Leaf,
+    Memory,
+    Plan,
+    Replicated,
+    Solver,
+    Stage,
+)
+from tests.plans import gpt_plan, small_plan
+
+AXES = ("x", "y", "z")
+texts = st.text(max_size=8)
+sizes = st.integers(0, 2**60)
+times = st.floats(allow_nan=False)
+axes = st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple)
+shapes = st.lists(st.integers(1, 64), max_size=3).map(tuple)
+entries = st.one_of(st.none(), st.sampled_from(AXES), axes)
+specs = st.lists(entries, max_size=3).map(lambda items: P(*_once(items)))
+
+
+def _once(items: list) -> list:
+    """The entries with each axis used once, as PartitionSpec on a mesh demands."""
+    seen: set[str] = set()
+    out = []
+    for item in items:
+        mine = () if item is None else (item,) if isinstance(item, str) else item
+        fresh = tuple(axis for axis in mine if axis not in seen)
+        seen.update(fresh)
+        out.append(item if fresh == mine else fresh)
+    return out
+
+
+def tuples(items: st.SearchStrategy, size: int = 2) -> st.SearchStrategy:
+    return st.lists(items, max_size=size).map(tuple)
+
+
+leaves = st.builds(Leaf, texts, shapes, texts, sizes, st.sampled_from(["state", "batch", "other"]), specs)
+strategy = tuples(axes)
+alternatives = st.builds(
+    Alternative, strategy, texts, times, times, times, sizes, st.none() | times, st.none() | times, st.none() | times
+)
+decisions = st.builds(
+    Decision, texts, texts, texts, sizes, shapes, strategy, times, tuples(alternatives), tuples(texts)
+)
+memories = st.builds(Memory, sizes, sizes, sizes, sizes, sizes)
+stages = st.builds(
+    Stage, st.just((2, 2, 2)), st.just(AXES), tuples(leaves), tuples(leaves), memories, times, times, times
+)
+collectives = st.builds(Collective, st.sampled_from(plan_module.KINDS), axes, sizes, sizes, sizes, texts)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    some = draw(tuples(collectives, 3))
+    parts = draw(st.lists(stages, min_size=1, max_size=2).map(tuple))
+    return Plan(
+        method=draw(texts),
+        cluster=Cluster.preset(draw(st.sampled_from(["a100", "v5p"]))),
+        num_devices=8,
+        num_stages=len(parts),
+        num_microbatches=draw(sizes),
+        schedule=draw(texts),
+        step_seconds=draw(times),
+        fingerprint=draw(texts),
+        memory_per_device=draw(sizes),
+        stages=parts,
+        collectives=some,
+        collective_seconds=tuple(draw(times) for _ in some),
+        solver=draw(st.builds(Solver, texts, times, times, times, times, sizes)),
+        decisions=draw(tuples(decisions)),
+        replicated=draw(tuples(st.builds(Replicated, texts, texts, texts, sizes, times, sizes))),
+        candidates=draw(tuples(st.builds(Candidate, texts, shapes, st.none() | times, st.none() | sizes, texts))),
+        notes=draw(tuples(texts)),
+        ingredients=draw(st.dictionaries(texts, texts, max_size=2)),
+        planning_seconds=draw(st.dictionaries(texts, times, max_size=2)),
+    )
+
+
+@given(plans())
+def test_json_round_trip_is_the_identity(plan: Plan) -> None:
+    written = json.dumps(plan.to_json(), allow_nan=False)
+    read = Plan.from_json(json.loads(written))
+    assert read == plan
+    assert hash(read) == hash(plan)
+    assert json.dumps(read.to_json()) == written
+
+
+def test_files_round_trip_and_are_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    small_plan().save(file)
+    gpt_plan().save(file)
+    assert Plan.load(file) == gpt_plan()
+    assert Plan.load(str(file)).stages[0].inputs["batch['tokens']"] == P("data")
+    assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_numpy_numbers_are_written_as_numbers() -> None:
+    plan = dataclasses.replace(small_plan(), step_seconds=np.float32(0.5), memory_per_device=np.int64(7))  # type: ignore[arg-type]
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert (read.step_seconds, read.memory_per_device) == (0.5, 7)
+
+
+def test_specs_are_nested_lists() -> None:
+    data = small_plan().to_json()["plan"]
+    assert data["stages"][0]["arguments"][0]["spec"] == ["x"]
+    stage = dataclasses.replace(
+        small_plan().stages[0],
+        arguments=(Leaf("a", (8, 8, 8), "float32", 2048, "state", P(None, ("x", "y"), "z")),),
+    )
+    data = dataclasses.replace(small_plan(), stages=(stage,)).to_json()["plan"]
+    assert data["stages"][0]["arguments"][0]["spec"] == [None, ["x", "y"], "z"]
+
+
+def test_bytes_per_device_divides_by_the_axes_of_the_spec() -> None:
+    stage = gpt_plan().stages[0]
+    by_path = {leaf.path: leaf for leaf in stage.arguments}
+    kernel = by_path["state['opt'][0].mu['h_0']['mlp']['up']['kernel']"]
+    assert stage.bytes_per_device(kernel) == 768 * 3072 * 4 // 8
+    assert stage.bytes_per_device(by_path["state['params']['wpe']['embedding']"]) == 1024 * 768 * 4
+
+
+def test_chosen_tells_alternatives_with_equal_axes_apart() -> None:
+    whole = Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1)
+    partial = dataclasses.replace(whole, partial=("y",))
+    decision = Decision("k", "add", "", 1, (8,), (("x",),), 1.0, (whole, partial), partial=("y",))
+    assert decision.chosen is partial
+    assert dataclasses.replace(decision, partial=()).chosen is whole
+    assert dataclasses.replace(decision, strategy=((),)).chosen is None
+
+
+@pytest.mark.parametrize("field", ["collective_seconds", "stages"])
+def test_lists_that_do_not_match_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=r"collectives|num_stages"):
+        dataclasses.replace(gpt_plan(1), **{field: ()})
+
+
+def _damage(tmp_path: Path, change) -> Path:
+    data = gpt_plan(1).to_json()
+    change(data)
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps(data))
+    return file
+
+
+def test_another_schema_version_is_refused_with_both_versions(tmp_path: Path) -> None:
+    file = _damage(tmp_path, lambda data: data.update(schema=99))
+    with pytest.raises(PlanError, match=rf"damaged\.json.*version 99.*version {plan_module.SCHEMA}"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["plan"].pop("solver"), "'solver' is missing"),
+        (lambda d: d["plan"].update(extra=1), "'extra' is unknown"),
+        (lambda d: d["plan"].update(num_devices="8"), "num_devices: expected int, found str"),
+        (lambda d: d["plan"].update(num_devices=True), "num_devices: expected int, found bool"),
+        (lambda d: d["plan"].update(step_seconds=None), "step_seconds: expected a number, found NoneType"),
+        (lambda d: d["plan"].update(notes="text"), "notes: expected a list, found str"),
+        (lambda d: d["plan"].update(ingredients=[]), "ingredients: expected an object, found list"),
+        (lambda d: d["plan"]["stages"][0]["arguments"][3].update(spec=[{}]), r"arguments\[3\]\.spec\[0\]"),
+        (lambda d: d["plan"]["collectives"].pop(), "collectives but"),
+        (lambda d: d["plan"].update(cluster={}), "cluster: "),
+        (lambda d: d.update(plan=[]), "expected an object, found list"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_place(tmp_path: Path, change, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.load(_damage(tmp_path, change))
+    assert "damaged.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b'{"format": "alpa_lite.Plan", "sch', b"\xff\xfe\x00", b"", b"[" * 100_000])
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "cut.json"
+    file.write_bytes(content)
+    with pytest.raises(PlanError, match=r"cut\.json"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", '{"format": "another"}'])
+def test_json_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    with pytest.raises(PlanError, match=r"other\.json' is not an alpa_lite plan"):
+        Plan.load(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="nowhere"):
+        Plan.load(tmp_path / "nowhere.json")
