@@ -10,16 +10,18 @@ libtpu 0.0.42):
     dtype promoted          bf16 sent as f32: extra of twice the bytes                                    CPU
     dtype narrowed          f32 sent as bf16 because its consumer rounds it: extra of half the bytes      TPU
     reduce-scatter as all-reduce, all-gather as all-reduce      small or misaligned operands              TPU
-    all-reduce as reduce-scatter                                an all-reduce that is only sliced         GPU (documented)
+    all-reduce as reduce-scatter                                an all-reduce that is only sliced         GPU *
     packed into a tile      items of one or two bytes, fewer than 128, as one u32[128] all-reduce         TPU
     hoisted                 loop-invariant, run once before the loop                                      CPU
     merged duplicates       one collective for equal ones of one value                                    CPU, TPU
     reassociated sums       psum(a) + psum(b) as psum(a + b)                                              TPU
     removed constants       collectives of constants are folded                                           CPU, TPU
 
+(* XLA's reduce-scatter-creator pass does it there; not seen here.)
+
 The last four lose communication. With the lowered module at hand each must be admitted by it (`passes.redundancy`),
-as often as it is used; without, only hoisting that the metadata proves and merging into one that is still there are
-accepted, and the report says that they are unproven.
+as often as it is used, and only what it writes may be rewritten at all; without, only hoisting that the metadata
+proves and merging into one that is still there are accepted, and the report says that they are unproven.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.hlo_text import KINDS, HloCollective, parse_hlo
+from alpa_lite.passes.hlo_text import KINDS, HloCollective, item_bits, parse_hlo
 from alpa_lite.passes.redundancy import Key, Redundancy, redundant_collectives
 from alpa_lite.passes.replica_groups import normal_axes
 from alpa_lite.plan import Collective
@@ -40,6 +42,11 @@ from alpa_lite.plan import Collective
 _WIDE = ("f32", "f16", "bf16")
 _TILE = 512
 _NARROW = ("bf16", "f16", "f8")
+_PRIMITIVES = {
+    "all_reduce": ("psum", "pmax", "pmin", "pand", "por"),
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter",),
+}
 _KIND_CHANGES = {
     "reduce_scatter": (("all_reduce", "reduce-scatter as all-reduce"),),
     "all_gather": (("all_reduce", "all-gather as all-reduce"),),
@@ -167,41 +174,48 @@ def _forms() -> list[tuple[str, str, str, int, int]]:
 
 
 class _Match:
-    """What is planned and not yet found, what is found and not yet planned, and the rules that pair them."""
+    """What is planned and not yet found, what is found and not yet planned, and the rules that pair them.
+
+    Found executions are told apart by dtype and by whether the metadata names them after the primitive of their kind,
+    since a compiler that changes the kind makes an op of its own.
+    """
 
     def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy | None) -> None:
         self.missing = missing
-        self.planned = Counter(missing)
         self.found = found
         self.redundancy = redundancy
-        self.extra: dict[Key, Counter[str]] = defaultdict(Counter)  # executions by dtype
+        self.extra: dict[Key, Counter[tuple[str, bool]]] = defaultdict(Counter)
         for c in found:
-            self.extra[(c.kind, c.axes, c.bytes)][c.dtype] += c.count
+            native = c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
+            self.extra[(c.kind, c.axes, c.bytes)][(c.dtype, native)] += c.count
         self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
 
     def equal(self) -> None:
-        """Cancels what is equal, leaving wide dtypes for the rules of promotion."""
+        """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them."""
         for key in list(self.missing):
             kinds = self.extra.get(key, Counter())
-            for dtype in sorted(kinds, key=lambda d: d in _WIDE):
-                self._take(key, key, dtype)
+            for form in sorted(kinds, key=lambda f: (f[0] in _WIDE, not f[1])):
+                self._take(key, key, form)
 
     def other_form(self, name: str, kind: str, other: str, up: int, down: int) -> None:
         """Pairs missing collectives with extra ones of another kind or width."""
-        for key in [key for key, n in self.missing.items() if n > 0 and key[0] == kind]:
+        for key in self._open(kind):
             if key[2] * up % down:
                 continue
             at = (other, key[1], key[2] * up // down)
-            for dtype in sorted(self.extra.get(at, Counter())):
-                wide = dtype in _WIDE if up > 1 else dtype.startswith(_NARROW) if down > 1 else True
-                if wide and (n := self._take(key, at, dtype)):
-                    self._note(name, n, key, f" as {at[2]} bytes of {dtype}" if up != down else "")
+            for form in sorted(self.extra.get(at, Counter())):
+                if (kind != other and form[1]) or not self._width(key, form[0], up, down):
+                    continue
+                if n := self._take(key, at, form):
+                    self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if up != down else "")
 
     def packed(self) -> None:
         """Pairs small missing collectives with all-reduces of one tile of 128 words."""
-        for key in [key for key, n in self.missing.items() if n > 0 and key[2] < _TILE]:
-            if key[0] in ("all_reduce", "all_gather") and (n := self._take(key, ("all_reduce", key[1], _TILE), "u32")):
+        for key in self._open("all_reduce") + self._open("all_gather"):
+            at = ("all_reduce", key[1], _TILE)
+            n = sum(self._take(key, at, ("u32", native)) for native in (False, True)) if key[2] < _TILE else 0
+            if n:
                 self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
 
     def lost(self) -> None:
@@ -224,13 +238,28 @@ class _Match:
     def differences(self) -> tuple[str, ...]:
         """What is left on both sides."""
         out = [f"planned but not found: {_text(key, n)}" for key, n in sorted(self.missing.items()) if n > 0]
-        for key, kinds in sorted(self.extra.items()):
-            for dtype, n in sorted(kinds.items()):
+        for key, forms in sorted(self.extra.items()):
+            for (dtype, _), n in sorted(forms.items()):
                 if n > 0:
                     at = [c.where or c.op for c in self.found if (c.kind, c.axes, c.bytes, c.dtype) == (*key, dtype)]
                     places = "; ".join(list(dict.fromkeys(at))[:3])
                     out.append(f"found but not planned: {_text(key, n)} of {dtype} at {places}")
         return tuple(out)
+
+    def _open(self, kind: str) -> list[Key]:
+        """Missing collectives of a kind that the lowered module, if it is known, really has."""
+        known = None if self.redundancy is None else self.redundancy.item_bits
+        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and (known is None or k in known)]
+
+    def _width(self, key: Key, dtype: str, up: int, down: int) -> bool:
+        """Whether `dtype` can be what a compiler made of the planned items by a factor up / down."""
+        if up == down:
+            return True
+        if not dtype.startswith(_WIDE if up > down else _NARROW):
+            return False
+        if self.redundancy is None:
+            return True
+        return any(bits * up == item_bits(dtype) * down for bits in self.redundancy.item_bits[key])
 
     def _unproven(self) -> None:
         for key in [key for key, n in self.missing.items() if n > 0]:
@@ -241,11 +270,11 @@ class _Match:
             n, self.missing[key] = self.missing[key], 0
             self._note("hoisted" if hoisted else "merged duplicates", n, key, ", unproven")
 
-    def _take(self, key: Key, at: Key, dtype: str) -> int:
-        n = min(self.missing[key], self.extra[at][dtype])
+    def _take(self, key: Key, at: Key, form: tuple[str, bool]) -> int:
+        n = min(self.missing[key], self.extra[at][form])
         if n > 0:
             self.missing[key] -= n
-            self.extra[at][dtype] -= n
+            self.extra[at][form] -= n
             self.as_found[key].add(at)
         return max(n, 0)
 

@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.replica_groups import axes_from_pairs, axes_from_text, parse_groups
 
-ITEM_BITS = {
+_ITEM_BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
-    "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "token": 0,
+    "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
 }  # fmt: skip
-"""Bits of one element in the payload of a collective; every `f8...` type has eight."""
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -197,6 +196,8 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
     if not axes and kind in KINDS.values():
         return
     shapes = _payload(printed, code)
+    if base not in KINDS:  # of an op that we do not know, the first member is what it moves; the rest is bookkeeping
+        shapes = shapes[:1]
     if kind == "all_to_all" and len(shapes) == width:  # one piece per member of the group
         shapes = [(shapes[0][0], sum(n for _, n in shapes))]
     name, channel = _OP_NAME.search(line), _CHANNEL.search(line)
@@ -214,10 +215,10 @@ def _payload(printed: str, code: str) -> list[tuple[str, int]]:
     An asynchronous start has the type (operands, results, contexts...); only an all-reduce's may be the plain results.
     """
     parts = _parts(printed)
-    if code.endswith("-start") and printed.startswith("("):
+    if code.endswith("-start") and parts and printed.startswith("("):
         plain = code == "all-reduce-start" and not parts[0].startswith("(")
         if not plain:
-            parts = _parts(parts[1]) if len(parts) > 1 else parts[:1]
+            parts = _parts(parts[1] if len(parts) > 1 else parts[0])
     out = []
     for part in parts:
         shape = _SHAPE.match(part)
@@ -226,10 +227,13 @@ def _payload(printed: str, code: str) -> list[tuple[str, int]]:
     return out
 
 
+def item_bits(dtype: str) -> int:
+    """Bits of one item in the payload of a collective, by HLO's name of its type; 32 for a name that is not known."""
+    return _ITEM_BITS.get(dtype, 8 if dtype.startswith("f8") else 32)
+
+
 def _bytes(dtype: str, dims: str) -> int:
-    sizes = [int(n) for n in re.findall(r"\d+", dims)]
-    bits = ITEM_BITS.get(dtype, 8 if dtype.startswith("f8") else 32)
-    return math.prod(sizes) * bits // 8
+    return math.prod(int(n) for n in re.findall(r"\d+", dims)) * item_bits(dtype) // 8
 
 
 def _parts(printed: str) -> list[str]:

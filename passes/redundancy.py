@@ -17,26 +17,30 @@ a collective per step:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.mlir import ir
 
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.shardy_check import WRITTEN, read_collective, trip_count
+from alpa_lite.passes.shardy_check import WRITTEN, item_bits, read_collective, trip_count
 
 Key = tuple[str, Axes, int]
 
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Executions per step that may go, by (kind, axes, bytes) and by the reason that allows it."""
+    """Executions per step that may go, by (kind, axes, bytes) and by the reason that allows it.
+
+    `item_bits` holds, for every collective of the module, the widths of the items that it sends.
+    """
 
     merged: Counter[Key]
     constant: Counter[Key]
     reassociated: Counter[Key]
     hoisted: Counter[Key]
+    item_bits: dict[Key, frozenset[int]]
 
 
 def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
@@ -56,7 +60,10 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
             ):
                 block = op.regions[0].blocks[0]
                 numbering.block(block, [numbering.fresh() for _ in block.arguments], (), {})
-    return Redundancy(numbering.merged, numbering.constant, numbering.reassociated, numbering.hoisted)
+    n = numbering
+    return Redundancy(
+        n.merged, n.constant, n.reassociated, n.hoisted, {k: frozenset(v) for k, v in n.item_bits.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class _Numbering:
         self.constant: Counter[Key] = Counter()
         self.reassociated: Counter[Key] = Counter()
         self.hoisted: Counter[Key] = Counter()
+        self.item_bits: dict[Key, set[int]] = defaultdict(set)
 
     def fresh(self) -> int:
         """A number that no other value has."""
@@ -160,8 +168,10 @@ class _Numbering:
         outer = loops
         while outer and all(self.varies.get(n, 0) < outer[-1].first for n in operands):
             outer = outer[:-1]
-        for c, operand, number in zip(read_collective(op, self.mesh), operands, numbers, strict=False):
+        found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
+        for c, value, operand, number in found:
             key = (c.kind, c.axes, c.bytes)
+            self.item_bits[key].add(item_bits(str(value.type)))
             if is_known:
                 self.merged[key] += times
             elif operand in self.constants:

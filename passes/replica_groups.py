@@ -29,6 +29,7 @@ _INT = re.compile(r"-?\d+")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
 _SPLAT = re.compile(r"dense<(-?\d+)> : tensor<(\d+)x(\d+)xi64>")
+_HEX = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<(\d+)x(\d+)xi64>')
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,13 +92,15 @@ def parse_groups(text: str, num_devices: int) -> np.ndarray | None:
     text = text.strip()
     if text in ("", "{}", "{{}}"):
         return np.arange(num_devices)[None]
-    if text.startswith("mesh"):
-        return _mesh_groups(text)
-    if (iota := _IOTA.match(text)) is not None:
-        flat = _iota(iota)
-        rows = [int(n) for n in iota[1].split(",")]
-        return flat.reshape(math.prod(rows[:-1]), rows[-1])
-    return _rows(text, None)
+    try:
+        if text.startswith("mesh"):
+            return _mesh_groups(text, num_devices)
+        if (iota := _IOTA.match(text)) is not None:
+            rows = [int(n) for n in iota[1].split(",")]
+            return _iota(iota, num_devices).reshape(math.prod(rows[:-1]), rows[-1])
+        return _rows(text, None)
+    except (ValueError, ArithmeticError):  # sizes that contradict each other
+        return None
 
 
 def normal_axes(axes: Axes, mesh: LogicalMesh) -> Axes:
@@ -112,23 +115,27 @@ def _canonical(groups: np.ndarray) -> np.ndarray:
     return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
-def _iota(match: re.Match[str]) -> np.ndarray:
-    """The flat device list of `<=[dims]T(permutation)`."""
+def _iota(match: re.Match[str], num_devices: int) -> np.ndarray:
+    """The flat device list of `<=[dims]T(permutation)`; ValueError where it is not of `num_devices`."""
     dims = [int(n) for n in match[2].split(",")]
+    if math.prod(dims) != num_devices:
+        raise ValueError(f"{match[0]} lists {math.prod(dims)} devices, the mesh has {num_devices}")
     devices = np.arange(math.prod(dims)).reshape(dims)
     return (devices.transpose([int(n) for n in match[3].split(",")]) if match[3] else devices).reshape(-1)
 
 
-def _mesh_groups(text: str) -> np.ndarray | None:
+def _mesh_groups(text: str, num_devices: int) -> np.ndarray | None:
     """Groups of `mesh[name=size,...], device_ids=(...) {axis,axis:(pre)size}`; a sub-axis splits its axis in three."""
     match = _MESH.match(text)
     if match is None:
         return None
     sizes = {name.strip("'\" "): int(n) for name, n in (item.rsplit("=", 1) for item in match[1].split(",") if item)}
-    devices = np.arange(math.prod(sizes.values()))
+    if math.prod(sizes.values()) != num_devices:
+        return None
+    devices = np.arange(num_devices)
     if match[2]:
         iota = _IOTA.match(match[2])
-        devices = _iota(iota) if iota else np.array([int(n) for n in _INT.findall(match[2])])
+        devices = _iota(iota, num_devices) if iota else np.array([int(n) for n in _INT.findall(match[2])])
     cuts: dict[str, tuple[int, int] | None] = {}
     for item in match[3].split(",") if match[3].strip() else []:
         name, _, sub = item.partition(":")
@@ -153,8 +160,15 @@ def _mesh_groups(text: str) -> np.ndarray | None:
 
 def _rows(text: str, width: int | None) -> np.ndarray | None:
     """The rows of `{{..},{..}}` or `dense<[[..], [..]]>`; None where they are not of one length (`width` if given)."""
-    if (splat := _SPLAT.match(text.strip())) is not None:  # MLIR prints a 1 x 1 table as one number
-        return np.full((int(splat[2]), int(splat[3])), int(splat[1]))
+    if (short := _SPLAT.match(text.strip()) or _HEX.match(text.strip())) is not None:
+        # MLIR prints a table of equal items as one number, and one of more than a hundred items as its bytes.
+        shape = int(short[2]), int(short[3])
+        if width not in (None, shape[1]) or shape[0] * shape[1] > 1 << 24:
+            return None
+        if '"' not in short[0]:
+            return np.full(shape, int(short[1]))
+        known = len(short[1]) == 16 * shape[0] * shape[1]
+        return np.frombuffer(bytes.fromhex(short[1]), "<i8").reshape(shape) if known else None
     inner = re.findall(r"[\[{]([-\d, ]*)[\]}]", text.split(" : ")[0])
     rows = [[int(n) for n in _INT.findall(row)] for row in inner]
     widths = {len(row) for row in rows}

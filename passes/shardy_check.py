@@ -391,15 +391,20 @@ def _dims(text: str) -> tuple[Axes, ...]:
     return tuple(_axes(dim) for dim in re.findall(r"\{([^}]*)\}", inner[1])) if inner else ()
 
 
-@functools.lru_cache(maxsize=65536)
-def _bytes(text: str) -> int:
-    """Bytes of a printed tensor type; one bit takes a byte, as in memory."""
+def item_bits(text: str) -> int:
+    """Bits of one item of a printed tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
     match = _TENSOR.match(text)
     if match is None:
         return 0
     bits = int(match[3]) * (2 if "complex" in text else 1)
-    size = math.prod(int(n) for n in match[1].split("x") if n)
-    return size * max(8, bits) // 8 if bits == 1 else size * bits // 8
+    return 8 if bits == 1 else bits
+
+
+@functools.lru_cache(maxsize=65536)
+def _bytes(text: str) -> int:
+    """Bytes of a printed tensor type."""
+    match = _TENSOR.match(text)
+    return math.prod(int(n) for n in match[1].split("x") if n) * item_bits(text) // 8 if match else 0
 
 
 def _where(op: Any) -> str:
