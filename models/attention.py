@@ -85,14 +85,15 @@ class Stack(nnx.Module):
     ):
         """Draws the parameters from `rngs`."""
         self.length, self.scan, self.remat = length, scan, remat
+        self.layers: Any
         if scan:
             self.layers = nnx.split_rngs(splits=length)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)
         else:
             self.layers = nnx.List([create(rngs) for _ in range(length)])
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Runs `x` through all layers."""
-        call: Callable[[Any, jax.Array], jax.Array] = lambda layer, x: layer(x)  # noqa: E731
+    def __call__(self, x: Any) -> Any:
+        """Runs `x`, one array or several, through all layers."""
+        call: Callable[[Any, Any], Any] = lambda layer, x: layer(x)  # noqa: E731
         if self.remat:
             call = nnx.remat(call)
         if self.scan:

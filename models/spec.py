@@ -172,7 +172,8 @@ class ModelSpec:
             rngs = nnx.Rngs(0)
             # A traced count makes flax 0.12.8 look for its sharding at every key drawn, and JAX 0.10 then searches the
             # whole trace for its origin: 80 s for 96 layers. A NumPy count is not traced.
-            rngs["default"].count.set_value(np.zeros((), np.uint32))
+            count: Any = np.zeros((), np.uint32)
+            rngs["default"].count.set_value(count)
             return self.model(config, rngs=rngs)
 
         return nnx.eval_shape(create)
