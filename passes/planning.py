@@ -95,7 +95,7 @@ def ingredients(
     colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
     signature = [
         f"{a.path}: {traced.graph.values[v].dtype}{list(traced.graph.values[v].shape)}"
-        for a, v in zip(traced.arguments, traced.graph.block.inputs)  # noqa: B905 - constants follow the arguments
+        for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)
     ]
     return {
         "program": _digest(colors),
@@ -121,12 +121,11 @@ def _leaves(traced: Traced, program: LocalProgram, *, arguments: bool) -> tuple[
     atoms = traced.graph.block.inputs if arguments else traced.graph.block.outputs
     layouts = program.inputs if arguments else program.outputs
     out = []
-    for record, atom, layout in zip(traced.arguments if arguments else traced.outputs, atoms, layouts):  # noqa: B905
+    records = traced.arguments if arguments else traced.outputs
+    for record, atom, layout in zip(records, atoms, layouts, strict=False):
         aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
         nbytes = 0 if isinstance(atom, Lit) else values[atom].nbytes
-        out.append(
-            Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout))
-        )
+        out.append(Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout)))
     return tuple(out)
 
 
@@ -156,7 +155,7 @@ def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[i
         lines[kind][buffers.end[b] + 1] -= size
     live = {kind: np.cumsum(line) for kind, line in lines.items()}
     total = sum(live.values())
-    return Memory(**{k: int(round(v.max())) for k, v in live.items()}, total=int(round(np.max(total))))
+    return Memory(**{k: int(v.max()) for k, v in live.items()}, total=int(np.max(total)))
 
 
 def _update_values(traced: Traced, grouping: Grouping) -> set[int]:
@@ -189,6 +188,9 @@ def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
 def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found) -> tuple[Decision, ...]:
     nodes, choice = found.space.nodes, found.solution.choice
     touching: dict[int, list[int]] = {}
+    example: dict[int, int] = {}
+    for value, home in grouping.homes.items():
+        example.setdefault(home.group, value)
     for number, transfer in enumerate(found.space.program.transfers):
         for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
             touching.setdefault(node, []).append(number)
@@ -199,7 +201,7 @@ def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], fo
             continue
         group = grouping.groups[node.group]
         moved = _transfer_seconds(found, number, touching.get(number, ()))
-        alternatives = _alternatives(traced, grouping, node, chosen, moved, found.mesh)
+        alternatives = _alternatives(traced, grouping, node, chosen, moved, found.mesh, example.get(node.group))
         own = tuple(paths[m] for m in node.members if m in paths)
         first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
         out.append(
@@ -220,7 +222,7 @@ def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], fo
 
 
 def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
-    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments) if g}  # noqa: B905 - constants follow
+    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
 
 
 def _shape(group: Group) -> str:
@@ -248,19 +250,24 @@ def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.
 
 
 def _alternatives(
-    traced: Traced, grouping: Grouping, node: Node, chosen: int, moved: np.ndarray, mesh: LogicalMesh
+    traced: Traced,
+    grouping: Grouping,
+    node: Node,
+    chosen: int,
+    moved: np.ndarray,
+    mesh: LogicalMesh,
+    value: int | None,
 ) -> tuple[Alternative, ...]:
     local = (node.compute + node.communication) * len(node.members) + moved
     order = [int(s) for s in np.argsort(local, kind="stable") if math.isfinite(local[s])]
     kept = order[:KEPT_ALTERNATIVES]
     if chosen not in kept:
         kept.append(chosen)
-    homes = [v for v, home in grouping.homes.items() if home.group == node.group][:1] if node.group else []
     out = []
     for s in kept:
         strategy = node.strategies[s]
         layout, size = "", 0.0
-        for value in homes:
+        if value is not None:
             placed = strategies.layout_of(grouping.homes[value].dims, strategy, strategy.partial)
             layout, size = str(placed), traced.graph.values[value].nbytes / lowering.block_count(placed, mesh)
         out.append(

@@ -195,6 +195,12 @@ def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
 
 
+def _busiest(found: list[Strategy]) -> list[Strategy]:
+    """The strategies that leave the fewest axes idle."""
+    used = [sum(len(a) for a in s.axes) for s in found]
+    return [s for s, n in zip(found, used, strict=True) if n == max(used)]
+
+
 def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
     """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
     if op.name in ("dot_general", "conv_general_dilated"):
@@ -278,8 +284,11 @@ class _Builder:
             return self.without_waste(group, found)
         if group.kind == "linear":
             return list(self.linear_strategies(group))
-        orders = len(self.mesh.shape) > 2 and len(group.factors) <= 2
+        cube = sum(size > 1 for size in self.mesh.shape) > 2
+        orders = cube and len(group.factors) <= 2
         found = [Strategy(axes) for axes in assignments(group.factors, self.mesh, orders=orders)]
+        if cube and group.kind == "light" and len(group.factors) > 2:
+            found = _busiest(found)
         limit = self.allowed.get(group.index)
         if limit is not None:
             value = self.homes_of[group.index][0]
@@ -300,8 +309,7 @@ class _Builder:
         (number,) = group.ops
         if self.grouping.ops[number].name not in ("dot_general", "conv_general_dilated"):
             return found
-        used = [sum(len(a) for a in s.axes) for s in found]
-        return [s for s, n in zip(found, used, strict=True) if n == max(used)]
+        return _busiest(found)
 
     def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
         """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
@@ -462,9 +470,7 @@ class _Builder:
             if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
                 yield value, start, last
 
-    def buffers(
-        self, nodes: list[Node], node_of: list[int], moves: list[Move]
-    ) -> tuple[Buffers, tuple[int, ...]]:
+    def buffers(self, nodes: list[Node], node_of: list[int], moves: list[Move]) -> tuple[Buffers, tuple[int, ...]]:
         held: list[int] = []
         starts, ends, owners, transfer, copy, klass, size = [], [], [], [], [], [], []
         tables: dict[object, tuple[np.ndarray, np.ndarray]] = {}
@@ -489,9 +495,13 @@ class _Builder:
         for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
             if self.values[move.value].nbytes < small:
                 continue
+            alpha, beta = _pairs(self.cost, move.produced, move.wanted)
+            costly = (alpha > 0) | (beta > 0)
             for q, wanted in enumerate(move.wanted):
                 bytes_ = self.block_bytes(move.value, wanted)
-                sizes = np.array([0.0 if self.free(p, wanted) else bytes_ for p in move.produced])
+                if bytes_ < small:
+                    continue
+                sizes = np.where(costly[:, q], bytes_, 0.0)
                 if not sizes.any():
                     continue
                 for value in members:
@@ -519,10 +529,6 @@ class _Builder:
     def phase(self, demand: Demand, value: int) -> int:
         late = self.late_from is not None and demand.position >= self.late_from
         return int(late and self.is_state_leaf(value))
-
-    def free(self, produced: Layout, wanted: Layout) -> bool:
-        steps = reshard_steps(produced, wanted)
-        return steps is not None and all(step.kind == "slice" for step in steps)
 
 
 # A value used again by its own group within so many operations is fused away rather than kept.
