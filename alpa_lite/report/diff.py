@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -84,11 +85,8 @@ def _shardings(before: Plan, after: Plan) -> list[RenderableType]:
     if changed:
         out += [_changed_leaves(changed), f"{len(changed)} of {len(sides)} arguments that both have lie otherwise"]
     for mine, others, name in ((old, new, "before"), (new, old, "after")):
-        alone = [path for path in mine if path not in others]
-        for part in grouping.sections(grouping.group((path, None) for path in alone)):
-            count = sum(len(row.members) for row in part.rows)
-            what = "".join(part.prefix) if len(part.rows) > 1 else part.rows[0].path
-            out.append(f"{what}: {count} argument{'s' if count > 1 else ''} {name} only")
+        alone = Counter(grouping.tokens(path)[0] for path in mine if path not in others)
+        out += [f"{root}: {count} leaves, {name} only" for root, count in alone.items()]
     return out
 
 

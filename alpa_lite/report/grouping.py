@@ -13,6 +13,8 @@ from dataclasses import dataclass
 _NUMBER = re.compile(r"\d+")
 _TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.", re.DOTALL)
 _SHOWN = 5  # names in braces before the rest is only counted
+_NAME = 40  # characters of a name that fit its column
+_BRANCH = 3  # rows that are worth a heading
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,40 @@ class Section:
 def sections(rows: Iterable[Row]) -> list[Section]:
     """Rows by the tree that they belong to: the parameters, the moments, the batch.
 
-    A tree is told apart by the first key in which the paths of one argument differ.
+    A tree is told apart by the first key in which the paths of one argument differ. Where names are longer than a
+    column, its larger branches (the layers) become sections of their own.
     """
     by_root: dict[str, list[Row]] = {}
     for row in rows:
         by_root.setdefault(row.tokens[0], []).append(row)
     out = []
     for members in by_root.values():
-        shared = len(common_prefix(row.tokens[:-1] for row in members))
-        trees: dict[tuple[str, ...], list[Row]] = {}
-        for row in members:
-            trees.setdefault(row.tokens[: min(shared + 1, max(1, len(row.tokens) - 1))], []).append(row)
-        out += [Section(common_prefix(row.tokens[:-1] for row in tree), tree) for tree in trees.values()]
+        for tree in _branches(members, common_prefix(row.tokens[:-1] for row in members)).values():
+            out += _split(tree)
     return out
+
+
+def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
+    """Rows by their first key after `prefix`; those that end there are apart, under no key."""
+    out: dict[str, list[Row]] = {}
+    for row in rows:
+        out.setdefault(row.tokens[len(prefix)] if len(row.tokens) > len(prefix) + 1 else "", []).append(row)
+    return out
+
+
+def _split(rows: list[Row]) -> list[Section]:
+    """One section, or several if a name would be too long."""
+    prefix = common_prefix(row.tokens[:-1] for row in rows)
+    if all(len(short(row.tokens[len(prefix) :])) <= _NAME for row in rows):
+        return [Section(prefix, rows)]
+    rest: list[Row] = []
+    inner: list[Section] = []
+    for key, branch in _branches(rows, prefix).items():
+        if key and _BRANCH <= len(branch) < len(rows):
+            inner += _split(branch)
+        else:
+            rest += branch
+    return [*([Section(prefix, rest)] if rest else []), *inner]
 
 
 def _numbers(values: list[int]) -> str:

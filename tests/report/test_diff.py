@@ -63,6 +63,6 @@ def test_plans_of_different_programs() -> None:
     printed = gpt_plan().diff(small_plan())
     assert "devices  8 -> 2" in printed
     assert "mesh     data=4 model=2 -> x=2" in printed
-    assert "state['params']: 196 arguments before only" in printed
-    assert "params[0]: 1 argument after only" in printed
+    assert "state: 589 leaves, before only" in printed
+    assert "params: 1 leaves, after only" in printed
     assert max(map(len, printed.splitlines())) <= 100

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
+from alpa_lite.passes import factors, grouping, tracing
 from alpa_lite.report import dump, listing
 from alpa_lite.strategy import Factor, Rule
 from tests.plans import small_plan
@@ -36,3 +40,26 @@ def test_rules_are_one_line_each() -> None:
     wanted = "[0 2] [2 1] -> [0 1]  0=16 parallel, 1=32 parallel, 2=8 sum (shardy)"
     assert listing.rule_text(MATMUL) == wanted
     assert listing.text({("dot_general", 3): MATMUL}) == f"('dot_general', 3)\n    {wanted}"
+
+
+def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
+    def step(state: jax.Array, batch: jax.Array) -> jax.Array:
+        total, _ = jax.lax.scan(lambda carry, row: (carry + row * 2.0, None), state, batch)
+        return total
+
+    args = (jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    traced = tracing.trace(step, args, {})
+    written = listing.text(traced)
+    assert "%0 state (state)" in written
+    assert "%1 batch (batch)" in written
+    assert ":f32[8,4]" in written
+    lines = written.splitlines()
+    scan = next(i for i, line in enumerate(lines) if " = scan " in line)
+    body = next(i for i, line in enumerate(lines) if " = mul " in line)
+    assert body > scan
+    assert lines[body].startswith("    ")
+    assert "test_dump.py" in lines[scan]
+    rules = factors.rules(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    assert "4 parallel" in listing.text(rules)
+    assert "state (leaf) x 1" in listing.text(groups)

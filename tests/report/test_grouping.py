@@ -43,6 +43,18 @@ def test_sections_are_the_trees_of_an_argument() -> None:
     assert [("".join(s.prefix), len(s.rows)) for s in found] == [("s['params']", 2), ("s['opt'][0]", 2), ("", 1)]
 
 
+def test_long_names_move_their_branch_into_a_heading() -> None:
+    leaves = [f"['attention_of_many_heads']['{name}']['kernel']" for name in ("query", "key", "value", "output")]
+    names = [f"s['m']['blocks']['layers'][{i}]{leaf}" for i in range(3) for leaf in leaves]
+    others = ["s['m']['norm']", "s['m']['embedding']", "s['count']"]
+    found = grouping.sections(grouping.group((n, n[-20:]) for n in [*names, *others]))
+    assert [("".join(s.prefix), len(s.rows)) for s in found] == [
+        ("s['m']", 2),
+        ("s['m']['blocks']['layers'][{0-2}]['attention_of_many_heads']", 4),
+        ("s", 1),
+    ]
+
+
 def test_short_leaves_out_brackets() -> None:
     assert grouping.short(grouping.tokens("['a'][0].mu[('x', 1)]")) == "a/0/mu/('x', 1)"
 
