@@ -14,16 +14,19 @@ import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
+from jax._src.compute_on import extend_compute_type as _extend_compute_type
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
-from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 
 # --- tracing: reading jaxprs, and emitting their equations again -----------------------------------------------------
 
+# Up to 0.10 closed jaxprs are a class of their own.
+_JAXPRS = (_extend_core.Jaxpr, getattr(_extend_core, "ClosedJaxpr", _extend_core.Jaxpr))
+
 
 def is_jaxpr(value: Any) -> bool:
     """Whether `value` is a jaxpr, closed or open (0.11 made the two classes one)."""
-    return isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr))
+    return isinstance(value, _JAXPRS)
 
 
 def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
@@ -84,7 +87,8 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
 
     Of the context, what the user chose by `compute_on`, `set_xla_metadata` and `threefry_partitionable` is restored;
     the mesh
-    is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`.
+    is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`. The public `compute_on`
+    is a context manager in 0.10 and a decorator in 0.12; the context that both set is private.
     """
     bind_params = primitive.get_bind_params(dict(params))
     stack = _source_info_util.current_name_stack() + source.name_stack
@@ -94,7 +98,7 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
             if ctx.xla_metadata:
                 contexts.enter_context(set_xla_metadata(**ctx.xla_metadata))
             if ctx.compute_type:
-                contexts.enter_context(compute_on(ctx.compute_type))
+                contexts.enter_context(_extend_compute_type(ctx.compute_type))
             if ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
                 contexts.enter_context(jax.threefry_partitionable(ctx.threefry_partitionable))
         results = primitive.bind(*operands, **bind_params)
