@@ -12,6 +12,7 @@ other factor sizes, or an operation has no rule, the factors that meet there are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,9 +64,9 @@ class _Factors:
     def __init__(self) -> None:
         self.parent: list[int] = []
         self.size: list[int] = []
-        self.kind: list[str] = []
+        self.kind: list[FactorKind] = []
 
-    def new(self, size: int, kind: str) -> int:
+    def new(self, size: int, kind: FactorKind) -> int:
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.kind.append(kind)
@@ -84,10 +85,10 @@ class _Factors:
         a, b = self.find(a), self.find(b)
         if a == b:
             return
-        kinds = {self.kind[a], self.kind[b]}
-        # Two reductions over one index are not a reduction of their composition.
-        strict = kinds - {"parallel"}
-        self.kind[a] = strict.pop() if len(kinds) == 2 and len(strict) == 1 else "replicate" if strict else "parallel"
+        if self.kind[a] == "parallel":
+            self.kind[a] = self.kind[b]
+        elif self.kind[b] != "parallel":  # two reductions over one index are not a reduction of their composition
+            self.kind[a] = "replicate"
         self.parent[b] = a
 
     def meet(self, a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> None:
@@ -104,15 +105,16 @@ class _Factors:
 def compose(call: Call, lowered: Lowered) -> Rule:
     """The rule of a chain of operations."""
     factors = _Factors()
-    dims: dict[int, list[list[int]]] = {
-        value: [[factors.new(size, "parallel")] for size in shape(aval)]
-        for value, aval in zip(lowered.inputs, call.operands, strict=True)
-    }
+    inputs = {value: shape(aval) for value, aval in zip(lowered.inputs, call.operands, strict=True)}
+    dims: dict[int, list[list[int]]] = {}  # of each value that has been met, the factors of its dims
     summed: set[int] = set()  # values that hold a reduction's result, or conversions of it
     for op in lowered.ops:
         if op.rule is None:
             for value in op.operands:
-                factors.freeze([f for dim in dims.get(value, ()) for f in dim])
+                if value in dims:
+                    factors.freeze([f for dim in dims[value] for f in dim])
+                elif value in inputs:
+                    dims[value] = [[factors.new(s, "replicate")] for s in inputs[value]]
             for value, size in zip(op.results, op.result_shapes, strict=True):
                 dims[value] = [[factors.new(s, "replicate")] for s in size]
             continue
@@ -121,6 +123,8 @@ def compose(call: Call, lowered: Lowered) -> Rule:
             view = [[names[f] for f in dim] for dim in mapping]
             if value in dims:
                 factors.meet(dims[value], view)
+            elif value in inputs:
+                dims[value] = view
             elif value not in lowered.splats:  # an iota or a table: its blocks differ
                 factors.freeze([f for dim in view for f in dim])
         for value, mapping in zip(op.results, op.rule.results, strict=True):
@@ -128,7 +132,7 @@ def compose(call: Call, lowered: Lowered) -> Rule:
         after_sum = bool(summed & set(op.operands))
         if op.rule.reduction or (after_sum and op.name == "stablehlo.convert"):
             summed |= set(op.results)
-        if (after_sum and op.name != "stablehlo.convert") or (after_sum and op.rule.reduction):
+        if after_sum and (op.rule.reduction or op.name != "stablehlo.convert"):
             for f in range(len(factors.parent)):
                 if factors.kind[factors.find(f)] in ("sum", "max", "min"):
                     factors.freeze([f])
@@ -147,38 +151,35 @@ def _kind(name: str, rule: ShardingRule, factor: int) -> FactorKind:
 
 def _rule(call: Call, lowered: Lowered, factors: _Factors, dims: dict[int, list[list[int]]]) -> Rule:
     """The chain's rule in terms of the equation's own operands and results."""
+    ends = [*zip(lowered.inputs, call.operands, strict=True), *zip(lowered.outputs, call.results, strict=True)]
+    for value, aval in ends:
+        if value not in dims:  # an unused operand, or a constant result
+            dims[value] = [[factors.new(size, "replicate")] for size in shape(aval)]
+        for size, dim in zip(shape(aval), dims[value], strict=True):
+            if math.prod(factors.size[f] for f in dim) != size:  # a factor of another tensor's size: concatenation
+                factors.freeze(dim)
     found: list[Factor] = []
     number: dict[int, int] = {}
     in_result = {factors.find(f) for v in lowered.outputs for dim in dims[v] for f in dim}
+
+    def kind(root: int) -> FactorKind:
+        known = factors.kind[root]
+        # Else an operand's dim that the result does not depend on, or a reduction over what is in the result too.
+        return known if known == "special" or (known == "parallel") == (root in in_result) else "replicate"
 
     def tensor(value: int, aval: Any) -> tuple[tuple[int, ...], ...]:
         out = []
         for size, dim in zip(shape(aval), dims[value], strict=True):
             roots = [factors.find(f) for f in dim if factors.size[f] > 1]
-            whole = 1
+            if math.prod(factors.size[root] for root in roots) != size:
+                roots = [factors.new(size, "replicate")]
             for root in roots:
-                whole *= factors.size[root]
-                kind = factors.kind[root]
-                if kind == "parallel" and root not in in_result:
-                    kind = "replicate"  # an operand's dim that the result does not depend on
-                if kind in ("sum", "max", "min") and root in in_result:
-                    kind = "replicate"
                 if root not in number:
                     number[root] = len(found)
-                    found.append(Factor(factors.size[root], kind))  # type: ignore[arg-type]
-            if whole == size:
-                out.append(tuple(number[root] for root in roots))
-                continue
-            assert all(found[number[root]].kind == "replicate" for root in roots), (call.name, call.params)
-            found.append(Factor(size, "replicate"))  # a concatenated dim: its factor is the result's, or the operand's
-            out.append((len(found) - 1,))
+                    found.append(Factor(factors.size[root], kind(root)))
+            out.append(tuple(number[root] for root in roots if factors.size[root] > 1))
         return tuple(out)
 
     operands = tuple(tensor(v, aval) for v, aval in zip(lowered.inputs, call.operands, strict=True))
     results = tuple(tensor(v, aval) for v, aval in zip(lowered.outputs, call.results, strict=True))
-    used = sorted({f for dims_ in (*operands, *results) for dim in dims_ for f in dim})
-    rename = {old: new for new, old in enumerate(used)}
-    renamed = [tuple(tuple(rename[f] for f in dim) for dim in t) for t in (*operands, *results)]
-    return Rule(
-        tuple(found[f] for f in used), tuple(renamed[: len(operands)]), tuple(renamed[len(operands) :]), "shardy"
-    )
+    return Rule(tuple(found), operands, results, "shardy")
