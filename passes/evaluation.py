@@ -9,6 +9,7 @@ the same `bind`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,23 +18,29 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.graph import Block, Graph, Lit, Op
 
+Place = Callable[[int, Any], Any]
+"""Called with a value's number and its array, once it is computed; what it returns takes the array's place."""
 
-def evaluate(graph: Graph, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
+
+def evaluate(
+    graph: Graph, leaves: Sequence[Any], constants: Sequence[Any] | None = None, place: Place | None = None
+) -> list[Any]:
     """The flat outputs of a graph.
 
     Args:
       graph: the program.
       leaves: one array for each argument, as in `Traced.arguments`.
       constants: in place of the graph's own.
+      place: applied to every result, such as to constrain its sharding.
 
     Returns:
       One array for each output of the block.
     """
     constants = graph.constants if constants is None else constants
-    return evaluate_block(graph.block, [*leaves, *constants])
+    return evaluate_block(graph.block, [*leaves, *constants], place)
 
 
-def evaluate_block(block: Block, inputs: Sequence[Any]) -> list[Any]:
+def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = None) -> list[Any]:
     """The outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
     env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
 
@@ -42,43 +49,58 @@ def evaluate_block(block: Block, inputs: Sequence[Any]) -> list[Any]:
 
     last = _last_uses(block)
     for op in block.ops:
-        env.update(zip(op.results, bind(op, [read(atom) for atom in op.operands]), strict=True))
+        results = bind(op, [read(atom) for atom in op.operands], place)
+        for value, result in zip(op.results, results, strict=True):
+            env[value] = result if place is None else place(value, result)
         for value in last.get(op.index, ()):
             del env[value]  # so that an evaluation outside jit frees what is dead
     return [read(atom) for atom in block.outputs]
 
 
-def bind(op: Op, operands: Sequence[Any]) -> list[Any]:
+def bind(op: Op, operands: Sequence[Any], place: Place | None = None) -> list[Any]:
     """Emits one op: its results, under its own name stack and source line.
 
     Args:
       op: any op, control flow included.
       operands: one array or tracer for each operand, literals included.
+      place: as for `evaluate`, for the ops inside control flow.
     """
     if not op.bodies:
         return _jax.emit(op.primitive, op.params, op.source, op.ctx, operands)
+    bodies = [functools.partial(evaluate_block, body, place=place) for body in op.bodies]
     with _jax.under(op.source):
-        match op.name:
-            case "scan":
-                return _scan(op, operands)
-            case "while":
-                return _while(op, operands)
-            case "cond":
-                branches = [_function(body) for body in op.bodies]
-                return list(lax.switch(operands[0], branches, *operands[1:]))
+        return control_flow(op, operands, bodies)
+
+
+def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Sequence[Any]], list[Any]]]) -> list[Any]:
+    """Emits a scan, while or cond whose bodies are given as functions from a list of inputs to a list of outputs."""
+    match op.name:
+        case "scan":
+            return _scan(op, operands, bodies[0])
+        case "while":
+            first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
+            split = first + second
+            return lax.while_loop(
+                lambda carry: bodies[0]([*operands[:first], *carry])[0],
+                lambda carry: bodies[1]([*operands[first:split], *carry]),
+                list(operands[split:]),
+            )
+        case "cond":
+            branches = [lambda *inputs, body=body: body(inputs) for body in bodies]
+            return list(lax.switch(operands[0], branches, *operands[1:]))
     raise AssertionError(f"op {op.name} has bodies")
 
 
-def _scan(op: Op, operands: Sequence[Any]) -> list[Any]:
+def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
     consts, carries = op.params["num_consts"], op.params["num_carry"]
     split = consts + carries
 
-    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-        out = evaluate_block(op.bodies[0], [*operands[:consts], *carry, *xs])
+    def step(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        out = body([*operands[:consts], *carry, *xs])
         return out[:carries], out[carries:]
 
     carry, ys = lax.scan(
-        body,
+        step,
         list(operands[consts:split]),
         list(operands[split:]),
         length=op.params["length"],
@@ -86,21 +108,6 @@ def _scan(op: Op, operands: Sequence[Any]) -> list[Any]:
         unroll=op.params["unroll"],
     )
     return [*carry, *ys]
-
-
-def _while(op: Op, operands: Sequence[Any]) -> list[Any]:
-    cond, body = op.bodies
-    first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
-    split = first + second
-    return lax.while_loop(
-        lambda carry: evaluate_block(cond, [*operands[:first], *carry])[0],
-        lambda carry: evaluate_block(body, [*operands[first:split], *carry]),
-        list(operands[split:]),
-    )
-
-
-def _function(block: Block) -> Callable[..., list[Any]]:
-    return lambda *inputs: evaluate_block(block, inputs)
 
 
 def _last_uses(block: Block) -> dict[int, list[int]]:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step, replicated, reshard_steps
+from alpa_lite.passes import evaluation
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.local_forms import LocalForm, local_form
 from alpa_lite.passes.strategies import Strategy, layout_of
@@ -154,6 +154,45 @@ def emit(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., lis
         return _run(program.body, list(blocks), [None] * program.registers, program.mesh, traced)
 
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+
+def emit_constrained(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., list[Any]]:
+    """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
+    layouts: dict[int, Layout] = {}
+
+    def visit(body: Body) -> None:
+        for item in body.instructions:
+            match item:
+                case Compute(op=op, form=form):
+                    layouts.update(zip(op.results, form.results, strict=False))
+                case Loop(bodies=bodies):
+                    for inner in bodies:
+                        visit(inner)
+
+    visit(program.body)
+
+    def place(value: int, array: Any) -> Any:
+        layout = layouts.get(value)
+        if layout is None or layout.partial or layout.is_replicated:
+            return array
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
+
+    def fun(*leaves: Any) -> list[Any]:
+        count = len(leaves) - len(traced.graph.constants)
+        outputs = evaluation.evaluate(traced.graph, leaves[:count], leaves[count:], place)
+        return [
+            lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(layout)))
+            for x, layout in zip(outputs, program.outputs, strict=True)
+        ]
+
+    return fun
+
+
+def function_of(program: LocalProgram, traced: Traced, mesh: Mesh, communication: str) -> Callable[..., list[Any]]:
+    """The step as a function of flat global arrays, as `communication` says; on one device just the traced program."""
+    if program.mesh.size == 1:
+        return lambda *leaves: evaluation.evaluate_block(traced.graph.block, leaves)
+    return emit(program, traced, mesh) if communication == "explicit" else emit_constrained(program, traced, mesh)
 
 
 def _sorted(axes: Axes, mesh: LogicalMesh) -> Axes:
@@ -433,39 +472,11 @@ def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, in
 
 def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
     """Emits a scan, while or cond over local bodies."""
-    op = item.op
 
-    def run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-        return _run(body, inputs, registers, mesh, traced)
+    def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
+        return lambda inputs: _strong(_run(body, inputs, registers, mesh, traced))
 
-    if op.name == "scan":
-        (body,) = item.bodies
-        consts_n, carry_n = op.params["num_consts"], op.params["num_carry"]
-        consts, init = operands[:consts_n], operands[consts_n : consts_n + carry_n]
-
-        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = run(body, [*consts, *carry, *xs])
-            return _strong(out[:carry_n]), out[carry_n:]
-
-        length, reverse, unroll = op.params["length"], op.params["reverse"], op.params["unroll"]
-        carry, ys = lax.scan(
-            step, _strong(init), operands[consts_n + carry_n :], length=length, reverse=reverse, unroll=unroll
-        )
-        return [*carry, *ys]
-    if op.name == "while":
-        cond, body = item.bodies
-        cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
-        cond_consts, body_consts = operands[:cond_n], operands[cond_n : cond_n + body_n]
-        return lax.while_loop(
-            lambda carry: run(cond, [*cond_consts, *carry])[0],
-            lambda carry: _strong(run(body, [*body_consts, *carry])),
-            _strong(operands[cond_n + body_n :]),
-        )
-    branches = [lambda *xs, body=body: _strong(run(body, xs)) for body in item.bodies]
-    index = operands[0]
-    if getattr(index, "dtype", None) == jnp.bool_:
-        return lax.cond(index, branches[1], branches[0], *operands[1:])
-    return lax.switch(index, branches, *operands[1:])
+    return evaluation.control_flow(item.op, _strong(operands), [function(body) for body in item.bodies])
 
 
 def _strong(blocks: Sequence[Any]) -> list[Any]:

@@ -38,6 +38,7 @@ def write(
     method: str,
     budget: float,
     communication: str,
+    replayed: bool = False,
     notes: Sequence[str] = (),
 ) -> Plan:
     """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty."""
@@ -73,7 +74,12 @@ def write(
         collectives=listed,
         collective_seconds=seconds,
         solver=Solver(
-            solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
+            "replayed" if replayed else solution.status,
+            solution.objective,
+            solution.bound,
+            solution.gap,
+            solution.seconds,
+            solution.variables,
         ),
         decisions=_decisions(traced, grouping, rules, found),
         replicated=_replicated(traced, grouping, rules, cost),
@@ -278,6 +284,7 @@ def _alternatives(
                 communication_seconds=float(node.communication[s] * len(node.members)),
                 transfer_seconds=float(moved[s]),
                 bytes_per_device=int(size),
+                partial=strategy.partial,
             )
         )
     return tuple(out)

@@ -10,12 +10,22 @@ executable, for devices that are here or for a topology compiled ahead of time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes import lowering
 from alpa_lite.passes.hlo_compare import HloReport, Rewrite, compare_hlo
 from alpa_lite.passes.hlo_text import HloCollective, parse_hlo
+from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.passes.shardy_check import ShardyReport, check_shardy, collectives_of_shardy
+from alpa_lite.plan import Plan
 
 __all__ = [
     "HloCollective",
@@ -26,6 +36,7 @@ __all__ = [
     "check_shardy",
     "collectives_of_shardy",
     "compare_hlo",
+    "lowered_module",
     "memory_of",
     "parse_hlo",
 ]
@@ -82,4 +93,66 @@ def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | Non
         temporaries=int(stats.temp_size_in_bytes),
         code=int(stats.generated_code_size_in_bytes),
         predicted=predicted,
+    )
+
+
+def lowered_module(
+    make: Callable[[AbstractMesh], Callable[..., Any]],
+    mesh: LogicalMesh,
+    avals: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    platform: str,
+) -> Any:
+    """The StableHLO module of a function over a mesh that need not exist.
+
+    Args:
+      make: makes the function of global arrays for an abstract mesh.
+      avals, specs: shape, dtype and sharding of each argument.
+      platform: "cpu", "cuda", "rocm" or "tpu", to lower for.
+    """
+    abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(abstract, spec), weak_type=aval.weak_type)
+        for aval, spec in zip(avals, specs, strict=True)
+    ]
+    traced = jax.jit(make(abstract)).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+
+
+def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
+    """The plan with what the partitioner says of it.
+
+    With written collectives the check is exact, and a difference raises. With communication left to the compiler there
+    is nothing to compare with: the plan then lists the collectives that the partitioner inserts.
+
+    Raises:
+      VerificationError: if the written collectives are not those of the plan, or the partitioner adds any.
+    """
+    mesh = program.mesh
+    if mesh.size == 1:
+        return replace(plan, verification=("one device: nothing to communicate",))
+    communication = plan.ingredients["communication"]
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    module = lowered_module(
+        lambda abstract: lowering.function_of(program, traced, abstract, communication),
+        mesh,
+        [values[v].aval for v in inputs],
+        [lowering.spec_of(layout) for layout in program.inputs],
+        plan.cluster.platform,
+    )
+    if communication == "explicit":
+        report = check_shardy(module, mesh, plan.collectives)
+        unknown = (
+            f"; trip count unknown, counted once: {', '.join(report.unknown_loops)}" if report.unknown_loops else ""
+        )
+        count = sum(c.count for c in plan.collectives)
+        text = f"Shardy: the {count} planned collectives are in the lowered program, and no other{unknown}"
+        return replace(plan, verification=(text,))
+    cost = MeshCost(plan.cluster, mesh)
+    found = collectives_of_shardy(module, mesh)
+    return replace(
+        plan,
+        collectives=found,
+        collective_seconds=tuple(cost.collective(c.kind, c.axes, c.bytes) * c.count for c in found),
+        verification=("Shardy: these are the collectives that the partitioner inserts for the plan's shardings",),
     )

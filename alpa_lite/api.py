@@ -1,0 +1,250 @@
+"""`parallelize`: a train step written for one device, run on all of them. The whole compiler is `compile_step`.
+
+step --tracing--> Traced --factors--> rules --grouping--> Grouping
+     for each mesh shape: --strategies--> StrategyGraph --sharding--> Solution      (both inside `search`)
+     --lowering--> LocalProgram --planning--> Plan --verification--> the plan is true --executor--> outputs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.options import Off, Options
+from alpa_lite.passes import factors, grouping, lowering, planning, replay, search, tracing, verification
+from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.plan import Plan
+from alpa_lite.report import dump, progress
+from alpa_lite.runtime import executor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A planned step: what was traced, what each device does, and the plan that says so."""
+
+    traced: Traced
+    program: LocalProgram
+    plan: Plan
+
+
+def compile_step(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster
+) -> Compiled:
+    """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched."""
+    clock = _Clock()
+    budget = options.memory_per_device or cluster.usable_memory
+    given = Plan.load(options.plan) if isinstance(options.plan, str | os.PathLike) else options.plan
+    with progress.planning() as show, dump.stages(options.dump_dir) as write:
+        with clock.lap("tracing", show):
+            traced = tracing.trace(
+                fun, args, kwargs,
+                batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
+                static_argnums=options.static_argnums, static_argnames=options.static_argnames,
+            )  # fmt: skip
+            write("graph", traced.graph)
+        with clock.lap("factors", show):
+            rules = factors.rules(traced.graph.ops(), traced.graph.values)
+            write("factors", rules)
+        with clock.lap("grouping", show):
+            groups = grouping.group(traced, rules)
+            write("groups", groups)
+        with clock.lap("search", show):
+            if given is None:
+                found = search.search(
+                    traced, groups, rules, cluster, options.method, budget=budget,
+                    time_limit=options.solver_time_limit, progress=show.stage,
+                )  # fmt: skip
+            else:
+                found = replay.replay(traced, groups, rules, cluster, given, communication=options.communication)
+            write("solution", found)
+        with clock.lap("lowering", show):
+            program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+            write("program", program)
+            plan = planning.write(
+                traced, groups, rules, found, program, cluster,
+                method=options.method.describe() if given is None else given.method,
+                budget=budget, communication=options.communication, replayed=given is not None,
+            )  # fmt: skip
+        with clock.lap("verification", show):
+            if options.verify != "off":
+                plan = verification.verified(plan, traced, program)
+        plan = replace(plan, planning_seconds=dict(clock.laps))
+        write("plan", plan)
+    logger.info("planned %s: %s", getattr(fun, "__name__", fun), clock.laps)
+    return Compiled(traced, program, plan)
+
+
+def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Runs a train step that is written for one device on every device of a cluster.
+
+    Args:
+      fun: the step: takes training state and a batch, in any order and any pytree, and returns the new state among its
+        results. Flax NNX modules and optimizers are updated in place. Without `fun`, returns a decorator.
+      method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel() Manual()`.
+      cluster: the devices to plan for; by default those that are here.
+      memory_per_device: bytes that a plan may fill on each device; by default its memory less a reserve.
+      num_microbatches: 1 or "auto".
+      batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
+      static_argnums, static_argnames: as in `jax.jit`.
+      donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
+      communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
+      plan: a `Plan`, or the path of one, to run without solving.
+      verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
+      solver_time_limit: seconds for each integer program.
+      dump_dir: a directory for every stage of compilation as text.
+
+    Returns:
+      A `ParallelStep`, called like `fun`.
+
+    Raises:
+      OptionError: for an option that cannot be used.
+
+    Example:
+      >>> import jax, alpa_lite
+      >>> @alpa_lite.parallelize
+      ... def step(w, x):
+      ...     loss, grad = jax.value_and_grad(lambda w: ((x @ w["w"]) ** 2).mean())(w)
+      ...     return {"w": w["w"] - 0.1 * grad["w"]}, loss
+    """
+    checked = make_options(options)
+    if fun is None:
+        return lambda fun: ParallelStep(fun, checked)
+    return ParallelStep(fun, checked)
+
+
+def make_options(options: Mapping[str, Any]) -> Options:
+    """`Options` from keyword arguments, with an error that lists the known names for an unknown one."""
+    known = list(Options.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise OptionError(f"{name}={options[name]!r}: there is no such option; there are {', '.join(known)}")
+    return Options(**options)
+
+
+def make_plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | str,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Plan:
+    """The plan of a step for a cluster that need not be here; `args` are arrays or `jax.ShapeDtypeStruct`s.
+
+    Args:
+      fun, args, kwargs: the step and its positional and keyword arguments.
+      cluster: a `Cluster` or the name of a preset.
+      options: as for `parallelize`.
+    """
+    checked = make_options({**options, "cluster": cluster})
+    assert isinstance(checked.cluster, Cluster)
+    return compile_step(fun, args, kwargs, checked, checked.cluster).plan
+
+
+class ParallelStep:
+    """A step that plans once for each signature of its arguments and then runs on every device.
+
+    Call it like the function that it was made from.
+    """
+
+    def __init__(self, fun: Callable[..., Any], options: Options):
+        if not callable(fun):
+            raise OptionError(f"fun={fun!r}: give the train step, a function")
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._options = options
+        self._compiled: dict[Any, Compiled] = {}
+        self._executables: dict[Any, executor.Executable] = {}
+        self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step: plans first if the arguments have a new signature, and places what is not placed."""
+        if self._current is not None:
+            try:
+                return self._current(*args, **kwargs)
+            except executor.NewSignature:
+                pass
+        self._current = self._executable(args, kwargs)
+        return self._current(*args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments like these: arrays or `jax.ShapeDtypeStruct`s. Nothing is executed."""
+        return self._compile(args, kwargs)[1].plan
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments as arrays sharded as the plan wants them. Never aliases the caller's buffers."""
+        return self._executable(args, kwargs).place(*args, **kwargs)
+
+    def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """The optimised HLO text of each executable."""
+        return (self._executable(args, kwargs).hlo(),)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that plans are made for."""
+        return _cluster(self._options)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Compiled]:
+        key = _signature(args, kwargs)
+        if key not in self._compiled:
+            self._compiled[key] = compile_step(self._fun, args, kwargs, self._options, self.cluster)
+        return key, self._compiled[key]
+
+    def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> executor.Executable:
+        key, compiled = self._compile(args, kwargs)
+        if key not in self._executables:
+            self._executables[key] = executor.load(
+                compiled.traced, compiled.program, compiled.plan, donate=self._options.donate_argnums
+            )
+        return self._executables[key]
+
+
+@functools.cache
+def _local_cluster() -> Cluster:
+    return Cluster.local()
+
+
+def _cluster(options: Options) -> Cluster:
+    if isinstance(options.cluster, Cluster):
+        return options.cluster
+    return _local_cluster()
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What plans are cached by: structure, shapes, dtypes, and the values of what is no array."""
+
+    def kind(leaf: Any) -> Any:
+        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, np.generic)):
+            return tuple(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+        return type(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    return structure, tuple(kind(leaf) for leaf in leaves)
+
+
+class _Clock:
+    """Seconds of each pass."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def lap(self, name: str, show: Any) -> Iterator[None]:
+        show.stage(name)
+        start = time.perf_counter()
+        yield
+        self.laps[name] = time.perf_counter() - start
