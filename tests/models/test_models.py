@@ -1,0 +1,286 @@
+"""Every model: it trains, its published sizes have the published parameters, and shapes cost nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from alpa_lite import models
+from alpa_lite.models import gpt, llama, moe
+
+QUICK = ["mlp", "gpt"]
+names = pytest.mark.parametrize("name", models.MODELS)
+
+PUBLISHED = {
+    ("gpt", "small"): 124e6,
+    ("gpt", "350M"): 350e6,
+    ("gpt", "760M"): 760e6,
+    ("gpt", "1.3B"): 1.3e9,
+    ("gpt", "2.6B"): 2.6e9,
+    ("gpt", "6.7B"): 6.7e9,
+    ("gpt", "15B"): 15e9,
+    ("gpt", "39B"): 39e9,
+    ("gpt", "175B"): 175e9,
+    ("llama", "8B"): 8_030_261_248,
+    ("llama", "70B"): 70_553_706_496,
+    ("bert", "base"): 109_514_298,
+    ("bert", "large"): 335_174_458,
+    ("moe", "380M"): 380e6,
+    ("moe", "690M"): 690e6,
+    ("moe", "1.3B"): 1.3e9,
+    ("moe", "2.4B"): 2.4e9,
+    ("moe", "10B"): 10e9,
+    ("moe", "27B"): 27e9,
+    ("moe", "70B"): 70e9,
+    ("wide_resnet", "250M"): 250e6,
+    ("wide_resnet", "500M"): 500e6,
+    ("wide_resnet", "1B"): 1e9,
+    ("wide_resnet", "2B"): 2e9,
+    ("wide_resnet", "4B"): 4e9,
+    ("wide_resnet", "6.8B"): 6.8e9,
+    ("wide_resnet", "13B"): 13e9,
+    ("vit", "B/16"): 86_567_656,
+    ("vit", "L/16"): 304_326_632,
+    ("vit", "H/14"): 632_045_800,
+    ("unet", "cifar10"): 35.7e6,
+    ("unet", "lsun"): 114e6,
+}
+FAST = [("gpt", "350M"), ("llama", "8B"), ("bert", "base"), ("moe", "70B"), ("vit", "B/16"), ("unet", "cifar10")]
+
+
+@pytest.mark.parametrize(("name", "size"), FAST)
+def test_parameters_are_the_published_number(name: str, size: str) -> None:
+    _check_parameters(name, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), PUBLISHED)
+def test_parameters_of_every_size_are_the_published_number(name: str, size: str) -> None:
+    _check_parameters(name, size)
+
+
+def _check_parameters(name: str, size: str) -> None:
+    published = PUBLISHED[name, size]
+    tolerance = 0 if isinstance(published, int) else 0.036  # a size's name is rounded to two digits
+    assert models.get(name).parameters(size) == pytest.approx(published, rel=tolerance, abs=0)
+
+
+def test_the_largest_model_is_described_without_memory() -> None:
+    start = time.process_time()
+    _, (state, batch) = models.get("gpt").abstract("175B", 1024)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state["params"])) == pytest.approx(174.6e9, rel=1e-3)
+    assert time.process_time() - start < 20
+    leaves = jax.tree.leaves((state, batch))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    counts = {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"])}
+    assert counts == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}  # float32 moments, and the count of steps
+    assert batch["inputs"].shape == (1024, 2048)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_loss_falls(name: str) -> None:
+    _check_loss_falls(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name not in QUICK])
+def test_loss_of_the_other_models_falls(name: str) -> None:
+    _check_loss_falls(name)
+
+
+def _check_loss_falls(name: str) -> None:
+    step, (state, batch) = models.get(name).build("tiny", 8, learning_rate=3e-3)
+    step, losses = jax.jit(step), []
+    for _ in range(4):
+        new, metrics = step(state, batch)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        state = new
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0], losses
+
+
+@pytest.mark.slow
+@names
+def test_abstract_and_concrete_agree(name: str) -> None:
+    spec = models.get(name)
+    abstract, concrete = spec.abstract("tiny", 8)[1], spec.build("tiny", 8)[1]
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.parametrize("options", [{"tied": False}, {"scan": True, "dropout": 0.1}], ids=["untied", "scan_dropout"])
+def test_gpt_abstract_and_concrete_agree(options: dict[str, Any]) -> None:
+    spec = models.get("gpt")
+    abstract, concrete = spec.abstract("tiny", 8, **options)[1], spec.build("tiny", 8, **options)[1]
+    described = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(concrete)]
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    assert described == jax.tree.leaves(abstract)
+
+
+def test_nnx_and_functional_steps_agree() -> None:
+    spec = models.get("mlp")
+    step, (state, batch) = spec.build("tiny", 8, seed=3, optimizer=optax.adam(1e-2))
+    nnx_step, (model, optimizer, _) = spec.build_nnx("tiny", 8, seed=3, optimizer=optax.adam(1e-2))
+    step, nnx_step = jax.jit(step), nnx.jit(nnx_step)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(nnx_step(model, optimizer, batch), metrics["loss"], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        state["params"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}], ids=str)
+def test_scanned_and_recomputed_layers_compute_the_same(options: dict[str, Any]) -> None:
+    spec = models.get("gpt")
+    step, (state, batch) = spec.build("tiny", 8, optimizer="sgd")
+    other, (other_state, _) = spec.build("tiny", 8, optimizer="sgd", **options)
+    params = state["params"]
+    if options.get("scan"):
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *params["blocks"]["layers"].values())
+        params = {**params, "blocks": {"layers": stacked}}
+    other_state["params"] = params
+    expected, actual = jax.jit(step)(state, batch), jax.jit(other)(other_state, batch)
+    np.testing.assert_allclose(actual[1]["loss"], expected[1]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        actual[0]["params"]["tokens"]["embedding"], expected[0]["params"]["tokens"]["embedding"], rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.slow
+def test_dropout_draws_anew_at_each_step_and_does_not_change_the_tree() -> None:
+    step, (state, batch) = models.get("gpt").build("tiny", 8, dropout=0.5, optimizer="sgd", learning_rate=0.0)
+    step = jax.jit(step)
+    first, metrics = step(state, batch)
+    second, later = step(first, batch)
+    again, same = step(state, batch)
+    assert metrics["loss"] != later["loss"] and metrics["loss"] == same["loss"]
+    assert jax.tree.structure(second) == jax.tree.structure(state) == jax.tree.structure(again)
+
+
+@names
+def test_flops_are_those_of_the_products(name: str) -> None:
+    """Forward products counted in the jaxpr, times three; the routing to experts is not counted, by design."""
+    spec = models.get(name)
+    config = spec.config("tiny")
+    batch = {key: field.abstract() for key, field in spec.fields(config, 8).items()}
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: spec.model(config, rngs=nnx.Rngs(0))))
+    jaxpr = jax.make_jaxpr(lambda state, batch: spec.loss(nnx.merge(graphdef, state), batch))(state, batch)
+    counted = 3 * sum(_products(jaxpr.jaxpr))
+    if name == "moe":
+        tokens, slots = 8 * config.seq, config.top_k * config.group // config.experts
+        dispatch_and_combine = 4 * tokens * config.experts * slots * config.hidden
+        weights = 2 * tokens * config.experts * config.top_k * (slots + 1)  # einsum of three, as two products
+        counted -= 3 * (dispatch_and_combine + weights)
+    assert spec.flops("tiny", 8) == pytest.approx(counted, rel=1e-6)
+
+
+def _products(jaxpr: Any) -> Any:
+    """FLOPs of each matrix product and convolution, nested ones included."""
+    for eqn in jaxpr.eqns:
+        out = eqn.outvars[0].aval
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            yield 2 * out.size * np.prod([eqn.invars[0].aval.shape[dim] for dim in contracted])
+        elif eqn.primitive.name == "conv_general_dilated":
+            channels = eqn.params["dimension_numbers"].out_spec[1]
+            yield 2 * out.size * eqn.invars[1].aval.size // out.shape[channels]
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _products(inner)
+
+
+@names
+def test_a_batch_depends_on_the_seed_alone(name: str) -> None:
+    spec = models.get(name)
+    config = spec.config("tiny")
+    first, again, other = (spec.sample(config, 4, seed) for seed in (1, 1, 2))
+    for field in first:
+        np.testing.assert_array_equal(first[field], again[field])
+    assert any(np.any(first[field] != other[field]) for field in first)
+
+
+def test_unknown_names_are_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"no model 'gtp'.*gpt, llama"):
+        models.get("gtp")
+    with pytest.raises(ValueError, match=r"gpt has no size '1T'.*tiny, small"):
+        models.get("gpt").parameters("1T")
+    with pytest.raises(ValueError, match=r"gpt has no attribute 'depth'.*layers"):
+        models.get("gpt").abstract("tiny", 8, depth=3)
+    with pytest.raises(ValueError, match=r"no optimizer 'adam'.*adamw or sgd"):
+        models.get("gpt").abstract("tiny", 8, optimizer="adam")
+    with pytest.raises(ValueError, match="hidden=128 does not divide into heads=5"):
+        models.get("gpt").abstract("tiny", 8, heads=5)
+
+
+def test_gpt_sees_only_the_past() -> None:
+    config = gpt.GPTConfig(vocab=16, seq=8, hidden=16, layers=1, heads=2, dtype=jnp.float32)
+    model = gpt.GPT(config, rngs=nnx.Rngs(0))
+    tokens = np.tile(np.arange(8, dtype=np.int32), (2, 1))
+    tokens[1, 5] = 9
+    first, second = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens))
+    np.testing.assert_array_equal(first[:5], second[:5])
+    assert np.all(np.any(first[5:] != second[5:], axis=-1))
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance() -> None:
+    x = np.random.default_rng(0).standard_normal((1, 1, 2, 8)).astype(np.float32)
+    same = jnp.asarray(np.repeat(x, 6, axis=1))  # the same two heads at every position
+    rotated = jax.jit(llama.rotate, static_argnums=1)(same, 100.0)
+    np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(same, axis=-1), rtol=1e-5)
+    products = jnp.einsum("qd,kd->qk", rotated[0, :, 0], rotated[0, :, 1])
+    for distance in range(3):
+        diagonal = jnp.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    assert abs(products[0, 0] - products[0, 3]) > 1e-3
+
+
+def test_grouped_queries_are_those_of_repeated_keys() -> None:
+    config = llama.LlamaConfig(
+        vocab=8, seq=4, hidden=16, ffn=8, layers=1, heads=4, kv_heads=2, rope_theta=100.0, dtype=jnp.float32
+    )
+    attention = llama.Attention(config, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 16)).astype(np.float32))
+    query = llama.rotate(attention.query(x), 100.0).reshape(2, 4, 4, 4)
+    key = jnp.repeat(llama.rotate(attention.key(x), 100.0), 2, axis=2)
+    value = jnp.repeat(attention.value(x), 2, axis=2)
+    expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    expected = jnp.einsum("bqhd,hdo->bqo", expected, attention.output.kernel[...].reshape(4, 4, 16))
+    np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_routing_fills_each_slot_once_and_first_choices_first() -> None:
+    rng = np.random.default_rng(0)
+    gates = jax.nn.softmax(jnp.asarray(rng.standard_normal((3, 16, 4)).astype(np.float32)))
+    route = jax.jit(moe.route, static_argnums=(1, 2))
+    combine, auxiliary = route(gates, 2, 5)
+    assert combine.shape == (3, 16, 4, 5)
+    taken = np.asarray(combine > 0)
+    assert np.all(taken.sum(axis=1) <= 1)  # one token a slot
+    assert np.all(taken.sum(axis=(2, 3)) <= 2)
+    weights, choices = jax.lax.top_k(gates, 2)
+    weights = weights / weights.sum(-1, keepdims=True)
+    for group in range(3):
+        used = [0] * 4
+        expected = np.zeros((16, 4))
+        for rank in range(2):
+            for token in range(16):
+                expert = int(choices[group, token, rank])
+                if used[expert] < 5:
+                    expected[token, expert] = weights[group, token, rank]
+                used[expert] += 1
+        np.testing.assert_allclose(np.asarray(combine[group]).sum(-1), expected, rtol=1e-6)
+    uniform = jnp.full((1, 8, 4), 0.25)
+    assert float(auxiliary) > 0 and float(route(uniform, 1, 8)[1]) == pytest.approx(1.0)

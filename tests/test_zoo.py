@@ -1,0 +1,84 @@
+"""The zoo keeps its word: steps of the stated form, the same at every call, with gradients that say something."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import zoo
+
+by_name = pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.name)
+functional = pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
+
+
+def test_names_are_unique() -> None:
+    names = [case.name for case in zoo.CASES]
+    assert len(set(names)) == len(names)
+    assert zoo.get(names[-1]) is zoo.CASES[-1]
+
+
+@pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_moe", "plain_dropout_raw", "nnx_user_gpt"])
+def test_make_is_deterministic(name: str) -> None:
+    first, second = (jax.tree.leaves(zoo.get(name).make()[1]) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a is not b
+        same = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+        other = jax.random.key_data(b) if jnp.issubdtype(b.dtype, jax.dtypes.prng_key) else b
+        np.testing.assert_array_equal(same, other)
+
+
+@pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_convnet", "plain_dropout_typed", "plain_solve"])
+def test_state_comes_back_in_its_own_shape(name: str) -> None:
+    _check_form(zoo.get(name))
+
+
+@pytest.mark.slow
+@functional
+def test_every_state_comes_back_in_its_own_shape(case: zoo.Case) -> None:
+    _check_form(case)
+
+
+def _check_form(case: zoo.Case) -> None:
+    step, args = case.make()
+    state, metrics = jax.eval_shape(step, *args)
+    expected = jax.eval_shape(lambda state: state, args[0])
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert set(metrics) == {"loss", "grads"}
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+    assert jax.tree.structure(metrics["grads"]) == jax.tree.structure(args[0]["params"])
+
+
+@pytest.mark.slow
+@by_name
+def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
+    step, args = case.make()
+    if case.style == "nnx":
+        step = nnx.jit(step)
+        losses = [float(step(*args)) for _ in range(8)]
+    else:
+        step, losses = jax.jit(step), []
+        for _ in range(8):
+            out = step(*args)
+            args = (*out[:-1], *args[len(out) - 1 :])
+            losses.append(float(out[-1] if case.style == "optax" else out[-1]["loss"]))
+            if case.style == "functional":
+                for path, grad in jax.tree_util.tree_leaves_with_path(out[1]["grads"]):
+                    assert np.any(grad) and np.all(np.isfinite(grad)), jax.tree_util.keystr(path)
+    assert losses[-1] < losses[0], losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in zoo.CASES if c.reference], ids=lambda case: case.name)
+def test_bfloat16_differs_from_its_float32_reference_but_little(case: zoo.Case) -> None:
+    assert case.reference is not None
+    losses = []
+    for make in (case.make, case.reference):
+        step, args = make()
+        losses.append(float(jax.jit(step)(*args)[1]["loss"]))
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2**-6)
