@@ -12,7 +12,8 @@ bytes/s of a device over level k,
     all_to_all          beta = sum_k  (g_1 ... g_k - g_1 ... g_{k-1}) / n / b_k   peers first met on level k
     collective_permute  beta = 1 / b of the outermost level
 
-and alpha counts steps of the better of ring and tree, min(g - 1, ceil(log2 g)) on each level. (An affine cost takes
+and alpha counts one step for starting the collective and those of the better of ring and tree, min(g - 1, ceil(log2 g)) on
+each level. (An affine cost takes
 each term from the algorithm that is best at it; double binary trees nearly reach both.)
 
 **Torus dims** are one level together: an axis sends over all the torus dims that it lies on at once. A dim gives two
@@ -203,9 +204,10 @@ class MeshCost:
         if kind == "slice" or not rungs:
             return 0.0, 0.0
         steps = sum(rung.steps for rung in rungs)
+        launch = self.cluster.node_link.latency
         if kind == "collective_permute":
             worst = rungs[-1]
-            return worst.step, max(1 / worst.bandwidth, worst.exchange)
+            return launch + worst.step, max(1 / worst.bandwidth, worst.exchange)
         if kind == "all_to_all":
             total = math.prod(rung.size for rung in rungs)
             beta, inside = 0.0, 1
@@ -214,12 +216,12 @@ class MeshCost:
                 share = inside * rung.size / total
                 beta += rung.exchange * share
                 inside *= rung.size
-            return steps, beta
+            return launch + steps, beta
         beta, inside = 0.0, 1
         for rung in rungs:
             beta += (rung.size - 1) / rung.size / (rung.bandwidth * inside)
             inside *= rung.size
-        return (2 * steps, 2 * beta) if kind == "all_reduce" else (steps, beta)
+        return (launch + 2 * steps, 2 * beta) if kind == "all_reduce" else (launch + steps, beta)
 
     def _rungs(self, axes: frozenset[str]) -> list[_Rung]:
         """The levels that a group over `axes` occupies, innermost first, the torus dims as one."""

@@ -118,24 +118,28 @@ def spec_of(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
-def collectives(program: LocalProgram, traced: Traced) -> tuple[Collective, ...]:
-    """Every logical collective of a local program, loop trip counts multiplied in, in program order."""
-    out: list[Collective] = []
+def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective, tuple[int, int] | None], ...]:
+    """Every logical collective of a local program, loop trip counts multiplied in, in program order.
+
+    With each comes (value, phase) of the resharding that it belongs to, or None where an operation issues it.
+    """
+    out: list[tuple[Collective, tuple[int, int] | None]] = []
     values = traced.graph.values
 
     def visit(body: Body, trips: int) -> None:
         for item in body.instructions:
             match item:
-                case Reshard(value=value, steps=steps, used_by=op):
+                case Reshard(value=value, steps=steps, used_by=op, late=late):
                     for step in steps:
                         if step.kind != "slice":
                             size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
                             axes = _sorted(step.axes, program.mesh)
-                            out.append(Collective(step.kind, axes, size, trips, 0, _where(op)))
+                            found = Collective(step.kind, axes, size, trips, 0, _where(op))
+                            out.append((found, (value, int(late))))
                 case Compute(op=op, form=form):
                     for c in form.collectives:
                         axes = _sorted(c.axes, program.mesh)
-                        out.append(Collective(c.kind, axes, c.bytes, trips, 0, _where(op)))
+                        out.append((Collective(c.kind, axes, c.bytes, trips, 0, _where(op)), None))
                 case Loop(op=op, bodies=bodies):
                     times = trips * int(op.params["length"]) if op.name == "scan" else trips
                     for inner in bodies:

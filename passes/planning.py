@@ -20,7 +20,7 @@ from alpa_lite.passes.grouping import Group, Grouping
 from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.passes.search import Found
 from alpa_lite.passes.strategies import Node, Space
-from alpa_lite.plan import Alternative, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
+from alpa_lite.plan import Alternative, Collective, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = 6
@@ -43,8 +43,9 @@ def write(
 ) -> Plan:
     """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty."""
     cost = MeshCost(cluster, found.mesh)
-    listed = lowering.collectives(program, traced)
-    seconds = tuple(cost.collective(c.kind, c.axes, c.bytes) * c.count for c in listed)
+    moved = lowering.collectives(program, traced)
+    listed = tuple(collective for collective, _ in moved)
+    seconds = tuple(_collective_seconds(cost, found.space, *item) for item in moved)
     nodes, choice = found.space.nodes, found.solution.choice
     compute = float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
     parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
@@ -87,6 +88,14 @@ def write(
         notes=(*traced.notes, *notes),
         ingredients=parts,
     )
+
+
+def _collective_seconds(cost: MeshCost, space: Space, collective: Collective, move: tuple[int, int] | None) -> float:
+    """Seconds of a collective; one that the compiler combines with others pays its share of one latency."""
+    alpha, beta = cost.coefficients(collective.kind, collective.axes)
+    joins = move is not None and collective.kind in strategies.combinable(cost)
+    share = space.shares.get(move, 1.0) if joins else 1.0
+    return (alpha * share + beta * collective.bytes) * collective.count
 
 
 def ingredients(

@@ -196,7 +196,7 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
 def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
     numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
     out: dict[int, tuple[Layout, ...]] = {}
-    for path, spec in method.specs.items():
+    for path, spec in method.specs:
         if path not in numbers:
             import difflib
 

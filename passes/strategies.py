@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class Space:
       moves: one for each transfer of the program.
       late_from: program point from which a use counts as late (see `build`); None if uses are not split.
       buffer_values: for each of the program's buffers, the value that it holds.
+      shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
     """
 
     mesh: LogicalMesh
@@ -84,6 +86,7 @@ class Space:
     moves: tuple[Move, ...]
     late_from: int | None
     buffer_values: tuple[int, ...]
+    shares: Mapping[tuple[int, int], float]
 
 
 def build(
@@ -166,29 +169,41 @@ def fullest_point(traced: Traced, grouping: Grouping) -> int:
     return int(np.argmax(np.cumsum(change)))
 
 
+def combinable(cost: MeshCost) -> frozenset[str]:
+    """The kinds of collectives that the compiler joins: on CPU its combiner joins all-reduces alone."""
+    if cost.cluster.platform == "cpu":
+        return frozenset({"all_reduce"})
+    return frozenset({"all_reduce", "reduce_scatter", "all_gather"})
+
+
 @functools.lru_cache(maxsize=400_000)
-def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float]:
-    """Seconds of resharding, as (latency, seconds per byte of the whole tensor); inf where it cannot be done."""
+def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float]:
+    """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
+
+    The latency is inf where it cannot be done.
+    """
     steps = reshard_steps(src, dst)
     if steps is None:
-        return math.inf, 0.0
-    alpha = beta = 0.0
+        return 0.0, math.inf, 0.0
+    joins = combinable(cost)
+    alpha = [0.0, 0.0]
+    beta = 0.0
     for step in steps:
         if step.kind == "slice":
             continue
         layout = step.before if step.kind == "reduce_scatter" else step.after
         parts = math.prod(cost.mesh.product(axes) for axes in layout.dims)
         a, b = cost.coefficients(step.kind, step.axes)
-        alpha += a
+        alpha[step.kind not in joins] += a
         beta += b / parts
-    return alpha, beta
+    return alpha[0], alpha[1], beta
 
 
 @functools.lru_cache(maxsize=20_000)
-def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of every pair of layouts: two arrays [P, Q]."""
+def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, ...]:
+    """Coefficients of every pair of layouts: three arrays [P, Q]."""
     table = np.array([[_pair(cost, p, q) for q in wanted] for p in produced])
-    return table[..., 0], table[..., 1]
+    return table[..., 0], table[..., 1], table[..., 2]
 
 
 def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
@@ -228,6 +243,7 @@ class _Builder:
         for demand in grouping.demands:
             self.arriving.setdefault(demand.group, []).append(demand)
             self.uses.setdefault(demand.value, []).append(demand)
+        self.inputs = set(traced.graph.block.inputs)
         self.homes_of: dict[int, list[int]] = {}
         for value, home in grouping.homes.items():
             self.homes_of.setdefault(home.group, []).append(value)
@@ -249,7 +265,7 @@ class _Builder:
             budget=budget,
             names=tuple(self.grouping.groups[n.group].name for n in nodes),
         )
-        return Space(self.mesh, program, tuple(nodes), tuple(node_of), tuple(moves), self.late_from, held)
+        return Space(self.mesh, program, tuple(nodes), tuple(node_of), tuple(moves), self.late_from, held, self.shares)
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""
@@ -358,6 +374,9 @@ class _Builder:
             escapes = any(d.group != group.index for d in self.uses.get(value, ()))
             if escapes and value in self.grouping.defined and group.ops:
                 moved += self.block_bytes(value, self.produced(value, strategy))
+            if value in self.inputs:
+                # Arguments are read once, and the batch is brought in: a smaller block is the better one.
+                moved += self.block_bytes(value, self.produced(value, strategy))
         parts = math.prod(self.mesh.product(a) for a in strategy.axes)
         for number in group.ops:
             op = self.grouping.ops[number]
@@ -369,7 +388,20 @@ class _Builder:
             for c in form.collectives:
                 alpha, beta = self.cost.coefficients(c.kind, c.axes)
                 sent += alpha + beta * c.bytes
-        return self.cost.compute(flops, moved, dtype) if group.ops else 0.0, sent
+        efficiency = self.efficiency(group, strategy) if group.kind == "heavy" else None
+        return self.cost.compute(flops, moved, dtype, efficiency) if moved or flops else 0.0, sent
+
+    def efficiency(self, group: Group, strategy: Strategy) -> float | None:
+        """The share of the peak that a product reaches at its local sizes; None for what is no product."""
+        op = self.grouping.ops[group.ops[0]]
+        if op.name not in ("dot_general", "conv_general_dilated"):
+            return None
+        left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
+        sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
+        for f, (factor, axes) in enumerate(zip(group.factors, strategy.axes, strict=True)):
+            role = "k" if factor.kind == "sum" else "batch" if f in left and f in right else "m" if f in left else "n"
+            sizes[role] *= max(1, factor.size // self.mesh.product(axes))
+        return self.cost.matmul_efficiency(**sizes)
 
     def block_bytes(self, value: int, layout: Layout) -> float:
         return self.values[value].nbytes / math.prod(self.mesh.product(a) for a in layout.dims)
@@ -392,11 +424,9 @@ class _Builder:
                 key = (node_of[home.group], home.slot if home.group else value, ends, phase)
                 table.setdefault(key, []).append(value)
                 example.setdefault(key, some)
-        updates = self.update_groups()
-        combined = [all(d.group in updates or d.group in self.leaf_groups for d in some) for some in example.values()]
-        share = 1.0 / max(1, sum(len(v) for v, c in zip(table.values(), combined, strict=True) if c))
+        self.shares = self.latency_shares(table, example)
         moves, transfers = [], []
-        for (key, members), together in zip(table.items(), combined, strict=True):
+        for key, members in table.items():
             some = example[key]
             src = node_of[homes[members[0]].group]
             made = self.classify([self.produced(members[0], s) for s in nodes[src].strategies])
@@ -408,7 +438,7 @@ class _Builder:
                 ends.setdefault((node_of[demand.group], klass.tobytes()), klass)
             wanted = tuple(layouts)
             trips = some[0].trips
-            matrix = self.matrix(self.values[members[0]], made[0], wanted, share if together else 1.0)
+            matrix = self.matrix(self.values[members[0]], made[0], wanted, self.shares.get((members[0], key[3]), 1.0))
             if not matrix.any():
                 continue
             moves.append(Move(members[0], src, made[0], wanted, len(members), trips, key[3]))
@@ -421,9 +451,23 @@ class _Builder:
         self.members = table
         return moves, transfers
 
+    def latency_shares(
+        self, table: Mapping[Any, list[int]], example: Mapping[Any, list[Demand]]
+    ) -> dict[tuple[int, int], float]:
+        """Gradients on their way to the updates are reduced together, and new state is gathered together."""
+        updates = self.update_groups()
+        together: list[list[tuple[int, int]]] = [[], []]
+        for key, members in table.items():
+            groups = {d.group for d in example[key]}
+            for kind, ends in enumerate((updates, self.leaf_groups)):
+                if groups <= ends:
+                    together[kind] += [(value, key[3]) for value in members]
+                    break
+        return {item: 1.0 / len(items) for items in together for item in items}
+
     def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
-        alpha, beta = _pairs(self.cost, produced, wanted)
-        out = alpha * latency + beta * value.nbytes
+        joint, alpha, beta = _pairs(self.cost, produced, wanted)
+        out = joint * latency + alpha + beta * value.nbytes
         for j, layout in enumerate(wanted):
             if not _divides(value.shape, layout, self.mesh):
                 out[:, j] = math.inf
@@ -495,8 +539,7 @@ class _Builder:
         for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
             if self.values[move.value].nbytes < small:
                 continue
-            alpha, beta = _pairs(self.cost, move.produced, move.wanted)
-            costly = (alpha > 0) | (beta > 0)
+            costly = sum(_pairs(self.cost, move.produced, move.wanted)) > 0
             for q, wanted in enumerate(move.wanted):
                 bytes_ = self.block_bytes(move.value, wanted)
                 if bytes_ < small:
