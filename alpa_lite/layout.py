@@ -127,6 +127,101 @@ class Step:
         return math.prod(local_shape(shape, layout, mesh)) * itemsize
 
 
+Move = tuple[StepKind, Axes, int, int, tuple[Axes, ...], Axes]
+"""A step as plain data: kind, axes, dim, to_dim, and the dims and partial axes after it."""
+
+
+@functools.lru_cache(maxsize=200_000)
+def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
+    """The elementary steps from `src` to `dst`, or None where there are none (a whole value never becomes partial).
+
+    Greedy, in the order of rising cost: slices first, since they shrink what later steps move; then reduce-scatters
+    and all-to-alls that land where the goal wants the axis; then reordering; then all-reduces of partial axes that the
+    goal has no use for, and last gathers of axes that must go. Neighbouring steps of one kind are joined, since one
+    collective over two axes is cheaper than one per axis.
+
+    The result does not depend on the tensor's shape: divisibility of `src` and `dst` implies that of what lies between,
+    except where a dim holds axes of both; callers check with `local_shape` on each step's layouts if in doubt.
+    """
+    moves = reshard_moves(src, dst)
+    if moves is None:
+        return None
+    steps, before = [], src
+    for kind, axes, dim, to_dim, dims, partial in moves:
+        after = Layout(dims, partial)
+        steps.append(Step(kind, axes, dim, to_dim, before, after))
+        before = after
+    return tuple(steps)
+
+
+def reshard_moves(src: Layout, dst: Layout) -> list[Move] | None:
+    """`reshard_steps` as plain tuples, for pricing: building a program asks for many thousands of pairs."""
+    if len(src.dims) != len(dst.dims) or any(a not in src.partial for a in dst.partial):
+        return None
+    moves: list[Move] = []
+    dims, partial = list(src.dims), src.partial
+    goal = dst.dims
+    open_dims = [i for i, axes in enumerate(goal) if dims[i] != axes]
+    while open_dims or partial != dst.partial:
+        found = _advance(dims, partial, goal, dst.partial, open_dims) or _give_up(dims, partial, dst, open_dims)
+        kind, axes, dim, to_dim = found
+        if kind in ("reduce_scatter", "all_reduce"):
+            partial = tuple(a for a in partial if a not in axes)
+        if kind in ("slice", "reduce_scatter"):
+            dims[dim] = (*dims[dim], *axes)
+        elif kind == "all_gather":
+            dims[dim] = dims[dim][: -len(axes)]
+        elif kind == "all_to_all":
+            dims[dim], dims[to_dim] = dims[dim][:-1], (*dims[to_dim], *axes)
+        elif kind == "collective_permute":
+            dims[dim] = axes
+        _append(moves, (kind, axes, dim, to_dim, tuple(dims), partial))
+        open_dims = [i for i in {*open_dims, dim, to_dim} if i >= 0 and dims[i] != goal[i]]
+        open_dims.sort()
+    return moves
+
+
+def _advance(
+    dims: list[Axes], partial: Axes, goal: tuple[Axes, ...], kept: Axes, open_dims: list[int]
+) -> tuple[StepKind, Axes, int, int] | None:
+    """A step that lands an axis where the goal wants it, the cheapest kind first; None if there is no such step."""
+    ready = [(i, goal[i][len(dims[i])]) for i in open_dims if goal[i][: len(dims[i])] == dims[i]]
+    if ready:
+        used = {a for axes in dims for a in axes}
+        for i, axis in ready:
+            if axis not in used and axis not in partial:
+                return "slice", (axis,), i, i
+        for i, axis in ready:
+            if axis in partial and axis not in kept:
+                return "reduce_scatter", (axis,), i, i
+        for i, axis in ready:
+            for source in open_dims:
+                axes = dims[source]
+                if source != i and axes and axes[-1] == axis and goal[source][: len(axes)] != axes:
+                    return "all_to_all", (axis,), source, i
+    for i in open_dims:
+        if len(dims[i]) > 1 and sorted(dims[i]) == sorted(goal[i]):
+            return "collective_permute", goal[i], i, i
+    return None
+
+
+def _give_up(dims: list[Axes], partial: Axes, dst: Layout, open_dims: list[int]) -> tuple[StepKind, Axes, int, int]:
+    """A step that gives up an axis: sums that the goal does not shard, then blocks that are in the way."""
+    wanted = {a for axes in dst.dims for a in axes}
+    rest = tuple(a for a in partial if a not in dst.partial and a not in wanted)
+    if rest:
+        return "all_reduce", rest, -1, -1
+    wrong = [(len(dims[i]) - _prefix(dims[i], dst.dims[i]), -i) for i in open_dims]
+    extra, i = max(wrong, default=(0, 0))
+    if not extra:
+        return "all_reduce", tuple(a for a in partial if a not in dst.partial), -1, -1
+    have, goal = dims[-i], dst.dims[-i]
+    order = (*(a for a in goal if a in have), *(a for a in have if a not in goal))
+    if all(a in have for a in goal) and order != have:  # a reordering moves one block; a gather moves all of them
+        return "collective_permute", order, -i, -i
+    return "all_gather", have[-1:], -i, -i
+
+
 def _prefix(current: Axes, goal: Axes) -> int:
     """The length of the common prefix."""
     n = 0
@@ -135,95 +230,15 @@ def _prefix(current: Axes, goal: Axes) -> int:
     return n
 
 
-@functools.lru_cache(maxsize=200_000)
-def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
-    """The elementary steps from `src` to `dst`, or None where there are none (a whole value never becomes partial).
-
-    Greedy, in the order of rising cost: slices first, since they shrink what later steps move; then reduce-scatters
-    and all-to-alls that land where the goal wants the axis; then reordering; then gathers of axes that must go, and
-    last all-reduces of the partial axes that the goal does not shard. Neighbouring steps of one kind are joined, since
-    one collective over two axes is cheaper than one per axis.
-
-    The result does not depend on the tensor's shape: divisibility of `src` and `dst` implies that of what lies between,
-    except where a dim holds axes of both; callers check with `local_shape` on each step's layouts if in doubt.
-    """
-    if set(dst.partial) - set(src.partial) or len(src.dims) != len(dst.dims):
-        return None
-    steps: list[Step] = []
-    current = src
-
-    def move(kind: StepKind, axes: Axes, dim: int, to_dim: int, after: Layout) -> None:
-        nonlocal current
-        steps.append(Step(kind, axes, dim, to_dim, current, after))
-        current = after
-
-    def with_dims(changes: dict[int, Axes], partial: Axes | None = None) -> Layout:
-        dims = tuple(changes.get(i, axes) for i, axes in enumerate(current.dims))
-        return Layout(dims, current.partial if partial is None else partial)
-
-    while current != dst:
-        if _advance(current, dst, move, with_dims):
-            continue
-        wanted = {axis for axes in dst.dims for axis in axes}
-        rest = tuple(a for a in current.partial if a not in dst.partial and a not in wanted)
-        if rest:
-            move("all_reduce", rest, -1, -1, with_dims({}, tuple(a for a in current.partial if a not in rest)))
-            continue
-        wrong = [(d, a) for d, a in enumerate(current.dims) if _prefix(a, dst.dims[d]) < len(a)]
-        if wrong:
-            dim, axes = max(wrong, key=lambda item: len(item[1]) - _prefix(item[1], dst.dims[item[0]]))
-            goal = dst.dims[dim]
-            order = (*(a for a in goal if a in axes), *(a for a in axes if a not in goal))
-            if set(goal) <= set(axes) and order != axes:  # a reordering moves one block; a gather moves all of them
-                move("collective_permute", order, dim, dim, with_dims({dim: order}))
-            else:
-                move("all_gather", axes[-1:], dim, dim, with_dims({dim: axes[:-1]}))
-            continue
-        rest = tuple(a for a in current.partial if a not in dst.partial)
-        assert rest, (src, dst, current)
-        move("all_reduce", rest, -1, -1, with_dims({}, tuple(a for a in current.partial if a not in rest)))
-    return _join(steps)
-
-
-def _advance(current: Layout, dst: Layout, move, with_dims) -> bool:
-    """Makes one step that lands an axis where the goal wants it; False if there is none."""
-    for kind in ("slice", "reduce_scatter", "all_to_all"):
-        for dim, goal in enumerate(dst.dims):
-            have = current.dims[dim]
-            if len(have) >= len(goal) or goal[: len(have)] != have:
-                continue
-            axis = goal[len(have)]
-            grown = (*have, axis)
-            if kind == "slice" and axis not in current.used:
-                move("slice", (axis,), dim, dim, with_dims({dim: grown}))
-                return True
-            if kind == "reduce_scatter" and axis in current.partial and axis not in dst.partial:
-                rest = tuple(a for a in current.partial if a != axis)
-                move("reduce_scatter", (axis,), dim, dim, with_dims({dim: grown}, rest))
-                return True
-            if kind == "all_to_all":
-                for source, axes in enumerate(current.dims):
-                    if source != dim and axes and axes[-1] == axis and _prefix(axes, dst.dims[source]) < len(axes):
-                        move("all_to_all", (axis,), source, dim, with_dims({source: axes[:-1], dim: grown}))
-                        return True
-    for dim, goal in enumerate(dst.dims):
-        have = current.dims[dim]
-        if have != goal and len(have) > 1 and sorted(have) == sorted(goal):
-            move("collective_permute", goal, dim, dim, with_dims({dim: goal}))
-            return True
-    return False
-
-
-def _join(steps: list[Step]) -> tuple[Step, ...]:
-    """Joins neighbouring steps of one kind on one dim into one step over several axes."""
-    out: list[Step] = []
-    for step in steps:
-        last = out[-1] if out else None
-        same = last is not None and last.kind == step.kind and last.dim == step.dim and last.to_dim == step.to_dim
-        if last is not None and same and step.kind in ("slice", "reduce_scatter"):
-            out[-1] = Step(step.kind, last.axes + step.axes, step.dim, step.to_dim, last.before, step.after)
-        elif last is not None and same and step.kind == "all_gather":
-            out[-1] = Step(step.kind, step.axes + last.axes, step.dim, step.to_dim, last.before, step.after)
-        else:
-            out.append(step)
-    return tuple(out)
+def _append(moves: list[Move], move: Move) -> None:
+    """Appends a step, or joins it with the one before: a longer slice, reduce-scatter or gather of the same dim."""
+    kind, axes, dim, to_dim, dims, partial = move
+    if moves and moves[-1][0] == kind and moves[-1][2] == dim:
+        last = moves[-1][1]
+        if kind in ("slice", "reduce_scatter"):
+            moves[-1] = (kind, last + axes, dim, to_dim, dims, partial)
+            return
+        if kind == "all_gather":
+            moves[-1] = (kind, axes + last, dim, to_dim, dims, partial)
+            return
+    moves.append(move)

@@ -28,7 +28,7 @@ import numpy as np
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Traced, Value
-from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_steps
+from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_moves
 from alpa_lite.passes.grouping import Demand, Dims, Group, Grouping
 from alpa_lite.passes.local_forms import LocalForm, local_form
 from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
@@ -182,20 +182,20 @@ def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float
 
     The latency is inf where it cannot be done.
     """
-    steps = reshard_steps(src, dst)
-    if steps is None:
+    moves = reshard_moves(src, dst)
+    if moves is None:
         return 0.0, math.inf, 0.0
     joins = combinable(cost)
     alpha = [0.0, 0.0]
     beta = 0.0
-    for step in steps:
-        if step.kind == "slice":
-            continue
-        layout = step.before if step.kind == "reduce_scatter" else step.after
-        parts = math.prod(cost.mesh.product(axes) for axes in layout.dims)
-        a, b = cost.coefficients(step.kind, step.axes)
-        alpha[step.kind not in joins] += a
-        beta += b / parts
+    before = src.dims
+    for kind, axes, _, _, after, _ in moves:
+        if kind != "slice":
+            dims = before if kind == "reduce_scatter" else after
+            a, b = cost.coefficients(kind, axes)
+            alpha[kind not in joins] += a
+            beta += b / cost.mesh.product(tuple(a for axes in dims for a in axes))
+        before = after
     return alpha[0], alpha[1], beta
 
 
