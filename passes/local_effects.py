@@ -51,10 +51,11 @@ def printing(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
+    params = s.params()
 
     def run(*operands: Any) -> list:
         def call(*operands: Any) -> tuple[()]:
-            bind(s.op, operands)
+            bind(s.op, operands, params)
             return ()
 
         lax.cond(block_number(axes) == 0, call, lambda *_: (), *operands)
@@ -68,11 +69,12 @@ def io_callback(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
+    params = s.params()
     dtypes = [np.dtype(s.result_dtype(i)) for i in range(len(s.results))]
 
     def run(*operands: Any) -> list:
         def call(*operands: Any) -> list[jax.Array]:
-            outs = bind(s.op, operands)
+            outs = bind(s.op, operands, params)
             return [_carried(jnp.asarray(out)) for out in outs]
 
         def skip(*_: Any) -> list[jax.Array]:

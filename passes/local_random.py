@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from alpa_lite.graph import Lit
 from alpa_lite.passes.local_types import LocalForm, Setting, offset
 
 
@@ -69,7 +70,8 @@ def _stream(s: Setting, finish: Any) -> LocalForm | None:
         return None
     if not any(axes):
         return s.bound()
-    if str(s.values[s.op.operands[0]].dtype) != "key<fry>" or not _partitionable(s):  # type: ignore[index]
+    key = s.op.operands[0]
+    if isinstance(key, Lit) or str(s.values[key].dtype) != "key<fry>" or not _partitionable(s):
         return None
     local = s.local_result()
 
@@ -91,9 +93,7 @@ def _partitionable(s: Setting) -> bool:
     return bool(jax.config.jax_threefry_partitionable if here is None else here)  # type: ignore[attr-defined]
 
 
-def counters(
-    shape: Sequence[int], local: Sequence[int], starts: Sequence[jax.Array | None]
-) -> tuple[jax.Array, jax.Array]:
+def counters(shape: Sequence[int], local: Sequence[int], starts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     """The flat index in an array of `shape` of each element of a block of it, as two words.
 
     Args:

@@ -47,15 +47,15 @@ def extremum(s: Setting) -> LocalForm | None:
     def run(x: jax.Array) -> list:
         (out,) = bind(s.op, [x], params)
         if floating:
-            out = _ordered(out, carrier, largest)
+            out = ordered(out, carrier, largest)
         out = (lax.pmax if largest else lax.pmin)(out, axes)
-        return [_unordered(out, dtype) if floating else out]
+        return [unordered(out, dtype) if floating else out]
 
     size = math.prod(s.local_result()) * carrier.itemsize
     return s.form(run, LocalCollective("all_reduce", axes, size))
 
 
-def _ordered(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
+def ordered(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
     """Integers in the order of the floats x; NaN becomes the largest (or the smallest) integer."""
     wide = np.dtype(f"float{carrier.itemsize * 8}")
     bits = lax.bitcast_convert_type(lax.convert_element_type(x, wide), carrier)
@@ -64,8 +64,8 @@ def _ordered(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.asarray(info.max if nan_high else info.min, carrier), bits)
 
 
-def _unordered(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `_ordered`: the extreme integers are the bits of a NaN."""
+def unordered(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `ordered`: the extreme integers are the bits of a NaN."""
     info = np.iinfo(bits.dtype)
     bits = jnp.where(bits < 0, bits ^ info.max, bits)
     wide = lax.bitcast_convert_type(bits, np.dtype(f"float{bits.dtype.itemsize * 8}"))

@@ -72,7 +72,7 @@ def _halo_collectives(s: Setting, halos: Sequence[_Halo]) -> list[LocalCollectiv
                 out.append(
                     LocalCollective("collective_permute", _ordered(halo.axes, s.mesh), others * width * itemsize)
                 )
-        shape[halo.dim] += halo.left + halo.right
+        shape[halo.dim] += halo.left + halo.right + sum(halo.padding)
     return out
 
 
