@@ -1,8 +1,8 @@
 """The strategy graph in the form that the solver works on: dense arrays, with memory beside each cost.
 
-A `StrategyGraph` lists buffers by owner. Here every node and every edge carries its own bytes: `memory[(start, end)]`
-is an array of the shape of the cost, the bytes that live over that closed interval of program points. So a reduction
-moves bytes as it moves seconds, and one that may not ignore memory has only to look beside the cost.
+A `StrategyGraph` lists buffers by owner. Here every node and every edge carries its own bytes: for some closed
+intervals of program points, an array of the shape of its cost. So a reduction moves bytes as it moves seconds, and one
+that may not ignore memory has only to look beside the cost.
 
     seconds(choice)  = sum_i node_i.cost[s_i] + sum_e sum_{q in Q_e} edge_e.cost[p_e, q]
     bytes(choice)[t] = base[t] + the same sum over the memory of the intervals that contain t
@@ -13,27 +13,73 @@ with p_e = src_class[s_src] and Q_e = {klass[s_node] for (node, klass) in consum
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
 
-Span = tuple[int, int]
 Consumer = tuple[int, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes that live over closed intervals of program points: span [n, 2], size [n, *shape]."""
+
+    span: np.ndarray
+    size: np.ndarray
+
+    def __bool__(self) -> bool:
+        return len(self.span) > 0
+
+    def at(self, *index: np.ndarray | int) -> Memory:
+        """The bytes of some entries, as one would index the cost."""
+        every: tuple[Any, ...] = (slice(None), *index)
+        return Memory(self.span, self.size[every]) if self else nothing()
+
+    def where(self, mask: np.ndarray) -> Memory:
+        """The bytes of the entries of a mask, zero elsewhere."""
+        return Memory(self.span, np.where(mask, self.size, 0.0)) if self else self
+
+    def plus(self, other: Memory) -> Memory:
+        """Both together."""
+        if not (self and other):
+            return self or other
+        return Memory(np.concatenate([self.span, other.span]), np.concatenate([self.size, other.size]))
+
+    def tidy(self) -> Memory:
+        """The same bytes with equal intervals added up and empty ones left out."""
+        if not self:
+            return self
+        span, size = self.span, self.size
+        if len(span) > 1:
+            key = span[:, 0] * (span[:, 1].max() + 1) + span[:, 1]
+            unique, first, group = np.unique(key, return_index=True, return_inverse=True)
+            if len(unique) < len(key):
+                size = np.zeros((len(unique), *size.shape[1:]))
+                np.add.at(size, group, self.size)
+                span = span[first]
+        full = size.reshape(len(size), -1).any(1)
+        return Memory(span, size) if full.all() else Memory(span[full], size[full])
+
+
+def nothing() -> Memory:
+    """No bytes at all."""
+    return Memory(np.zeros((0, 2), dtype=np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True, eq=False)
 class Node:
-    """One decision. cost: [S] seconds. memory: span -> [S] bytes."""
+    """One decision. cost: [S] seconds. memory: [n, S] bytes."""
 
     cost: np.ndarray
-    memory: dict[Span, np.ndarray] = field(default_factory=dict)
+    memory: Memory = field(default_factory=nothing)
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One transfer. cost: [P, Q] seconds, `inf` forbids. memory: span -> [P, Q] bytes of the copy in layout q.
+    """One transfer. cost: [P, Q] seconds, `inf` forbids. memory: [n, P, Q] bytes of the copy in layout q.
 
     src_class: [S of src] -> p. consumers: (node, [S of node] -> q); no two of them alike.
     """
@@ -42,7 +88,7 @@ class Edge:
     src_class: np.ndarray
     consumers: tuple[Consumer, ...]
     cost: np.ndarray
-    memory: dict[Span, np.ndarray] = field(default_factory=dict)
+    memory: Memory = field(default_factory=nothing)
 
     @property
     def nodes(self) -> set[int]:
@@ -70,20 +116,17 @@ class Problem:
 
     def bytes(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """[points] bytes live at each program point under a choice."""
-        spans: list[Span] = []
-        sizes: list[float] = []
+        spans, sizes = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
         for node, s in zip(self.nodes, choice, strict=True):
-            for span, size in node.memory.items():
-                spans.append(span)
-                sizes.append(float(size[s]))
+            if node.memory:
+                spans.append(node.memory.span)
+                sizes.append(node.memory.size[:, s])
         for edge in self.edges:
             if edge.memory:
-                p, wanted = edge.src_class[choice[edge.src]], edge.wanted(choice)
-                for span, size in edge.memory.items():
-                    spans.append(span)
-                    sizes.append(float(size[p, wanted].sum()))
-        start, end = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-        return self.base + timeline(len(self.base), start, end, np.array(sizes))
+                spans.append(edge.memory.span)
+                sizes.append(edge.memory.size[:, edge.src_class[choice[edge.src]], edge.wanted(choice)].sum(1))
+        start, end = np.concatenate(spans).T
+        return self.base + timeline(len(self.base), start, end, np.concatenate(sizes))
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""
@@ -113,13 +156,14 @@ def from_graph(graph: StrategyGraph) -> Problem:
     names = graph.names or tuple(f"node {i}" for i in range(len(graph.node_cost)))
     costs = [_cost(cost, names[i]) for i, cost in enumerate(graph.node_cost)]
     edges = [_edge(transfer, [len(cost) for cost in costs]) for transfer in graph.transfers]
-    node_memory: list[dict[Span, np.ndarray]] = [{} for _ in costs]
+    nodes = [Node(cost) for cost in costs]
     points = 0
     if graph.buffers is not None:
         points = graph.buffers.points
-        _add_buffers(graph.buffers, [len(cost) for cost in costs], edges, node_memory)
-    nodes = tuple(Node(cost, memory) for cost, memory in zip(costs, node_memory, strict=True))
-    return Problem(nodes, tuple(edge for edge in edges if edge.consumers), np.zeros(points), graph.budget)
+        _check_buffers(graph.buffers)
+        nodes = _node_buffers(graph.buffers, nodes)
+        edges = _edge_buffers(graph.buffers, edges)
+    return Problem(tuple(nodes), tuple(edge for edge in edges if edge.consumers), np.zeros(points), graph.budget)
 
 
 def forget_memory(problem: Problem) -> Problem:
@@ -142,8 +186,9 @@ def price_memory(problem: Problem, price: np.ndarray) -> Problem:
     """The Lagrangian: a byte at program point t costs `price[t]` seconds; no budget."""
     total = np.concatenate([[0.0], np.cumsum(price)])
 
-    def priced(cost: np.ndarray, memory: dict[Span, np.ndarray]) -> np.ndarray:
-        return cost + sum((total[end + 1] - total[start]) * size for (start, end), size in memory.items())
+    def priced(cost: np.ndarray, memory: Memory) -> np.ndarray:
+        each = total[memory.span[:, 1] + 1] - total[memory.span[:, 0]]
+        return cost + np.tensordot(each, memory.size, 1) if each.any() else cost
 
     nodes = tuple(Node(priced(n.cost, n.memory)) for n in problem.nodes)
     edges = tuple(Edge(e.src, e.src_class, e.consumers, priced(e.cost, e.memory)) for e in problem.edges)
@@ -193,24 +238,46 @@ def _edge(transfer: Transfer, strategies: list[int]) -> Edge:
     return Edge(transfer.src, src_class, tuple(consumers), cost)
 
 
-def _add_buffers(
-    buffers: Buffers, strategies: list[int], edges: list[Edge], nodes: list[dict[Span, np.ndarray]]
-) -> None:
-    """Put the bytes of each buffer beside the cost of its owner, node or edge."""
-    for b in range(len(buffers.size)):
-        span = (int(buffers.start[b]), int(buffers.end[b]))
-        size = np.asarray(buffers.size[b], dtype=np.float64)
-        if not 0 <= span[0] <= span[1] < buffers.points or not (np.isfinite(size) & (size >= 0)).all():
-            raise ValueError(
-                f"buffer {b} lives over {span} of {buffers.points} program points with sizes {size}: "
-                "an interval within the points and finite sizes of at least zero are needed"
-            )
-        if (t := int(buffers.transfer[b])) < 0:
-            owner = int(buffers.owner[b])
-            memory = nodes[owner]
-            memory[span] = memory.get(span, np.zeros(strategies[owner])) + size[buffers.klass[b]]
-        else:
-            copies = np.zeros(edges[t].cost.shape)
-            copies[:, int(buffers.copy[b])] = size
-            memory = edges[t].memory
-            memory[span] = memory.get(span, 0.0) + copies
+def _check_buffers(buffers: Buffers) -> None:
+    start, end = np.asarray(buffers.start), np.asarray(buffers.end)
+    sizes = np.concatenate([np.zeros(0), *buffers.size])
+    wrong = np.flatnonzero((start < 0) | (start > end) | (end >= buffers.points))
+    if len(wrong):
+        b = wrong[0]
+        raise ValueError(f"buffer {b} lives over [{start[b]}, {end[b]}], but there are {buffers.points} program points")
+    if not (np.isfinite(sizes) & (sizes >= 0)).all():
+        bad = sizes[~(np.isfinite(sizes) & (sizes >= 0))][0]
+        raise ValueError(f"a buffer has a size of {bad} bytes: finite sizes of at least zero are needed")
+
+
+def _by(owner: np.ndarray, these: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """The buffers among `these`, grouped by owner."""
+    if not len(these):
+        return []
+    these = these[np.argsort(owner[these], kind="stable")]
+    owners, first = np.unique(owner[these], return_index=True)
+    return [(int(o), group) for o, group in zip(owners, np.split(these, first[1:]), strict=True)]
+
+
+def _node_buffers(buffers: Buffers, nodes: list[Node]) -> list[Node]:
+    """The nodes with the bytes of their buffers."""
+    result = list(nodes)
+    for i, mine in _by(np.asarray(buffers.owner), np.flatnonzero(np.asarray(buffers.transfer) < 0)):
+        span = np.stack([buffers.start[mine], buffers.end[mine]], axis=1)
+        size = np.stack([np.asarray(buffers.size[b], dtype=np.float64)[buffers.klass[b]] for b in mine])
+        result[i] = Node(nodes[i].cost, Memory(span, size).tidy())
+    return result
+
+
+def _edge_buffers(buffers: Buffers, edges: list[Edge]) -> list[Edge]:
+    """The edges with the bytes of their copies."""
+    result = list(edges)
+    for t, mine in _by(np.asarray(buffers.transfer), np.flatnonzero(np.asarray(buffers.transfer) >= 0)):
+        edge = edges[t]
+        key = np.asarray(buffers.start)[mine] * buffers.points + np.asarray(buffers.end)[mine]
+        unique, group = np.unique(key, return_inverse=True)
+        size = np.zeros((len(unique), *edge.cost.shape[::-1]))
+        np.add.at(size, (group, np.asarray(buffers.copy)[mine]), np.stack([buffers.size[b] for b in mine]))
+        span = np.stack([unique // buffers.points, unique % buffers.points], axis=1)
+        result[t] = replace(edge, memory=Memory(span, size.swapaxes(1, 2)).tidy())
+    return result

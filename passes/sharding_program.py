@@ -71,6 +71,17 @@ class Program:
         base = self.problem.base
         return base + timeline(len(base), self.start, self.end, self.size * x[self.variable])
 
+    def slack(self, reduced_cost: np.ndarray) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
+        """How far above the relaxation a choice is that takes a strategy, or a pair; as `Ascent.slack`."""
+        nodes = np.split(reduced_cost[: self.integers], self.first[1:-1])
+        pairs = {}
+        for e in np.unique(self.pair_edge[self.pair_edge >= 0]):
+            cost = self.problem.edges[e].cost
+            mine = np.flatnonzero(self.pair_edge == e)
+            pairs[int(e)] = np.zeros(cost.shape)
+            pairs[int(e)].flat[self.pair[mine]] = reduced_cost[self.integers + mine]
+        return nodes, pairs
+
     def memory_row(self, point: int) -> np.ndarray:
         """[n] bytes of each variable at a program point."""
         live = (self.start <= point) & (point <= self.end)
@@ -119,7 +130,7 @@ def build(problem: Problem) -> Program:
     cost = [np.concatenate([node.cost for node in problem.nodes]) if sizes else np.zeros(0)]
     items: list[tuple[int, int, np.ndarray, np.ndarray]] = []
     for i, node in enumerate(problem.nodes):
-        for (start, end), size in node.memory.items():
+        for (start, end), size in zip(node.memory.span, node.memory.size, strict=True):
             items.append((start, end, first[i] + np.arange(len(size)), size))
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     width = int(first[-1])
@@ -164,8 +175,8 @@ def _add_edge(
         wants[np.unique(klass)] += 2 if node == edge.src else 1
     shared = np.isfinite(edge.cost) & (wants > 1)
     charged = edge.cost > 0
-    for size in edge.memory.values():
-        charged = charged | (size > 0)
+    if edge.memory:
+        charged = charged | edge.memory.size.any(0)
     once = np.full(edge.cost.shape, -1)
     p, q = np.nonzero(shared & charged)
     once[p, q] = width + np.arange(len(p))
@@ -216,7 +227,7 @@ def _new_pairs(
     """Variables for the pairs (p, q), with their costs and bytes but for those of the mask `free`, which w pays."""
     pays = np.ones(len(p), dtype=bool) if free is None else ~free
     cost.append(np.where(pays, edge.cost[p, q], 0.0))
-    for (start, end), size in edge.memory.items():
+    for (start, end), size in zip(edge.memory.span, edge.memory.size, strict=True):
         items.append((start, end, width + np.arange(len(p)), np.where(pays, size[p, q], 0.0)))
     pairs.append((np.where(pays & alone, e, -1), p * edge.cost.shape[1] + q))
     return width + len(p)

@@ -2,12 +2,7 @@
 
 Three ideas, each a pure function from a problem to a smaller one and to the map that lifts its choices back:
 
-`prune` drops strategies that no optimum needs. Strategy s gives way to r if whatever the neighbours choose, going from
-s to r costs nothing (dead-end elimination: Goldstein, 1994):
-
-    cost[r] - cost[s] + sum_e max_{neighbour's class} (cost_e[r, .] - cost_e[s, .]) <= 0,
-
-and, where memory counts, no buffer grows. Forbidden strategies, and those that a neighbour cannot meet, go first.
+`prune` drops strategies that are forbidden, or that no optimum needs (`sharding_dominance`).
 
 `compress` moves constants from edges to nodes: a row p of a single consumer's matrix is paid exactly if the source
 takes p, so min_q cost[p, q] is the source's own; rows that then are equal are one. Columns likewise, also of a
@@ -25,13 +20,12 @@ Eliminated nodes remain, with one strategy, so that the numbers of nodes mean th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_lite.passes.sharding_problem import Consumer, Edge, Node, Problem, Span
-
-Memory = dict[Span, np.ndarray]
+from alpa_lite.passes.sharding_dominance import LARGE, copied_layouts, undominated
+from alpa_lite.passes.sharding_problem import Consumer, Edge, Memory, Node, Problem, nothing, timeline
 
 
 class Contradiction(Exception):
@@ -74,13 +68,20 @@ def prune(problem: Problem) -> Reduction:
       Contradiction: no choice is allowed.
     """
     keep = _consistent(problem)
-    if not all(mask.any() for mask in keep):
-        raise Contradiction
     touching = edges_of(problem)
     for i, node in enumerate(problem.nodes):
         if keep[i].sum() > 1:
-            keep[i] = _undominated(node, [problem.edges[e] for e in touching[i]], i, keep)
+            keep[i] = undominated(node, [problem.edges[e] for e in touching[i]], i, keep)
     return restrict(problem, keep)
+
+
+def consistent(problem: Problem) -> Reduction:
+    """Drop only what is forbidden: strategies of infinite cost, and those that a neighbour cannot meet.
+
+    Raises:
+      Contradiction: no choice is allowed.
+    """
+    return restrict(problem, _consistent(problem))
 
 
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Reduction:
@@ -95,7 +96,7 @@ def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Reduction:
     draft = _Draft(problem)
     for i, k in enumerate(kept):
         draft.cost[i] = draft.cost[i][k]
-        draft.memory[i] = {span: size[k] for span, size in draft.memory[i].items()}
+        draft.memory[i] = draft.memory[i].at(k)
     for edge in problem.edges:
         src_class = edge.src_class[kept[edge.src]]
         consumers = [(node, klass[kept[node]]) for node, klass in edge.consumers]
@@ -152,7 +153,7 @@ class _Draft:
 
     def __init__(self, problem: Problem) -> None:
         self.cost = [node.cost for node in problem.nodes]
-        self.memory: list[Memory] = [dict(node.memory) for node in problem.nodes]
+        self.memory: list[Memory] = [node.memory for node in problem.nodes]
         self.edges: list[Edge] = []
         self.base, self.budget = problem.base, problem.budget
         # Costs closer than this are equal. All nodes at their cheapest is a lower bound of the optimum, so a thousand
@@ -160,29 +161,26 @@ class _Draft:
         bound = problem.lower_bound
         self.tolerance = 1e-13 * bound if np.isfinite(bound) else 0.0
 
-    def charge(self, node: int, cost: np.ndarray, memory: Memory) -> None:
+    def charge(self, node: int, cost: np.ndarray, memory: Memory | None = None) -> None:
         self.cost[node] = self.cost[node] + cost
-        for span, size in memory.items():
-            self.memory[node][span] = self.memory[node].get(span, 0.0) + size
+        self.memory[node] = self.memory[node].plus(memory or nothing())
 
     def finish(self) -> Problem:
         """The problem, with the bytes that every strategy of a node has moved to the base."""
-        base = np.concatenate([self.base, [0.0]])
-        nodes = []
+        nodes, spans, least = [], [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
         for cost, memory in zip(self.cost, self.memory, strict=True):
-            varying = {}
-            for (start, end), size in memory.items():
-                base[start : end + 1] += size.min()
-                if (rest := size - size.min()).any():
-                    varying[start, end] = rest
-            nodes.append(Node(cost, varying))
+            if memory:
+                spans.append(memory.span)
+                least.append(memory.size.min(1))
+                memory = Memory(memory.span, memory.size - least[-1][:, None]).tidy()
+            nodes.append(Node(cost, memory))
         edges = []
         for edge in self.edges:
             if edge.consumers:
-                allowed = np.isfinite(edge.cost)
-                memory = {span: size * allowed for span, size in edge.memory.items() if (size * allowed).any()}
-                edges.append(Edge(edge.src, edge.src_class, edge.consumers, edge.cost, memory))
-        return Problem(tuple(nodes), tuple(edges), base[:-1], self.budget)
+                edges.append(replace(edge, memory=edge.memory.where(np.isfinite(edge.cost)).tidy()))
+        start, end = np.concatenate(spans).T
+        base = self.base + timeline(len(self.base), start, end, np.concatenate(least))
+        return Problem(tuple(nodes), tuple(edges), base, self.budget)
 
 
 def _compact(edge: Edge, src_class: np.ndarray, consumers: Sequence[Consumer]) -> Edge:
@@ -194,8 +192,7 @@ def _compact(edge: Edge, src_class: np.ndarray, consumers: Sequence[Consumer]) -
         klass = np.searchsorted(columns, klass)
         unique[node, klass.tobytes()] = (node, klass)
     pick = np.ix_(rows, columns)
-    memory = {span: size[pick] for span, size in edge.memory.items()}
-    return Edge(edge.src, src_class, tuple(unique.values()), edge.cost[pick], memory)
+    return Edge(edge.src, src_class, tuple(unique.values()), edge.cost[pick], edge.memory.at(*pick))
 
 
 # --- prune ------------------------------------------------------------------------------------------------------------
@@ -220,6 +217,8 @@ def _consistent(problem: Problem) -> list[np.ndarray]:
                     met = met & _live(klass, keep[node], 1, allowed)
                     keep[edge.src] = keep[edge.src] & np.asarray(met.any(1))[edge.src_class]
                 changed |= bool(keep[edge.src].sum() + keep[node].sum() < before)
+    if not all(mask.any() for mask in keep):
+        raise Contradiction
     return keep
 
 
@@ -228,72 +227,6 @@ def _live(klass: np.ndarray, keep: np.ndarray, axis: int, like: np.ndarray) -> n
     live = np.zeros(like.shape[axis], dtype=bool)
     live[klass[keep]] = True
     return live[:, None] if axis == 0 else live[None, :]
-
-
-def _undominated(node: Node, edges: Sequence[Edge], i: int, keep: Sequence[np.ndarray]) -> np.ndarray:
-    """The mask `keep[i]` without the strategies that another may replace at no cost, whatever the neighbours do."""
-    with np.errstate(invalid="ignore"):  # inf - inf: such a pair compares false, and is kept
-        rise = node.cost[:, None] - node.cost[None, :]  # [r, s]: the most that going from s to r may cost
-        for edge in edges:
-            rise = rise + _rise(edge, i, keep)
-        better = np.less_equal(rise, 0.0)
-    for size in node.memory.values():
-        better &= size[:, None] <= size[None, :]
-    alive = keep[i].copy()
-    for s in np.argsort(-node.cost, kind="stable"):
-        if alive[s] and (better[:, s] & alive).sum() > better[s, s]:
-            alive[s] = False
-    return alive
-
-
-def _rise(edge: Edge, i: int, keep: Sequence[np.ndarray]) -> np.ndarray:
-    """[r, s]: the most that this edge's cost may rise when node i goes from s to r; inf if its memory may."""
-    own = [klass for node, klass in edge.consumers if node == i]
-    if edge.src == i:
-        if own:
-            same = np.stack([k[:, None] == k[None, :] for k in (edge.src_class, *own)]).all(0)
-            return np.where(same, 0.0, np.inf)
-        return _rise_source(edge, keep)[edge.src_class[:, None], edge.src_class[None, :]]
-    rows = np.unique(edge.src_class[keep[edge.src]])
-    if len(own) > 1:  # what is newly wanted costs at most this; what is no longer wanted may be wanted by others
-        most = edge.cost[rows].max(0)
-        clean = ~np.logical_or.reduce(
-            [size[rows].any(0) for size in edge.memory.values()] or [np.zeros_like(most, bool)]
-        )
-        most = np.where(clean, most, np.inf)
-        return sum((np.where(k[:, None] == k[None, :], 0.0, most[k][:, None]) for k in own), np.zeros(1))
-    klass = own[0]
-    shared = np.zeros(edge.cost.shape[1], dtype=bool)
-    for node, other in edge.consumers:
-        if node != i:
-            shared[other[keep[node]]] = True
-    cost = edge.cost[rows]
-    saved = np.where(shared, 0.0, cost)[:, None, :]
-    rise = np.where(np.isinf(cost)[:, None, :], -np.inf, cost[:, :, None] - saved).max(0)
-    for size in edge.memory.values():
-        freed = np.where(shared, 0.0, size[rows])
-        rise = np.where((size[rows][:, :, None] <= freed[:, None, :]).all(0), rise, np.inf)
-    np.fill_diagonal(rise, 0.0)
-    return rise[klass[:, None], klass[None, :]]
-
-
-def _rise_source(edge: Edge, keep: Sequence[np.ndarray]) -> np.ndarray:
-    """[p', p]: the most that the cost may rise when the source goes from class p to p'.
-
-    The layouts wanted are unknown, at least one for each consumer. If no layout rises, the total rises by no more than
-    any one of them; else by no more than the sum of each consumer's worst.
-    """
-    cost = edge.cost
-    rise = np.where(np.isinf(cost)[None, :, :], -np.inf, cost[:, None, :] - cost[None, :, :])
-    live = [np.unique(klass[keep[node]]) for node, klass in edge.consumers]
-    worst = np.stack([rise[:, :, columns].max(2) for columns in live])
-    total = np.where(worst.max(0) <= 0, worst.min(0), np.maximum(worst, 0).sum(0))
-    columns = np.unique(np.concatenate(live))
-    for size in edge.memory.values():
-        no_more = (size[:, None, :] <= size[None, :, :]) | np.isinf(cost)[None, :, :]
-        total = np.where(no_more[:, :, columns].all(2), total, np.inf)
-    np.fill_diagonal(total, 0.0)
-    return total
 
 
 # --- compress ---------------------------------------------------------------------------------------------------------
@@ -307,16 +240,16 @@ def _compress_edge(draft: _Draft, edge: Edge) -> list[Edge]:
     for k, (node, klass) in enumerate(edge.consumers):
         least = _finite_min(cost, 0) * (label == k)
         cost -= least
-        draft.charge(node, least[klass], {})
+        draft.charge(node, least[klass])
     if len(edge.consumers) == 1 and edge.consumers[0][0] != edge.src:
         least = _finite_min(cost, 1)
         cost -= least[:, None]
-        draft.charge(edge.src, least[edge.src_class], {})
+        draft.charge(edge.src, least[edge.src_class])
     tolerance = draft.tolerance
-    free = ((cost == 0) | np.isinf(cost)).all(0) & ~_any_memory(memory, cost.shape)
+    free = ((cost == 0) | np.isinf(cost)).all(0) & ~copied_layouts(edge)
     label[free] = -1
-    column_of = _alike(cost.T, [size.T for size in memory.values()], tolerance, label)
-    row_of = _alike(cost, list(memory.values()), tolerance, np.zeros(len(cost), dtype=int))
+    column_of = _alike(cost.T, memory.size.swapaxes(1, 2) if memory else None, tolerance, label)
+    row_of = _alike(cost, memory.size if memory else None, tolerance, np.zeros(len(cost), dtype=int))
     needed = [(n, column_of[c]) for n, c in edge.consumers if not (free[c].all() and np.isfinite(cost[:, c]).all())]
     if not needed:
         return []
@@ -324,7 +257,7 @@ def _compress_edge(draft: _Draft, edge: Edge) -> list[Edge]:
     if len(result.consumers) == 1 and 1 in result.cost.shape:  # a cost of one end alone
         (node, klass), src_class = result.consumers[0], result.src_class
         end, pick = (node, (0, klass)) if len(result.cost) == 1 else (edge.src, (src_class, 0))
-        draft.charge(end, result.cost[pick], {span: size[pick] for span, size in result.memory.items()})
+        draft.charge(end, result.cost[pick], result.memory.at(*pick))
         return []
     return [result]
 
@@ -341,22 +274,16 @@ def _finite_min(cost: np.ndarray, axis: int) -> np.ndarray:
     return np.where(np.isinf(least), 0.0, least)
 
 
-def _any_memory(memory: Memory, shape: tuple[int, ...]) -> np.ndarray:
-    """[Q] whether a layout has a copy with bytes."""
-    result = np.zeros(shape[1], dtype=bool)
-    for size in memory.values():
-        result |= size.any(0)
-    return result
-
-
-def _alike(rows: np.ndarray, sizes: Sequence[np.ndarray], tolerance: float, label: np.ndarray) -> np.ndarray:
-    """For each row the first row of the same label with the same costs, within the tolerance, and the same bytes."""
+def _alike(rows: np.ndarray, size: np.ndarray | None, tolerance: float, label: np.ndarray) -> np.ndarray:
+    """For each row the first of the same label, costs (within the tolerance) and bytes; too many are left alone."""
+    if rows.size * len(rows) * (1 if size is None else 1 + len(size)) > LARGE:
+        return np.arange(len(rows))
     finite = np.isfinite(rows)
     value = np.where(finite, rows, -1.0)
     same = (np.abs(value[:, None] - value[None, :]) <= tolerance).all(2) & (label[:, None] == label[None, :])
     same &= (finite[:, None] == finite[None, :]).all(2)
-    for size in sizes:
-        same &= (size[:, None] == size[None, :]).all(2)
+    if size is not None:
+        same &= (size[:, :, None] == size[:, None]).all((0, 3))
     return same.argmax(1)
 
 
@@ -365,16 +292,16 @@ def _alike(rows: np.ndarray, sizes: Sequence[np.ndarray], tolerance: float, labe
 
 def _simplify(draft: _Draft, edge: Edge) -> list[Edge]:
     """Equivalent edges, simpler: what one node decides is charged to it, what shares nothing is split off."""
-    cost, memory = edge.cost.copy(), {span: size.copy() for span, size in edge.memory.items()}
+    cost, memory = edge.cost.copy(), edge.memory
     src, src_class = edge.src, edge.src_class
 
     def settle(klass: np.ndarray, mask: np.ndarray) -> None:
         """The source pays for the layouts of `mask`, which it wants by class; nobody pays again."""
         paid = np.where(mask, cost, np.where(np.isinf(cost), np.inf, 0.0))[src_class, klass]
-        draft.charge(src, paid, {s: np.where(mask, size, 0.0)[src_class, klass] for s, size in memory.items()})
+        nonlocal memory
+        draft.charge(src, paid, memory.where(mask).at(src_class, klass))
         cost[:, mask] = 0.0
-        for size in memory.values():
-            size[:, mask] = 0.0
+        memory = memory.where(~mask)
 
     rest = []
     for node, klass in edge.consumers:
@@ -389,7 +316,7 @@ def _simplify(draft: _Draft, edge: Edge) -> list[Edge]:
     for k, (node, klass) in enumerate(rest):
         if node == src:
             settle(klass, live[k] & alone)
-    free = ((cost == 0) | np.isinf(cost)).all(0) & ~_any_memory(memory, cost.shape)
+    free = ((cost == 0) | np.isinf(cost)).all(0) & ~copied_layouts(Edge(src, src_class, (), cost, memory))
     pieces, shared = [], []
     for k, (node, klass) in enumerate(rest):
         apart = (free | alone)[live[k]].all()
@@ -426,9 +353,11 @@ def _between_two(draft: _Draft, edge: Edge) -> list[Edge]:
     def paid(cost: np.ndarray) -> np.ndarray:
         return np.where(wanted, cost[ours[0]][:, None, :], 0.0).sum(2)
 
-    cost, memory = paid(edge.cost), {span: paid(size) for span, size in edge.memory.items()}
+    cost, memory = paid(edge.cost), edge.memory
+    if memory:
+        memory = Memory(memory.span, np.stack([paid(size) for size in memory.size]))
     if not theirs:
-        draft.charge(edge.src, cost[src_class, 0], {span: size[src_class, 0] for span, size in memory.items()})
+        draft.charge(edge.src, cost[src_class, 0], memory.at(src_class, 0))
         return []
     return [Edge(edge.src, src_class, ((others[0], klass),), cost, memory)]
 
@@ -464,15 +393,14 @@ def _join(first: Edge, second: Edge) -> Edge | None:
         b = (second.src_class, b_klass, second.cost, second.memory)
     else:
         assert b_node == first.src
-        b = (b_klass, second.src_class, second.cost.T, {span: size.T for span, size in second.memory.items()})
+        turned = Memory(second.memory.span, second.memory.size.swapaxes(1, 2)) if second.memory else second.memory
+        b = (b_klass, second.src_class, second.cost.T, turned)
     rows, src_class = np.unique(np.stack([a[0], b[0]]), axis=1, return_inverse=True)
     columns, klass = np.unique(np.stack([a[1], b[1]]), axis=1, return_inverse=True)
     if rows.shape[1] * columns.shape[1] > 2 * (a[2].size + b[2].size) + 64:
         return None
     pick_a, pick_b = np.ix_(rows[0], columns[0]), np.ix_(rows[1], columns[1])
-    memory = {span: size[pick_a] for span, size in a[3].items()}
-    for span, size in b[3].items():
-        memory[span] = memory.get(span, 0.0) + size[pick_b]
+    memory = a[3].at(*pick_a).plus(b[3].at(*pick_b))
     return Edge(first.src, src_class, ((node, klass),), a[2][pick_a] + b[2][pick_b], memory)
 
 
@@ -493,7 +421,7 @@ def _eliminate(draft: _Draft) -> list[Eliminated]:
         v = work.pop()
         waiting.discard(v)
         around = [edges[e] for e in touching[v]]
-        if len(draft.cost[v]) == 1 or len(around) > 2 or any(s.min() != s.max() for s in draft.memory[v].values()):
+        if len(draft.cost[v]) == 1 or len(around) > 2 or _varies(draft.memory[v]):
             continue
         if not all(_is_pair(edge) and not edge.memory for edge in around):
             continue
@@ -517,6 +445,10 @@ def _eliminate(draft: _Draft) -> list[Eliminated]:
     return eliminated
 
 
+def _varies(memory: Memory) -> bool:
+    return bool(memory) and bool((memory.size != memory.size[:, :1]).any())
+
+
 def _seen_from(edge: Edge, v: int) -> tuple[int, np.ndarray, np.ndarray]:
     """The other end, its classes, and the matrix [strategies of v, classes of the other end]."""
     node, klass = edge.consumers[0]
@@ -534,10 +466,10 @@ def _minimise_out(
         total = total + sides[1][2][:, None, :]
     best = total.min(0)
     eliminated.append((v, [(node, klass) for node, klass, _ in sides], total.argmin(0)))
-    draft.memory[v] = {span: size[:1] for span, size in draft.memory[v].items()}
+    draft.memory[v] = draft.memory[v].at(np.zeros(1, dtype=int))
     draft.cost[v] = np.zeros(1) if sides else np.reshape(best, 1)
     if len(sides) == 1:
-        draft.charge(sides[0][0], best[sides[0][1]], {})
+        draft.charge(sides[0][0], best[sides[0][1]])
     if len(sides) < 2:
         return []
     (a, a_class, _), (b, b_class, _) = sides

