@@ -55,6 +55,11 @@ class Calling:
     static_keywords: Mapping[str, Any]
     modules: bool = False
 
+    @property
+    def has_static(self) -> bool:
+        """Whether any argument is static."""
+        return bool(self.static_positions or self.static_keywords)
+
     def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that are not static."""
         return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}

@@ -40,9 +40,9 @@ def trace(
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
-      The traced step. `extra["calling"]` is an `arguments.Calling`; `in_tree` is the structure of the traced (args,
-      kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX objects, of ((args, kwargs) after
-      the call, result).
+      The traced step. `extra["calling"]` is an `arguments.Calling`, `extra["name"]` the step's name; `in_tree` is the
+      structure of the traced (args, kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX
+      objects, of ((args, kwargs) after the call, result).
 
     Raises:
       SignatureError: no argument comes back as state, the batch is ambiguous, or an argument is no array.
@@ -73,7 +73,7 @@ def trace(
         in_tree=run.in_tree,
         out_tree=run.out_tree,
         notes=(note, *notes),
-        extra={"calling": calling},
+        extra={"calling": calling, "name": getattr(fun, "__name__", "step")},
     )
 
 

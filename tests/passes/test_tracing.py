@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,6 +263,7 @@ def test_named_scopes_and_source_lines_survive_into_the_compiled_program():
 
     graph = graph_for(fun, X)
     text = jax.jit(lambda x: evaluate(graph, [x])).lower(X).compile().as_text()
+    assert text is not None
     tanh = next(line for line in text.splitlines() if " tanh(" in line)
     assert "outer" in tanh and "deep" in tanh
     (op,) = (op for op in graph.ops() if op.name == "tanh")
@@ -558,6 +560,7 @@ def test_the_batch_can_be_named():
     frozen = np.ones(6, np.float32)
     with pytest.raises(SignatureError, match=r"frozen with leading dims \[6\]; batch with leading dims \[8\]"):
         trace(step, (PARAMS, frozen, BATCH), {})
+    options: dict[str, Any]
     for options in ({"batch_argnums": 2}, {"batch_argnums": (-1,)}, {"batch_argnames": "batch"}):
         traced = trace(step, (PARAMS, frozen, BATCH), {}, **options)
         assert roles(traced)["frozen"] == "other" and by_role(traced, "batch") == ["batch['x']", "batch['y']"]
@@ -618,7 +621,7 @@ def test_values_used_in_python_are_errors_with_the_line(misuse, what):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(6, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        self.layers: Any = nnx.List([nnx.Linear(6, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.tied = self.layers[0]
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -688,13 +691,14 @@ def test_nnx_objects_are_updated_as_nnx_jit_does():
 
 
 def test_nnx_structure_that_changes_is_written_back():
-    def step(model, batch):
+    def step(model: Any, batch):
         model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
         model.layers[1].deterministic = True
         model.seen = nnx.Variable(batch["x"].sum())
         return model(batch["x"]).sum()
 
-    ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    ours: Any = Net(nnx.Rngs(0))
+    theirs: Any = Net(nnx.Rngs(0))
     traced = trace(step, (ours, BATCH), {})
     np.testing.assert_array_equal(run_in_place(step, traced, ours, BATCH), nnx.jit(step)(theirs, BATCH))
     assert_same_objects(ours, theirs)

@@ -1,0 +1,362 @@
+"""Runs a planned step: one executable, called with the user's own pytrees.
+
+The executable takes flat arrays, in two groups: those that are donated, and the rest. Flattening and unflattening are
+JAX's, in C++, and replace those that `jax.jit` would do on the pytrees, so a call costs what the same `jax.jit` costs.
+
+What a call must make sure of:
+
+1. *The signature is the planned one.* The structure is compared with the traced one; shapes and dtypes are compared by
+   the executable itself, which refuses others. Either way `NewSignature` is raised, and the caller plans anew.
+2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that are not placed as planned are copied
+   (`placement`), and so is an array that occurs twice, since no buffer can be donated twice (JAX 0.10 crashes on it).
+
+The second check costs a microsecond when the state is, leaf for leaf, what the last call returned: then it is placed,
+and no leaf occurs twice. To compare, the outputs of the last call are remembered; they are forgotten when the first of
+them is garbage, so that a state that the user has dropped is not kept alive.
+
+Donated "auto" are the state leaves whose output has their sharding: exactly those whose buffer XLA can reuse.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes import lowering, modules
+from alpa_lite.passes.arguments import Calling
+from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.plan import Plan
+from alpa_lite.runtime import placement
+
+Donate = str | int | Sequence[int]
+
+
+class NewSignature(Exception):
+    """The arguments do not have the structure, shapes and dtypes that the step was planned for."""
+
+
+def load(
+    traced: Traced,
+    program: LocalProgram,
+    plan: Plan,
+    *,
+    donate: Donate = "auto",
+    devices: Sequence[Any] | None = None,
+) -> Executable:
+    """The planned step on devices that are here.
+
+    Args:
+      traced, program, plan: of one step.
+      donate: "auto", or the positions of the arguments to donate; () for none.
+      devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
+
+    Raises:
+      PlanError: there are fewer devices than the plan needs.
+    """
+    mesh = mesh_of(program.mesh, devices)
+    return Executable(
+        traced,
+        lowering.function_of(program, traced, mesh, plan.ingredients.get("communication", "explicit")),
+        mesh,
+        [lowering.spec_of(layout) for layout in program.inputs],
+        [lowering.spec_of(layout) for layout in program.outputs],
+        donate=donate,
+    )
+
+
+def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
+    """The devices as a JAX mesh with axes that the compiler may use as it likes (`AxisType.Auto`)."""
+    available = list(jax.devices() if devices is None else devices)
+    if len(available) < logical.size:
+        raise PlanError(
+            f"the plan is for {logical.size} devices (mesh {logical.shape}), but there are {len(available)}; plan for "
+            f"a cluster of {len(available)}, or start JAX with more devices"
+        )
+    grid = np.array(available[: logical.size]).reshape(logical.shape)
+    return Mesh(grid, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
+
+
+class Executable:
+    """A step on a mesh. Call it like the user's function.
+
+    NNX objects among the arguments are updated in place, as by `nnx.jit`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        flat_fun: Callable[..., Sequence[Any]],
+        mesh: Mesh,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec],
+        *,
+        donate: Donate = "auto",
+    ) -> None:
+        """Prepares the executable; it is compiled by the first call, or by `compiled()`.
+
+        Args:
+          traced: what the step is.
+          flat_fun: from the flat arguments, then the graph's constants, to the flat outputs, all global arrays.
+          mesh: the devices.
+          in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
+          out_specs: a spec for each output.
+          donate: as for `load`.
+        """
+        self.mesh = mesh
+        self._traced, self._flat_fun = traced, flat_fun
+        self._calling: Calling = traced.extra["calling"]
+        self._match = self._calling.matches if self._calling.has_static else None
+        self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
+        count = len(traced.arguments)
+        self._in_shardings = [NamedSharding(mesh, spec) for spec in in_specs[:count]]
+        self._out_shardings = [NamedSharding(mesh, spec) for spec in out_specs]
+        specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
+        self._constant_shardings = [NamedSharding(mesh, spec) for spec in specs]
+        self._donated = _donated(traced, in_specs, out_specs, donate)
+        self._kept = [i for i in range(count) if i not in set(self._donated)]
+        self._pick_donated, self._pick_kept = _picker(self._donated), _picker(self._kept)
+        new_value = {argument: output for output, argument in traced.state}
+        come_back = bool(self._donated) and all(i in new_value for i in self._donated)
+        self._pick_next = _picker([new_value[i] for i in self._donated]) if come_back else None
+        self._executable: Any = None
+        self._constants: tuple[jax.Array, ...] = ()
+        self._first: weakref.ref[Any] | None = None  # of the donated arguments' new values, after the last call
+        self._others: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step.
+
+        Raises:
+          NewSignature: the arguments are not what the step was planned for.
+        """
+        if self._match is not None:
+            if not self._match(args, kwargs):
+                raise NewSignature
+            args, kwargs = self._calling.traced(args, kwargs)
+        if not self._calling.modules:
+            return self._out_tree.unflatten(self._run((args, kwargs)))
+        with modules.updating(self):
+            out = self._run(modules.split_arguments((args, kwargs), self))
+            return modules.merge_results(self._out_tree.unflatten(out), self)
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments as arrays that lie as the plan wants them, in buffers of their own.
+
+        Args:
+          args, kwargs: as for a call. NNX objects are not changed.
+
+        Returns:
+          The tuple of positional arguments; with keywords, that tuple and a dict of the keywords. NNX objects come as
+          new objects of the same structure, shared references kept. Static arguments come as they are.
+
+        Raises:
+          NewSignature: the arguments are not what the step was planned for.
+        """
+        if not self._calling.matches(args, kwargs):
+            raise NewSignature
+
+        def placed(leaves: list[Any]) -> list[Any]:
+            if len(leaves) != len(self._in_shardings):
+                raise NewSignature
+            self._check(range(len(leaves)), leaves)
+            return placement.copies(leaves, self._in_shardings)
+
+        new_args, new_kwargs = modules.replace_arrays(self._calling.traced(args, kwargs), placed)
+        whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
+        positional = tuple(whole[i] for i in range(len(args)))
+        return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step. Its inputs are (donated arguments, other arguments, constants), each a flat tuple."""
+        if self._executable is None:
+            constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
+            shardings = [self._in_shardings[i] for i in (*self._donated, *self._kept)]
+            split = len(self._donated)
+            jitted = jax.jit(
+                self._grouped(),
+                in_shardings=(tuple(shardings[:split]), tuple(shardings[split:]), tuple(self._constant_shardings)),
+                out_shardings=self._out_shardings,
+                donate_argnums=0,
+                keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
+            )
+            specs = [self._spec(i) for i in (*self._donated, *self._kept)]
+            shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
+            self._executable = jitted.lower(tuple(specs[:split]), tuple(specs[split:]), shapes).compile()
+            self._constants = tuple(constants)
+        return self._executable
+
+    def hlo(self) -> str:
+        """The optimised HLO text."""
+        text = self.compiled().as_text()
+        assert text is not None
+        return text
+
+    def memory_analysis(self) -> Any:
+        """The compiler's count of bytes per device; None where the backend gives none."""
+        return self.compiled().memory_analysis()
+
+    def _grouped(self) -> Callable[..., list[Any]]:
+        """The step on the groups of leaves that the executable takes."""
+        order = [*self._donated, *self._kept]
+        flat_fun = self._flat_fun
+
+        def step(donated: tuple[Any, ...], kept: tuple[Any, ...], constants: tuple[Any, ...]) -> list[Any]:
+            by_number = dict(zip(order, (*donated, *kept), strict=True))
+            return list(flat_fun(*(by_number[i] for i in range(len(order))), *constants))
+
+        step.__name__ = self._traced.extra.get("name", "step")
+        return step
+
+    def _spec(self, number: int) -> jax.ShapeDtypeStruct:
+        aval = self._traced.graph.values[self._traced.graph.block.inputs[number]].aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+    def _run(self, pure: Any) -> list[Any]:
+        """The flat outputs."""
+        leaves, tree = jax.tree_util.tree_flatten(pure)
+        if tree != self._in_tree:
+            raise NewSignature
+        donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
+        if donated and not self._is_last(donated):
+            donated = self._settled(donated)
+        executable = self._executable or self.compiled()
+        try:
+            out = executable(donated, kept, self._constants)
+        except (TypeError, ValueError):  # raised while the arguments are checked: nothing has run
+            out = executable(donated, self._put(kept), self._constants)
+        if self._pick_next is not None:
+            after = self._pick_next(out)
+            self._first, self._others = weakref.ref(after[0], self._forget), after[1:]
+        return out
+
+    def _is_last(self, donated: tuple[Any, ...]) -> bool:
+        """Whether the arrays to donate are, one by one, those that the last call returned."""
+        if self._first is None or self._first() is not donated[0]:
+            return False
+        return all(map(operator.is_, self._others, donated[1:]))
+
+    def _forget(self, first: weakref.ref[Any]) -> None:
+        if first is self._first:
+            self._first, self._others = None, ()
+
+    def _settled(self, donated: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays to donate, in buffers that are ours."""
+        self._first, self._others = None, ()
+        self._check(self._donated, donated)
+        return placement.settle(donated, [self._in_shardings[i] for i in self._donated])
+
+    def _put(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays that are not donated, put where the plan wants them.
+
+        The executable itself puts NumPy arrays and arrays on no certain device, and refuses others.
+        """
+        self._check(self._kept, kept)
+        return tuple(
+            leaf if placement.is_placed(leaf, self._in_shardings[i]) else jax.device_put(leaf, self._in_shardings[i])
+            for i, leaf in zip(self._kept, kept, strict=True)
+        )
+
+    def _check(self, numbers: Sequence[int], leaves: Sequence[Any]) -> None:
+        """Raises NewSignature unless the leaves have the shapes and dtypes of these arguments."""
+        for number, leaf in zip(numbers, leaves, strict=True):
+            spec = self._spec(number)
+            try:
+                aval = jax.typeof(leaf)
+            except TypeError:
+                raise NewSignature from None
+            if aval.shape != spec.shape or aval.dtype != spec.dtype:
+                raise NewSignature
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A fast function that picks these items of a list."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return (lambda items: (items[numbers[0]],)) if numbers else (lambda items: ())
+
+
+def _donated(
+    traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
+) -> list[int]:
+    """The numbers of the arguments whose buffers become outputs.
+
+    These are the arguments asked for whose type and sharding an output has; JAX would warn of others.
+    """
+    values, block = traced.graph.values, traced.graph.block
+
+    def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
+        dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
+        return tuple(aval.shape), aval.dtype, (*dims, *((),) * (len(aval.shape) - len(dims)))
+
+    arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
+    outputs = [
+        kind(values[atom] if isinstance(atom, int) else atom.aval, spec)
+        for atom, spec in zip(block.outputs, out_specs, strict=True)
+    ]
+    if isinstance(donate, str):
+        if donate != "auto":
+            raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
+        return sorted(argument for output, argument in traced.state if outputs[output] == arguments[argument])
+    wanted = _leaves_of(traced, (donate,) if isinstance(donate, int) else tuple(donate))
+    free = Counter(outputs)
+    chosen = []
+    for argument in wanted:
+        if free[arguments[argument]] > 0:
+            free[arguments[argument]] -= 1
+            chosen.append(argument)
+    return chosen
+
+
+def _leaves_of(traced: Traced, positions: Sequence[int]) -> list[int]:
+    """The numbers of the leaves of these positional arguments."""
+    calling: Calling = traced.extra["calling"]
+    starts, start = {}, 0
+    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
+    for position, tree in zip(calling.dynamic, jax.tree_util.treedef_children(args_tree), strict=True):
+        starts[position] = range(start, start + tree.num_leaves)
+        start += tree.num_leaves
+    count = len(calling.names)
+    for position in positions:
+        if position % max(count, 1) not in starts or not -count <= position < count:
+            raise OptionError(
+                f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
+                f"with {count} positional arguments"
+            )
+    return sorted({leaf for position in positions for leaf in starts[position % count]})
+
+
+def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """The step under `jax.jit`, or `nnx.jit` where an argument is an NNX object: `method="off"`.
+
+    Args:
+      fun: the user's step.
+      options: `Options`; of them static_argnums, static_argnames and donate_argnums count. "auto" donates nothing.
+    """
+    settings: dict[str, Any] = {
+        "static_argnums": options.static_argnums or None,
+        "static_argnames": options.static_argnames or None,
+        "donate_argnums": None if options.donate_argnums == "auto" else options.donate_argnums or None,
+    }
+    jitted: list[Callable[..., Any]] = []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not jitted:
+            if modules.present((args, kwargs)):
+                from flax import nnx
+
+                jitted.append(nnx.jit(fun, **settings))
+            else:
+                jitted.append(jax.jit(fun, **settings))
+        return jitted[0](*args, **kwargs)
+
+    return step
