@@ -9,6 +9,7 @@ Some operations cannot be in the region at all, see `needs_outside`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alpa_lite import _jax
 from alpa_lite.graph import Op
 from alpa_lite.layout import Axes
 from alpa_lite.passes.local_types import LocalCollective, LocalForm, Setting, bind, block_number
@@ -29,19 +31,33 @@ def needs_outside(op: Op) -> bool:
 
     True for a user's own `shard_map` (its mesh is another one), for ordered callbacks and prints (JAX allows an
     order of effects on one device only), for `device_put` to another kind of memory, and for `rng_uniform`, whose
-    hidden state differs between devices. The bodies of control flow are looked through.
+    hidden state differs between devices; and for what holds one of these in a body or in a jaxpr among its parameters.
     """
-    if op.name in _NESTED or op.name in _UNREPEATABLE:
+    if op.bodies:
+        return any(needs_outside(inner) for body in op.bodies for inner in body.ops)
+    return _outside(op.name, op.params)
+
+
+def _outside(name: str, params: Mapping[str, Any]) -> bool:
+    if name in _NESTED or name in _UNREPEATABLE:
         return True
-    if op.params.get("ordered") or "Ordered" in str(op.params.get("effect", "")):
+    if params.get("ordered") or "Ordered" in str(params.get("effect", "")):
         return True
-    if op.name == "device_put" and any(_names_memory(device) for device in op.params.get("devices", ())):
+    if name == "device_put" and any(_names_memory(device) for device in params.get("devices", ())):
         return True
-    return any(needs_outside(inner) for body in op.bodies for inner in body.ops)
+    return any(_outside(e.primitive.name, e.params) for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs among an operation's parameters, one level deep: a call, a linear solve, a kernel."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if _jax.is_jaxpr(item):
+                yield _jax.open_jaxpr(item)[0]
 
 
 def _names_memory(device: Any) -> bool:
-    if device is None:
+    if device is None or isinstance(device, jax.Device):
         return False
     return not isinstance(device, jax.sharding.Sharding) or device.memory_kind not in (None, "device")
 

@@ -702,6 +702,21 @@ def test_what_needs_outside():
     assert needs_outside(single(lambda: lax.rng_uniform(0.0, 1.0, (4,))).op)
     assert not needs_outside(CASES["add"]().op)
 
+    moved = single(lambda a: jax.device_put(a, jax.devices()[1]), array(4))
+    assert not needs_outside(moved.op)
+    assert check_contract(moved, [(("a",),)], MESHES[0], [moved.args[0]])
+    assert needs_outside(single(lambda a: jax.device_put(a, jax.memory.Space.Host), array(4)).op)
+
+    def solved(a, show):
+        def apply(x):
+            jax.debug.callback(lambda x: None, x, ordered=show)
+            return 2 * x
+
+        return lax.custom_linear_solve(apply, a, lambda _, b: b / 2, symmetric=True)
+
+    assert needs_outside(single(lambda a: solved(a, True), array(4)).op)
+    assert not needs_outside(single(lambda a: solved(a, False), array(4)).op)
+
 
 def test_collectives_divide_the_blocks_not_the_wholes():
     """An argmax over a dim sharded two ways gathers one value and one index a device."""
