@@ -1,1 +1,42 @@
 """alpa_lite: automatic parallelisation of JAX train steps on stock JAX."""
+
+from alpa_lite.api import ParallelStep, make_plan, parallelize
+from alpa_lite.cluster import Cluster, Link
+from alpa_lite.errors import (
+    AlpaLiteError,
+    InfeasibleError,
+    OptionError,
+    PlanError,
+    SignatureError,
+    TracingError,
+    VerificationError,
+)
+from alpa_lite.options import Auto, DataParallel, Manual, Off, Sharded, TensorParallel, Zero
+from alpa_lite.plan import Collective, Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlpaLiteError",
+    "Auto",
+    "Cluster",
+    "Collective",
+    "DataParallel",
+    "InfeasibleError",
+    "Link",
+    "Manual",
+    "Off",
+    "OptionError",
+    "ParallelStep",
+    "Plan",
+    "PlanError",
+    "Sharded",
+    "SignatureError",
+    "TensorParallel",
+    "TracingError",
+    "VerificationError",
+    "Zero",
+    "__version__",
+    "make_plan",
+    "parallelize",
+]

@@ -23,8 +23,8 @@ import numpy as np
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
-from alpa_lite.options import Off, Options
-from alpa_lite.passes import factors, grouping, lowering, planning, replay, search, tracing, verification
+from alpa_lite.options import Method, Off, Options
+from alpa_lite.passes import factors, grouping, lowering, modules, planning, replay, search, tracing, verification
 from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.plan import Plan
 from alpa_lite.report import dump, progress
@@ -47,6 +47,8 @@ def compile_step(
 ) -> Compiled:
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched."""
     clock = _Clock()
+    method = options.method
+    assert isinstance(method, Method)  # `Options` has looked names up
     budget = options.memory_per_device or cluster.usable_memory
     given = Plan.load(options.plan) if isinstance(options.plan, str | os.PathLike) else options.plan
     with progress.planning() as show, dump.stages(options.dump_dir) as write:
@@ -66,7 +68,7 @@ def compile_step(
         with clock.lap("search", show):
             if given is None:
                 found = search.search(
-                    traced, groups, rules, cluster, options.method, budget=budget,
+                    traced, groups, rules, cluster, method, budget=budget,
                     time_limit=options.solver_time_limit, progress=show.stage,
                 )  # fmt: skip
             else:
@@ -77,7 +79,7 @@ def compile_step(
             write("program", program)
             plan = planning.write(
                 traced, groups, rules, found, program, cluster,
-                method=options.method.describe() if given is None else given.method,
+                method=method.describe() if given is None else given.method,
                 budget=budget, communication=options.communication, replayed=given is not None,
             )  # fmt: skip
         with clock.lap("verification", show):
@@ -169,7 +171,7 @@ class ParallelStep:
         self._options = options
         self._compiled: dict[Any, Compiled] = {}
         self._executables: dict[Any, executor.Executable] = {}
-        self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
+        self._current: Any = _plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: plans first if the arguments have a new signature, and places what is not placed."""
@@ -211,6 +213,21 @@ class ParallelStep:
                 compiled.traced, compiled.program, compiled.plan, donate=self._options.donate_argnums
             )
         return self._executables[key]
+
+
+def _plain(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Plain `jit`; `nnx.jit` where an argument holds an NNX object, which plain `jit` would not update."""
+    static = {"static_argnums": options.static_argnums, "static_argnames": options.static_argnames}
+    jitted = jax.jit(fun, **static)
+
+    @functools.cache
+    def of_modules() -> Callable[..., Any]:
+        return modules.jit(fun, **static)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (of_modules() if modules.present((args, kwargs)) else jitted)(*args, **kwargs)
+
+    return run
 
 
 @functools.cache

@@ -9,6 +9,7 @@ Value numbers are unique over the whole graph, nested blocks included, so a tabl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ class Value:
         """Bytes per element."""
         return int(getattr(self.dtype, "itemsize", 4))
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize

@@ -34,6 +34,10 @@ class LogicalMesh:
         if len(self.shape) != len(self.axis_names) or len(set(self.axis_names)) != len(self.axis_names):
             raise ValueError(f"mesh shape {self.shape} and axis names {self.axis_names} do not match")
 
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
     @property
     def size(self) -> int:
         """The number of devices."""
@@ -41,11 +45,14 @@ class LogicalMesh:
 
     def axis_size(self, axis: str) -> int:
         """The number of devices along `axis`."""
-        return self.shape[self.axis_names.index(axis)]
+        return self._sizes[axis]
 
     def product(self, axes: Axes) -> int:
         """The number of devices that `axes` span together."""
-        return math.prod(self.axis_size(axis) for axis in axes)
+        sizes, out = self._sizes, 1
+        for axis in axes:
+            out *= sizes[axis]
+        return out
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,13 @@ class Layout:
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
 
     @property
     def used(self) -> frozenset[str]:

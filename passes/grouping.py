@@ -518,7 +518,7 @@ def _leaf_dims(shape: tuple[int, ...]) -> Dims:
 
 def _is_light(rule: Rule, op: Op) -> bool:
     """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
-    if any(f.kind != "parallel" for f in rule.factors):
+    if any(f.kind != "parallel" for f in rule.factors) or op.params.get("dimensions") and op.name == "reshape":
         return False
     shown = {f for dims in rule.results for dim in dims for f in dim}
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
@@ -35,6 +35,7 @@ from alpa_lite.plan import Collective
 from alpa_lite.strategy import Rule
 
 Operand = int | Lit
+AnyMesh = Mesh | AbstractMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
     return tuple(out)
 
 
-def emit(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., list[Any]]:
+def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
     """A function of the flat global arguments and constants that returns the flat global outputs."""
     specs = tuple(spec_of(layout) for layout in program.inputs)
     out_specs = [spec_of(layout) for layout in program.outputs]
@@ -160,7 +161,7 @@ def emit(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., lis
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
 
-def emit_constrained(program: LocalProgram, traced: Traced, mesh: Mesh) -> Callable[..., list[Any]]:
+def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
     """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
     layouts: dict[int, Layout] = {}
 
@@ -192,7 +193,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: Mesh) -> Calla
     return fun
 
 
-def function_of(program: LocalProgram, traced: Traced, mesh: Mesh, communication: str) -> Callable[..., list[Any]]:
+def function_of(program: LocalProgram, traced: Traced, mesh: AnyMesh, communication: str) -> Callable[..., list[Any]]:
     """The step as a function of flat global arrays, as `communication` says; on one device just the traced program."""
     if program.mesh.size == 1:
         return lambda *leaves: evaluation.evaluate_block(traced.graph.block, leaves)
@@ -330,7 +331,9 @@ class _Lowering:
         rule = self.rules[op.key]
         axes = tuple(strategy.axes[f] for f in factors) if factors else ((),) * len(rule.factors)
         form = local_form(op, rule, axes, self.values, self.mesh)
-        assert form is not None, f"{op.name} has no local form for {axes}"
+        if form is None:
+            self.whole(op, strategy)
+            return
         if strategy.partial:
             form = LocalForm(
                 tuple(Layout(la.dims, strategy.partial) for la in form.operands),
@@ -341,6 +344,20 @@ class _Lowering:
         operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
         results = tuple(self.define(v, la) for v, la in zip(op.results, form.results, strict=True))
         self.out.append(Compute(op, form, operands, results))
+
+    def whole(self, op: Op, strategy: Strategy) -> None:
+        """Runs a follower that has no local form in its group's strategy whole on every device, and cuts its results."""
+        rule = self.rules[op.key]
+        form = local_form(op, rule, ((),) * len(rule.factors), self.values, self.mesh)
+        assert form is not None, f"{op.name} cannot run whole"
+        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
+        results = tuple(self.new() for _ in op.results)
+        self.out.append(Compute(op, form, operands, results))
+        for value, register, layout in zip(op.results, results, form.results, strict=True):
+            wanted = layout_of(self.grouping.homes[value].dims, strategy)
+            steps = reshard_steps(layout, wanted)
+            assert steps is not None
+            self.out.append(Reshard(value, steps, register, self.define(value, wanted), False, op))
 
     def barrier(self, op: Op) -> None:
         """Values pass a barrier in the layout that they have; lazy ones need none."""

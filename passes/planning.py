@@ -93,8 +93,9 @@ def write(
 def _collective_seconds(cost: MeshCost, space: Space, collective: Collective, move: tuple[int, int] | None) -> float:
     """Seconds of a collective; one that the compiler combines with others pays its share of one latency."""
     alpha, beta = cost.coefficients(collective.kind, collective.axes)
-    joins = move is not None and collective.kind in strategies.combinable(cost)
-    share = space.shares.get(move, 1.0) if joins else 1.0
+    share = 1.0
+    if move is not None and collective.kind in strategies.combinable(cost):
+        share = space.shares.get(move, 1.0)
     return (alpha * share + beta * collective.bytes) * collective.count
 
 

@@ -109,4 +109,3 @@ def _argument_layouts(traced: Traced, grouping: Grouping, plan: Plan) -> dict[in
         axes = spec_axes(specs[argument.path])
         out[group] = (Layout((*axes, *((),) * (len(shape) - len(axes)))),)
     return out
-

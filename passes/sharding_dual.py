@@ -35,6 +35,10 @@ class _Part:
     edge: int
     columns: np.ndarray
 
+    def set_cost(self, cost: np.ndarray) -> None:
+        """Replace the cost."""
+        self.costs = (np.ascontiguousarray(cost), np.ascontiguousarray(cost.T))
+
     def rest(self) -> np.ndarray:
         """[P, Q] what the edge holds still."""
         return self.costs[0] - self.messages[0][:, None] - self.messages[1][None, :]
@@ -71,34 +75,27 @@ class Ascent:
         for part in self.parts:
             for side in (0, 1):
                 self.at[part.nodes[side]].append((part, side))
-        self.shared = [group for group in self._groups() if len(group) > 1]
+        self.groups: dict[int, list[_Part]] = {e: [] for e in range(len(problem.edges))}
+        for part in self.parts:
+            self.groups[part.edge].append(part)
         self.reprice(problem)
 
     def reprice(self, problem: Problem) -> None:
         """Begin the bound anew for a problem that differs in costs alone, with the messages as they are."""
         self.problem, self.bound = problem, -np.inf
-        self.cost = [node.cost for node in problem.nodes]
-        shares = {}
+        self.cost = [node.cost.copy() for node in problem.nodes]
+        self.loops: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
         for e, edge in enumerate(problem.edges):
-            if len(edge.consumers) == 1:
-                shares[e] = edge.cost
-                continue
-            wants = np.zeros(edge.cost.shape[1])
-            for _, klass in edge.consumers:
-                wants[np.unique(klass)] += 1
-            shares[e] = edge.cost / np.maximum(wants, 1)
-            for node, klass in edge.consumers:
-                if node == edge.src:
-                    self.cost[node] = self.cost[node] + shares[e][edge.src_class, klass]
-        for part in self.parts:
-            cost = np.ascontiguousarray(shares[part.edge][:, part.columns])
-            part.costs = (cost, np.ascontiguousarray(cost.T))
-
-    def _groups(self) -> list[list[_Part]]:
-        groups: dict[int, list[_Part]] = {}
-        for part in self.parts:
-            groups.setdefault(part.edge, []).append(part)
-        return list(groups.values())
+            own = [klass for node, klass in edge.consumers if node == edge.src]
+            share = edge.cost / len(edge.consumers)
+            self.loops[e] = [(klass, share) for klass in own]
+            for klass in own:
+                self.cost[edge.src] += share[edge.src_class, klass]
+            for part in self.groups[e]:
+                part.set_cost(share[:, part.columns])
+        for e, edge in enumerate(problem.edges):
+            if len(edge.consumers) > 1:
+                self._share(e)
 
     def sweep(self, times: int) -> None:
         """Pass the messages forward and backward so many times."""
@@ -108,8 +105,9 @@ class Ascent:
                 self._visit(i, forward=True)
             for i in reversed(order):
                 self._visit(i, forward=False)
-            for group in self.shared:
-                self._share(group)
+            for e, edge in enumerate(self.problem.edges):
+                if len(edge.consumers) > 1:
+                    self._share(e)
         total = sum(float(self._potential(i).min()) for i in order)
         self.bound = max(self.bound, total + sum(float(part.rest().min()) for part in self.parts))
 
@@ -133,23 +131,37 @@ class Ascent:
             potential += part.messages[side][part.classes[side].klass]
         return potential
 
-    def _share(self, group: list[_Part]) -> None:
-        """Divide what is left of a shared transfer among its consumers anew."""
-        edge = self.problem.edges[group[0].edge]
-        left, wants = edge.cost.copy(), np.zeros(edge.cost.shape[1])
-        kept = []
-        for part in group:
-            needed = np.maximum(part.messages[0][:, None] + part.messages[1][None, :], 0.0)
-            needed = np.minimum(needed, part.costs[0])
-            kept.append(needed)
-            left[:, part.columns] -= needed
+    def _share(self, e: int) -> None:
+        """Divide a shared transfer among its consumers anew: each keeps what it needs for the bound, and equal parts more.
+
+        A consumer needs what its messages have taken away; one that is the source, what its best strategies pay.
+        """
+        edge, parts, loops = self.problem.edges[e], self.groups[e], self.loops[e]
+        needs = [np.maximum(part.messages[0][:, None] + part.messages[1][None, :], 0.0) for part in parts]
+        if loops:
+            potential = self._potential(edge.src)
+            spare = (potential - potential.min()) / len(loops)
+        total, wants = np.zeros(edge.cost.shape), np.zeros(edge.cost.shape[1])
+        for part, need in zip(parts, needs, strict=True):
+            total[:, part.columns] += need
             wants[part.columns] += 1
-        if edge.src in [node for node, _ in edge.consumers]:  # that part is in the node's cost, and stays there
-            return
-        left = np.maximum(left, 0.0) / np.maximum(wants, 1)
-        for part, needed in zip(group, kept, strict=True):
-            cost = needed + left[:, part.columns]
-            part.costs = (cost, np.ascontiguousarray(cost.T))
+        loop_needs = []
+        for klass, cost in loops:
+            pays = np.maximum(cost[edge.src_class, klass] - spare, 0.0)
+            self.cost[edge.src] -= cost[edge.src_class, klass]
+            need = np.zeros(edge.cost.shape)
+            np.maximum.at(need, (edge.src_class, klass), pays)
+            loop_needs.append(need)
+            total += need
+            wants[np.unique(klass)] += 1
+        with np.errstate(invalid="ignore", divide="ignore"):
+            fit = np.where(total > edge.cost, edge.cost / total, 1.0)
+        more = np.where(np.isinf(edge.cost), np.inf, edge.cost - fit * total) / np.maximum(wants, 1)
+        for part, need in zip(parts, needs, strict=True):
+            part.set_cost(need * fit[:, part.columns] + more[:, part.columns])
+        self.loops[e] = [(klass, need * fit + more) for (klass, _), need in zip(loops, loop_needs, strict=True)]
+        for klass, cost in self.loops[e]:
+            self.cost[edge.src] += cost[edge.src_class, klass]
 
     def choice(self) -> np.ndarray:
         """A choice that the messages suggest: node by node, given the nodes before."""

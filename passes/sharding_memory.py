@@ -5,8 +5,8 @@ With a price per byte at each program point, the budget leaves the constraints (
     L(price) = min_choice  seconds(choice) + sum_t price[t] (bytes(choice)[t] - budget)
 
 is a lower bound for every price >= 0. Each choice met on the way says that L is at most its own line; the price where
-the lowest of these lines is highest is tried next (Kelley's cutting planes), half-way from the best so far, because the
-lines are few at first. The minimum over choices is bounded by message passing (`sharding_dual`) and met by descent, so
+the lowest of these lines is highest is tried next (Kelley's cutting planes), within a box around the best price so far
+that grows with each success and shrinks with each failure. The minimum over choices is bounded by message passing (`sharding_dual`) and met by descent, so
 that no step needs an optimiser but for the lines, a linear program of a handful of variables.
 
 Without a budget the same finds the least peak: seconds are zero and prices sum to one.
@@ -42,12 +42,16 @@ class MemoryDual:
         self._points: list[int] = []
         self._seconds: list[float] = []
         self._bytes: list[np.ndarray] = []
+        self._reach = np.inf
+        self._stalled = 0
         self.finished = False
 
     def step(self, sweeps: int) -> np.ndarray:
         """Try the next price: returns the choice that is good at it."""
         ascent = self._ascent(self._next, sweeps)
         bound = self._bound_of(ascent, self._next)
+        self._reach *= 2.0 if bound > self.bound else 0.5
+        self._stalled = 0 if bound - self.bound > 1e-3 * abs(bound) else self._stalled + 1
         if bound > self.bound:
             self.bound, self.price = bound, self._next
         choice = descend(ascent.problem, ascent.choice())
@@ -94,7 +98,10 @@ class MemoryDual:
         # variables: the height of the lowest line, then a price for each point
         cost = np.concatenate([[-1.0], np.zeros(len(points))])
         lines = np.hstack([np.ones((len(seconds), 1)), -over / size])
-        bounds = [(None, None)] + [(0.0, 1.0 if peak else 1e4)] * len(points)
+        scale = 1.0 if peak else unit / size
+        near = self.price[points] / scale
+        low, high = np.maximum(near - self._reach, 0.0), np.minimum(near + self._reach, 1.0 if peak else 1e4)
+        bounds = [(None, None), *zip(low, np.maximum(low, high), strict=True)]
         result = linprog(
             cost,
             A_ub=lines,
@@ -107,12 +114,12 @@ class MemoryDual:
         if result.status != 0:
             self.finished = True
             return
-        scale = 1.0 if peak else unit / size
-        aim = np.zeros(len(self.price))
-        np.add.at(aim, points, result.x[1:] * scale)
-        self._next = (aim + self.price) / 2
+        self._next = np.zeros(len(self.price))
+        self._next[points] = result.x[1:] * scale
+        if np.isinf(self._reach):
+            self._reach = float(result.x[1:].max()) / 2
         height = -result.fun * (size if peak else unit)
-        self.finished = height - self.bound <= 1e-4 * abs(height)
+        self.finished = self._stalled >= 6 or height - self.bound <= 1e-4 * abs(height)
 
 
 def peaks(live: np.ndarray, limit: float, most: int = 16) -> list[int]:

@@ -236,6 +236,7 @@ class _Builder:
         self.mesh: LogicalMesh = cost.mesh
         self.allowed = allowed
         self.forms: dict[object, LocalForm | None] = {}
+        self.part_counts: dict[Layout, int] = {}
         self.late_from = fullest_point(traced, grouping) if regather else None
         self.leaf_groups = set(grouping.leaves)
         self.arriving: dict[int, list[Demand]] = {}
@@ -404,13 +405,20 @@ class _Builder:
         return self.cost.matmul_efficiency(**sizes)
 
     def block_bytes(self, value: int, layout: Layout) -> float:
-        return self.values[value].nbytes / math.prod(self.mesh.product(a) for a in layout.dims)
+        return self.values[value].nbytes / self.parts(layout)
+
+    def parts(self, layout: Layout) -> int:
+        """Into how many blocks a layout cuts a tensor."""
+        found = self.part_counts.get(layout)
+        if found is None:
+            found = self.part_counts[layout] = math.prod(self.mesh.product(a) for a in layout.dims)
+        return found
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def transfers(self, nodes: list[Node], node_of: list[int]) -> tuple[list[Move], list[Transfer]]:
-        table: dict[object, list[int]] = {}
-        example: dict[object, list[Demand]] = {}
+        table: dict[tuple[Any, ...], list[int]] = {}
+        example: dict[tuple[Any, ...], list[Demand]] = {}
         homes = self.grouping.homes
         for value, demands in self.uses.items():
             home = homes[value]
@@ -420,8 +428,8 @@ class _Builder:
                 split = late and self.is_state_leaf(value)
                 phases.setdefault(int(split), []).append(demand)
             for phase, some in phases.items():
-                ends = frozenset((node_of[d.group], d.slot if d.group else 0, d.dims) for d in some)
-                key = (node_of[home.group], home.slot if home.group else value, ends, phase)
+                wanting = frozenset((node_of[d.group], d.slot if d.group else 0, d.dims) for d in some)
+                key = (node_of[home.group], home.slot if home.group else value, wanting, phase)
                 table.setdefault(key, []).append(value)
                 example.setdefault(key, some)
         self.shares = self.latency_shares(table, example)
@@ -539,7 +547,7 @@ class _Builder:
         for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
             if self.values[move.value].nbytes < small:
                 continue
-            costly = sum(_pairs(self.cost, move.produced, move.wanted)) > 0
+            costly = np.add.reduce(_pairs(self.cost, move.produced, move.wanted)) > 0
             for q, wanted in enumerate(move.wanted):
                 bytes_ = self.block_bytes(move.value, wanted)
                 if bytes_ < small:

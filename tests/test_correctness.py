@@ -6,19 +6,14 @@ at most twice the single-device bf16 step's. One device: bit-equal.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
-import alpa_lite
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-_spec = importlib.util.spec_from_file_location("zoo", Path(__file__).parent / "zoo.py")
-assert _spec is not None and _spec.loader is not None
-zoo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(zoo)
+import alpa_lite
+from tests import zoo
 
 CASES = {case.name: case for case in zoo.CASES}
 METHODS = {
@@ -48,12 +43,18 @@ def leaves(tree) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): plain(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def called(step, args, style):
+    """The step's results; of a step that updates modules in place, what it left in them too."""
+    out = step(*args)
+    return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if style == "nnx" else out
+
+
 def run(case, method, devices: int):
     step, args = case.make()
-    parallel = alpa_lite.parallelize(
-        step, method=method, cluster=alpa_lite.Cluster.local(jax.devices()[:devices]), donate_argnums=()
-    )
-    return parallel(*args), jax.jit(step)(*args)
+    cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
+    got = called(alpa_lite.parallelize(step, method=method, cluster=cluster), args, case.style)
+    step, args = case.make()
+    return got, called(nnx.jit(step) if case.style == "nnx" else jax.jit(step), args, case.style)
 
 
 def compare(got, want) -> None:
