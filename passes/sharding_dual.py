@@ -132,7 +132,7 @@ class Ascent:
         return potential
 
     def _share(self, e: int) -> None:
-        """Divide a shared transfer among its consumers anew: each keeps what it needs for the bound, and equal parts more.
+        """Divide a shared transfer among its consumers anew: each has what it needs, and an equal part of the rest.
 
         A consumer needs what its messages have taken away; one that is the source, what its best strategies pay.
         """

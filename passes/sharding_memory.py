@@ -6,8 +6,9 @@ With a price per byte at each program point, the budget leaves the constraints (
 
 is a lower bound for every price >= 0. Each choice met on the way says that L is at most its own line; the price where
 the lowest of these lines is highest is tried next (Kelley's cutting planes), within a box around the best price so far
-that grows with each success and shrinks with each failure. The minimum over choices is bounded by message passing (`sharding_dual`) and met by descent, so
-that no step needs an optimiser but for the lines, a linear program of a handful of variables.
+that grows with each success and shrinks with each failure. The minimum over choices is bounded by message passing
+(`sharding_dual`) and met by descent, so that no step needs an optimiser but for the lines, a linear program of a
+handful of variables.
 
 Without a budget the same finds the least peak: seconds are zero and prices sum to one.
 """
@@ -55,16 +56,16 @@ class MemoryDual:
         if bound > self.bound:
             self.bound, self.price = bound, self._next
         choice = descend(ascent.problem, ascent.choice())
-        self.add(choice)
+        self.add(self.problem.seconds(choice), self.problem.bytes(choice))
         self._aim()
         return choice
 
-    def add(self, choice: np.ndarray) -> None:
-        """Note the line of a choice, if it is allowed."""
-        if not np.isfinite(seconds := self.problem.seconds(choice)):
+    def add(self, seconds: float, live: np.ndarray) -> None:
+        """Note the line of a choice, if it is allowed: its seconds, and its bytes at each program point."""
+        if not np.isfinite(seconds):
             return
         self._seconds.append(seconds)
-        self._bytes.append(self.problem.bytes(choice))
+        self._bytes.append(live)
         self._points += [t for t in peaks(self._bytes[-1], self.limit, 4) if t not in self._points]
 
     def slack(self, sweeps: int) -> tuple[float, list[np.ndarray], dict[int, np.ndarray]]:
@@ -119,7 +120,7 @@ class MemoryDual:
         if np.isinf(self._reach):
             self._reach = float(result.x[1:].max()) / 2
         height = -result.fun * (size if peak else unit)
-        self.finished = self._stalled >= 6 or height - self.bound <= 1e-4 * abs(height)
+        self.finished = self._stalled >= 8 or height - self.bound <= 1e-4 * abs(height)
 
 
 def peaks(live: np.ndarray, limit: float, most: int = 16) -> list[int]:

@@ -136,6 +136,8 @@ class Search:
         while not _is_settled(reduction.problem):
             problem = reduction.problem
             dual = MemoryDual(problem, price)
+            if self.choice is not None:
+                dual.add(self.objective, self.problem.bytes(self.choice))
             for i in range(STEPS):
                 self._offer(reduction.lift(dual.step(SWEEPS if i == 0 else 2)))
                 self._raise_bound(dual.bound)

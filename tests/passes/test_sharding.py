@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.passes import sharding, sharding_problem, sharding_reductions
+from alpa_lite.passes.sharding_dual import Ascent
+from alpa_lite.passes.sharding_memory import MemoryDual
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -195,6 +198,60 @@ def optimum_of(problem):
     return min(
         ((problem.seconds(c), c) for c in choices if problem.fits(c)), default=(math.inf, None), key=lambda x: x[0]
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
+    problem = sharding_problem.from_graph(random_graph(np.random.default_rng(seed)))
+    try:
+        problem = sharding_reductions.consistent(problem).problem
+    except sharding_reductions.Contradiction:
+        return
+    ascent = Ascent(problem)
+    best = optimum_of(problem)[0]
+    for _ in range(3):
+        ascent.sweep(2)
+        assert ascent.bound <= best + 1e-9
+    slack, pairs = ascent.slack()
+    for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
+        seconds = problem.seconds(choice)
+        assert all(seconds >= ascent.bound + slack[i][s] - 1e-9 for i, s in enumerate(choice))
+        for e, above in pairs.items():
+            edge = problem.edges[e]
+            node, klass = edge.consumers[0]
+            assert seconds >= ascent.bound + above[edge.src_class[choice[edge.src]], klass[choice[node]]] - 1e-9
+
+
+def test_message_passing_is_exact_on_a_tree():
+    rng = np.random.default_rng(4)
+    parents = [int(rng.integers(i)) for i in range(1, 7)]
+    transfers = tuple(
+        Transfer(parent, np.arange(3), ((i, np.arange(3)),), rng.random((3, 3))) for i, parent in enumerate(parents, 1)
+    )
+    graph = StrategyGraph(tuple(rng.random(3) for _ in range(7)), transfers)
+    ascent = Ascent(sharding_problem.from_graph(graph))
+    ascent.sweep(10)
+    assert ascent.bound == pytest.approx(min(s for s, _, _ in brute_force(graph)), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS)
+def test_prices_of_memory_give_bounds(seed):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True)
+    every = brute_force(graph)
+    if not every:
+        return
+    budget = float(np.quantile([peak for _, peak, _ in every], 0.3))
+    problem = sharding_reductions.consistent(sharding_problem.from_graph(with_budget(graph, budget))).problem
+    best = min((s for s, peak, _ in every if peak <= budget), default=math.inf)
+    least = min(peak for _, peak, _ in every)
+    for dual, limit in ((MemoryDual(problem), best), (MemoryDual(replace(problem, budget=None)), least)):
+        for _ in range(6):
+            dual.step(3)
+            assert dual.bound <= limit + 1e-9
+            assert (dual.price >= 0).all()
 
 
 def test_reductions_solve_a_chain_alone():
