@@ -36,6 +36,7 @@ from alpa_lite.strategy import Solution
 
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
 SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
+LARGEST = 500_000  # costs beyond which a linear program is not worth building: 65,000 variables take it 10 s
 
 
 class CutoffReached(Exception):
@@ -198,6 +199,8 @@ class Search:
         problem = reduction.problem
         if _is_settled(problem):
             return max(bound, self._offer_peak(reduction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
+        if self.left <= 0 or problem.size > LARGEST:
+            return bound
         program = self._build(forget_seconds(problem))
         points = peaks(problem.bytes(np.zeros(len(problem.nodes), dtype=int)), -1.0)
         for integral in (False, True):
@@ -286,6 +289,8 @@ class Search:
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
             self._raise_bound(problem.lower_bound)
+            if self.left <= 0 or problem.size > LARGEST:
+                return
             program = self._build(problem)
             relaxed = self._relax(program)
             self._raise_bound(relaxed.bound)
