@@ -6,6 +6,8 @@ Supported: JAX 0.10.2 (Python 3.11) to 0.12 (Python 3.12+). Nothing else in the 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax
 import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import core as _core
+from jax._src import debugging as _debugging
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
@@ -76,10 +79,24 @@ def empty_stack() -> Any:
     return _source_info_util.NameStack()
 
 
+# Models of this package are written as a user's would be; the rest of it is no user's code.
+_PACKAGE = re.escape(os.path.dirname(os.path.abspath(__file__)))
+_OURS = re.compile(rf"{_PACKAGE}[/\\](?!models[/\\])")
+_INSTALLED = re.compile(rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\]")
+
+
 def source_line(source: Any) -> str:
-    """The user's source line of an equation, `file:line (function)`, or "" where JAX knows none."""
-    text = _source_info_util.summarize(source)
-    return "" if text == "unknown" else text
+    """The user's source line of an equation, `folder/file:line (function)`, or "" where JAX knows none.
+
+    JAX leaves out its own frames and the standard library's. Of what remains, the innermost frame outside of installed
+    packages is the user's; where there is none, the innermost frame is taken.
+    """
+    frames = [f for f in _source_info_util.user_frames(source.traceback) if f and not _OURS.match(f.file_name)]
+    if not frames:
+        return ""
+    frame = next((f for f in frames if not _INSTALLED.match(f.file_name)), frames[0])
+    file = "/".join(re.split(r"[/\\]", frame.file_name)[-2:])
+    return f"{file}:{frame.start_line} ({frame.function_name})"
 
 
 def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, operands: Sequence[Any]) -> list[Any]:
@@ -117,8 +134,8 @@ def under(source: Any) -> Iterator[None]:
 
 
 def where(source: Any) -> str:
-    """Where an equation comes from: the user's source line, then the name stack."""
-    stack = str(source.name_stack)
+    """Where an equation comes from: the user's source line, then the name stack, its unnamed derivatives in words."""
+    stack = str(source.name_stack).replace("transpose(jvp())", "backward").replace("jvp()", "forward")
     line = source_line(source)
     return f"{line} {stack}".strip() if stack else line
 
@@ -131,3 +148,18 @@ def strong(block: Any) -> Any:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return block
     return jax.lax.convert_element_type(block, dtype)
+
+
+def is_ordered(params: Mapping[str, Any]) -> bool:
+    """Whether an equation's effect is ordered: by a flag, or by the effect itself, whose class is private."""
+    return bool(params.get("ordered")) or params.get("effect") is _debugging.ordered_debug_effect
+
+
+def unordered(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters without the order. JAX allows ordered effects on one device only."""
+    out = dict(params)
+    if "ordered" in out:
+        out["ordered"] = False
+    if "effect" in out:
+        out["effect"] = _debugging.debug_effect
+    return out

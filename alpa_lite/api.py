@@ -24,7 +24,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Method, Off, Options
-from alpa_lite.passes import factors, grouping, lowering, modules, planning, replay, search, tracing, verification
+from alpa_lite.passes import factors, grouping, lowering, planning, replay, search, tracing, verification
 from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.plan import Plan
 from alpa_lite.report import dump, progress
@@ -171,7 +171,7 @@ class ParallelStep:
         self._options = options
         self._compiled: dict[Any, Compiled] = {}
         self._executables: dict[Any, executor.Executable] = {}
-        self._current: Any = _plain(fun, options) if isinstance(options.method, Off) else None
+        self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: plans first if the arguments have a new signature, and places what is not placed."""
@@ -185,6 +185,8 @@ class ParallelStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments like these: arrays or `jax.ShapeDtypeStruct`s. Nothing is executed."""
+        if self._options.verify == "hlo":
+            self._executable(args, kwargs)  # compiling is what this check needs
         return self._compile(args, kwargs)[1].plan
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,25 +211,13 @@ class ParallelStep:
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> executor.Executable:
         key, compiled = self._compile(args, kwargs)
         if key not in self._executables:
-            self._executables[key] = executor.load(
-                compiled.traced, compiled.program, compiled.plan, donate=self._options.donate_argnums
-            )
+            traced, program, plan = compiled.traced, compiled.program, compiled.plan
+            executable = executor.load(traced, program, plan, donate=self._options.donate_argnums)
+            if self._options.verify == "hlo":
+                plan = verification.verified_compiled(plan, traced, program, executable.compiled())
+                self._compiled[key] = replace(compiled, plan=plan)
+            self._executables[key] = executable
         return self._executables[key]
-
-
-def _plain(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """Plain `jit`; `nnx.jit` where an argument holds an NNX object, which plain `jit` would not update."""
-    static = {"static_argnums": options.static_argnums, "static_argnames": options.static_argnames}
-    jitted = jax.jit(fun, **static)
-
-    @functools.cache
-    def of_modules() -> Callable[..., Any]:
-        return modules.jit(fun, **static)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (of_modules() if modules.present((args, kwargs)) else jitted)(*args, **kwargs)
-
-    return run
 
 
 @functools.cache

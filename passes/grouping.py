@@ -11,7 +11,8 @@ Grouping. Every value gets a *home*: a group, and for each of its dims the facto
 - linear: an addition of values that may be partial sums, so that a partial sum can travel through it;
 - light: elementwise operations, transpositions and the like that hang together. An operation joins the home of its
   *main* operand, the deepest operand that has all of its factors, so that group factors need no unification;
-- the *fixed* group 0: scalars and everything that no rule describes; it has one strategy, replication.
+- the *fixed* group 0: scalars, everything that no rule describes, and what cannot be inside a region (a user's own
+  `shard_map`, ordered effects); it has one strategy, replication.
 
 Iota, broadcasts to more elements, and what is computed from these alone are *lazy*: they cost nothing to repeat, so
 each consumer makes its own block, and what is moved is the small source ("price a broadcast at its source's bytes").
@@ -27,11 +28,15 @@ bounded number of classes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.passes.local_effects import needs_outside
 from alpa_lite.strategy import Factor, Rule
 
 Dims = tuple[tuple[int, ...], ...]
@@ -176,6 +181,7 @@ class _Builder:
         self.outputs: list[tuple[int, Dims] | None] = []
         self.clock = 0
         self.linear: set[int] = set()
+        self.zero_carries: set[int] = set()
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -201,10 +207,15 @@ class _Builder:
             self.outputs.append((index, dims))
 
     def body(self, block: Block, trips: int) -> None:
-        self.linear |= _linear_ops(block, self.rules, self.values)
+        self.linear |= _linear_ops(block, self.rules, self.values, self.zero_carries)
         for op in block.ops:
             self.ops[op.index] = op
-            if op.name == "scan":
+            if needs_outside(op):
+                self.clock += 1
+                self.positions[op.index] = self.clock
+                self.depth.update(dict.fromkeys(op.results, self.clock))
+                self.member(op, _opaque(op, self.values), 0, (), trips)
+            elif op.name == "scan":
                 self.scan(op, trips)
             elif op.name == "while":
                 self.while_loop(op, trips)
@@ -220,12 +231,15 @@ class _Builder:
     def scan(self, op: Op, trips: int) -> None:
         (body,) = op.bodies
         consts, carry = op.params["num_consts"], op.params["num_carry"]
+        sums = self.accumulators(op)
         inner = trips * max(1, int(op.params["length"]))
         self.clock += 1
         start = self.clock
         for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
             kind = "const" if i < consts else "carry" if i < consts + carry else "xs"
-            self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
+            index = self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
+            if value in sums and index:
+                self.drafts[index].kind = "linear"
         self.body(body, inner)
         self.clock += 1
         self.positions[op.index] = self.clock
@@ -239,6 +253,32 @@ class _Builder:
                 self.want(atom, port, dims, inner)
                 self.adopt(result, port, ((), *dims))
         self.depth.update(dict.fromkeys(op.results, start))
+
+    def accumulators(self, op: Op) -> set[int]:
+        """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
+        (body,) = op.bodies
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        uses = _uses(body)
+        producer = {value: inner for inner in body.ops for value in inner.results}
+        found = set()
+        for i in range(carry):
+            start, value, end = op.operands[consts + i], body.inputs[consts + i], body.outputs[i]
+            if isinstance(start, Lit) or isinstance(end, Lit) or end not in producer or not self.is_zero(start):
+                continue
+            adds = producer[end]
+            once = uses[value] == 1 and uses[end] == 1
+            if once and adds.name in ("add", "add_any") and value in adds.operands:
+                found.add(value)
+        self.zero_carries |= found
+        return found
+
+    def is_zero(self, value: int) -> bool:
+        """Whether a value is a broadcast zero, which is a partial sum over any axes."""
+        if value not in self.lazy:
+            return False
+        op = self.ops[self.lazy[value][0]]
+        source = op.operands[0] if op.operands else None
+        return op.name == "broadcast_in_dim" and isinstance(source, Lit) and not np.any(source.value)
 
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
@@ -508,6 +548,12 @@ class _Builder:
         return colors
 
 
+def _opaque(op: Op, values: Sequence[Value]) -> Rule:
+    """The rule of an operation that takes and gives whole values."""
+    operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
+    return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
+
+
 def _leaf_dims(shape: tuple[int, ...]) -> Dims:
     out, count = [], 0
     for size in shape:
@@ -518,7 +564,7 @@ def _leaf_dims(shape: tuple[int, ...]) -> Dims:
 
 def _is_light(rule: Rule, op: Op) -> bool:
     """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
-    if any(f.kind != "parallel" for f in rule.factors) or op.params.get("dimensions") and op.name == "reshape":
+    if any(f.kind != "parallel" for f in rule.factors) or (op.params.get("dimensions") and op.name == "reshape"):
         return False
     shown = {f for dims in rule.results for dim in dims for f in dim}
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
@@ -530,22 +576,23 @@ def _is_light(rule: Rule, op: Op) -> bool:
 _NEVER_LIGHT = frozenset({"gather", "scatter", "sort", "dynamic_update_slice", "dot_general", "conv_general_dilated"})
 
 
-def _linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value]) -> set[int]:
+def _uses(block: Block) -> Counter[int]:
+    """How often each value of a block is read, its outputs included."""
+    atoms = [*(a for op in block.ops for a in op.operands), *block.outputs]
+    return Counter(a for a in atoms if not isinstance(a, Lit))
+
+
+def _linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], accumulators: Set[int]) -> set[int]:
     """Additions, and the linear operations between, whose operands all come from operations that may leave sums."""
     producer: dict[int, Op] = {value: op for op in block.ops for value in op.results}
-    uses: dict[int, int] = {}
-    for op in block.ops:
-        for atom in op.operands:
-            if not isinstance(atom, Lit):
-                uses[atom] = uses.get(atom, 0) + 1
-    for atom in block.outputs:
-        if not isinstance(atom, Lit):
-            uses[atom] = uses.get(atom, 0) + 1
+    uses = _uses(block)
     linear: set[int] = set()
 
     def chain(atom: Any) -> list[int] | None:
         """The linear unary ops between `atom` and an op that may leave a sum; None if there is no such op."""
         path: list[int] = []
+        if not isinstance(atom, Lit) and atom in accumulators:
+            return path
         while not isinstance(atom, Lit) and atom in producer:
             op = producer[atom]
             if op.index in linear:

@@ -2,7 +2,7 @@
 
 A callback that returns nothing (a print) would run once per device: it runs on the first device only. One that returns
 something and may not be repeated (`io_callback`) runs there too, and the others receive its results as a sum with
-zeros. A pure callback may run everywhere.
+zeros. A pure callback may run everywhere. JAX allows an order of effects on one device only, so ordered ones lose it.
 
 Some operations cannot be in the region at all, see `needs_outside`.
 """
@@ -29,9 +29,9 @@ _UNREPEATABLE = frozenset({"rng_uniform"})  # draws from a hidden state that eac
 def needs_outside(op: Op) -> bool:
     """Whether an operation cannot be emitted inside `shard_map`.
 
-    True for a user's own `shard_map` (its mesh is another one), for ordered callbacks and prints (JAX allows an
-    order of effects on one device only), for `device_put` to another kind of memory, and for `rng_uniform`, whose
-    hidden state differs between devices; and for what holds one of these in a body or in a jaxpr among its parameters.
+    True for a user's own `shard_map` (its mesh is another one), for `device_put` to another kind of memory, and for
+    `rng_uniform`, whose hidden state differs between devices; and for what holds one of these in a body or in a jaxpr
+    among its parameters.
     """
     if op.bodies:
         return any(needs_outside(inner) for body in op.bodies for inner in body.ops)
@@ -40,8 +40,6 @@ def needs_outside(op: Op) -> bool:
 
 def _outside(name: str, params: Mapping[str, Any]) -> bool:
     if name in _NESTED or name in _UNREPEATABLE:
-        return True
-    if params.get("ordered") or "Ordered" in str(params.get("effect", "")):
         return True
     if name == "device_put" and any(_names_memory(device) for device in params.get("devices", ())):
         return True
@@ -67,7 +65,7 @@ def printing(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
-    params = s.params()
+    params = _jax.unordered(s.params())
 
     def run(*operands: Any) -> list:
         def call(*operands: Any) -> tuple[()]:
@@ -85,7 +83,7 @@ def io_callback(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
-    params = s.params()
+    params = _jax.unordered(s.params())
     dtypes = [np.dtype(s.result_dtype(i)) for i in range(len(s.results))]
 
     def run(*operands: Any) -> list:

@@ -15,6 +15,7 @@ barrier, so that the compiler does not merge the two copies and keep the first a
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from alpa_lite.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step, replicated, reshard_steps
 from alpa_lite.passes import evaluation
 from alpa_lite.passes.grouping import Grouping
-from alpa_lite.passes.local_forms import LocalForm, local_form
+from alpa_lite.passes.local_forms import LocalForm, local_form, needs_outside
 from alpa_lite.passes.strategies import Strategy, layout_of
 from alpa_lite.plan import Collective
 from alpa_lite.strategy import Rule
@@ -79,7 +80,16 @@ class Loop:
     results: tuple[int, ...]
 
 
-Instruction = Compute | Reshard | Loop
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """An operation that cannot be inside a region: it runs on global arrays, and splits the step into regions."""
+
+    op: Op
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Compute | Reshard | Loop | Outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +98,19 @@ class LocalProgram:
 
     Attributes:
       body: its inputs are the flat arguments and constants, in `inputs` layouts; its outputs are in `outputs` layouts.
-      registers: how many registers there are.
+      registers: the layout of each register.
     """
 
     mesh: LogicalMesh
     body: Body
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    registers: int
+    registers: tuple[Layout, ...]
+
+    @property
+    def outside(self) -> tuple[Op, ...]:
+        """The operations that split the step into regions."""
+        return tuple(item.op for item in self.body.instructions if isinstance(item, Outside))
 
 
 def lower(
@@ -151,14 +166,85 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
 
 
 def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """A function of the flat global arguments and constants that returns the flat global outputs."""
-    specs = tuple(spec_of(layout) for layout in program.inputs)
-    out_specs = [spec_of(layout) for layout in program.outputs]
+    """A function of the flat global arguments and constants that returns the flat global outputs.
 
-    def local(*blocks: Any) -> list[Any]:
-        return _run(program.body, list(blocks), [None] * program.registers, program.mesh, traced)
+    It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
+    next travels with a leading dim that is sharded over its partial axes.
+    """
+    pieces = _pieces(program.body.instructions)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    def fun(*leaves: Any) -> list[Any]:
+        registers: dict[int, Any] = dict(zip(program.body.inputs, leaves, strict=True))
+        for number, (outside, instructions) in enumerate(pieces):
+            if outside is not None:
+                operands = [o.value if isinstance(o, Lit) else registers[o] for o in outside.operands]
+                registers.update(zip(outside.results, evaluation.bind(outside.op, operands), strict=True))
+            later = [_reads(rest, before) for before, rest in pieces[number + 1 :]]
+            finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
+            wanted = sorted(set(finals).union(*later) & _writes(instructions))
+            taken = sorted(_reads(instructions, None) & registers.keys())
+            region = functools.partial(_region, program, traced, instructions, taken, wanted)
+            run = jax.shard_map(
+                region,
+                mesh=mesh,
+                in_specs=tuple(_crossing_spec(program.registers[r]) for r in taken),
+                out_specs=[_crossing_spec(program.registers[r]) for r in wanted],
+                check_vma=False,
+            )
+            if instructions:
+                registers.update(zip(wanted, run(*(registers[r] for r in taken)), strict=True))
+        return [o.value if isinstance(o, Lit) else registers[o] for o in program.body.outputs]
+
+    return fun
+
+
+def _pieces(instructions: Sequence[Instruction]) -> list[tuple[Outside | None, tuple[Instruction, ...]]]:
+    """Maximal runs of instructions inside a region, each after the outside operation that comes before it."""
+    pieces: list[tuple[Outside | None, list[Instruction]]] = [(None, [])]
+    for item in instructions:
+        if isinstance(item, Outside):
+            pieces.append((item, []))
+        else:
+            pieces[-1][1].append(item)
+    return [(outside, tuple(run)) for outside, run in pieces]
+
+
+def _region(
+    program: LocalProgram,
+    traced: Traced,
+    instructions: tuple[Instruction, ...],
+    taken: Sequence[int],
+    wanted: Sequence[int],
+    *blocks: Any,
+) -> list[Any]:
+    """What each device does in one region."""
+    layouts = program.registers
+    inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
+    body = Body(tuple(taken), instructions, tuple(wanted))
+    outputs = _run(body, inputs, [None] * len(layouts), program.mesh, traced)
+    return [b[None] if layouts[r].partial else b for r, b in zip(wanted, outputs, strict=True)]
+
+
+def _crossing_spec(layout: Layout) -> PartitionSpec:
+    """The spec of a value between regions: a partial sum has a leading dim for its summands."""
+    if not layout.partial:
+        return spec_of(layout)
+    return spec_of(Layout((layout.partial, *layout.dims)))
+
+
+def _reads(instructions: Sequence[Instruction], outside: Outside | None) -> set[int]:
+    """The registers that some instructions read and do not write themselves."""
+    found = {o for o in outside.operands if not isinstance(o, Lit)} if outside is not None else set()
+    written: set[int] = set()
+    for item in instructions:
+        operands = (item.source,) if isinstance(item, Reshard) else item.operands
+        found |= {o for o in operands if not isinstance(o, Lit) and o not in written}
+        written |= _writes([item])
+    return found
+
+
+def _writes(instructions: Sequence[Instruction]) -> set[int]:
+    return {r for i in instructions for r in ((i.result,) if isinstance(i, Reshard) else i.results)}
 
 
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
@@ -224,7 +310,7 @@ class _Lowering:
         self.base: dict[int, Layout] = {}
         self.where: dict[tuple[int, Layout, bool], int] = {}
         self.out: list[Instruction] = []
-        self.registers = 0
+        self.registers: list[Layout] = []
         self.clock = 0
         self.user: Op | None = None
 
@@ -242,7 +328,7 @@ class _Lowering:
             outputs.append(self.fetch(atom, layout))
             layouts.append(layout)
         body = Body(registers, tuple(self.out), tuple(outputs))
-        return LocalProgram(self.mesh, body, inputs, tuple(layouts), self.registers)
+        return LocalProgram(self.mesh, body, inputs, tuple(layouts), tuple(self.registers))
 
     def outer_layout(self, atom: Atom, place: Any) -> Layout:
         if isinstance(atom, Lit) or place is None:
@@ -252,18 +338,23 @@ class _Lowering:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def new(self) -> int:
-        self.registers += 1
-        return self.registers - 1
+    def new(self, layout: Layout) -> int:
+        self.registers.append(layout)
+        return len(self.registers) - 1
 
     def home(self, value: int) -> int:
         """Gives an input of a block its register, in its home's layout."""
+        return self.define(value, self.home_layout(value))
+
+    def home_layout(self, value: int, skip: int = 0) -> Layout:
+        """The layout that a value's home gives it, without its first `skip` dims; not for results of heavy groups."""
         home = self.grouping.homes[value]
-        return self.define(value, layout_of(home.dims, self.choice[home.group]))
+        strategy = self.choice[home.group]
+        return layout_of(home.dims[skip:], strategy, strategy.partial)
 
     def define(self, value: int, layout: Layout) -> int:
         self.base[value] = layout
-        register = self.new()
+        register = self.new(layout)
         self.where[value, layout, False] = register
         return register
 
@@ -280,13 +371,13 @@ class _Lowering:
             steps = reshard_steps(base, layout)
             assert steps is not None, f"no way from {base} to {layout}"
             communicates = any(step.kind != "slice" for step in steps)
-            self.where[key] = self.new()
+            self.where[key] = self.new(layout)
             source = self.where[atom, base, False]
             self.out.append(Reshard(atom, steps, source, self.where[key], late and communicates, self.user))
         return self.where[key]
 
     def make(self, value: int, layout: Layout) -> int:
-        """Computes the block of a lazy value that a layout asks for."""
+        """Computes the block of a lazy value that a layout asks for. Zeros are also partial sums over any axes."""
         key = (value, layout, False)
         if key in self.where:
             return self.where[key]
@@ -298,16 +389,16 @@ class _Lowering:
             if dim:
                 axes[dim[0]] = wanted
         form = local_form(op, rule, tuple(axes), self.values, self.mesh)
-        if form is None or form.results[result] != layout:
+        if form is None or form.results[result].dims != layout.dims:
             whole = replicated(len(layout.dims))
             source = self.make(value, whole)
             steps = reshard_steps(whole, layout)
             assert steps is not None and whole != layout, (op.name, layout)
-            self.where[key] = self.new()
+            self.where[key] = self.new(layout)
             self.out.append(Reshard(value, steps, source, self.where[key], False, self.user))
             return self.where[key]
         operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
-        register = self.new()
+        register = self.new(layout)
         self.where[key] = register
         self.out.append(Compute(op, form, operands, (register,)))
         return register
@@ -318,7 +409,9 @@ class _Lowering:
         for op in block.ops:
             self.clock = self.grouping.positions[op.index]
             self.user = op
-            if op.bodies:
+            if needs_outside(op):
+                self.outside(op)
+            elif op.bodies:
                 self.structured(op)
             elif op.name == "optimization_barrier":
                 self.barrier(op)
@@ -346,18 +439,25 @@ class _Lowering:
         self.out.append(Compute(op, form, operands, results))
 
     def whole(self, op: Op, strategy: Strategy) -> None:
-        """Runs a follower that has no local form in its group's strategy whole on every device, and cuts its results."""
+        """Runs a follower without a local form in its group's strategy whole on every device, and cuts its results."""
         rule = self.rules[op.key]
         form = local_form(op, rule, ((),) * len(rule.factors), self.values, self.mesh)
         assert form is not None, f"{op.name} cannot run whole"
         operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
-        results = tuple(self.new() for _ in op.results)
+        results = tuple(self.new(la) for la in form.results)
         self.out.append(Compute(op, form, operands, results))
         for value, register, layout in zip(op.results, results, form.results, strict=True):
             wanted = layout_of(self.grouping.homes[value].dims, strategy)
             steps = reshard_steps(layout, wanted)
             assert steps is not None
             self.out.append(Reshard(value, steps, register, self.define(value, wanted), False, op))
+
+    def outside(self, op: Op) -> None:
+        """Whole values go out of the region, and whole values come back."""
+        ranks = [len((a.aval if isinstance(a, Lit) else self.values[a]).shape) for a in op.operands]
+        operands = tuple(self.fetch(a, replicated(rank)) for a, rank in zip(op.operands, ranks, strict=True))
+        results = tuple(self.define(v, replicated(len(self.values[v].shape))) for v in op.results)
+        self.out.append(Outside(op, operands, results))
 
     def barrier(self, op: Op) -> None:
         """Values pass a barrier in the layout that they have; lazy ones need none."""
@@ -371,7 +471,6 @@ class _Lowering:
         self.out.append(Compute(op, form, operands, results))
 
     def structured(self, op: Op) -> None:
-        homes = self.grouping.homes
         operands: list[Operand] = []
         if op.name == "scan":
             (body,) = op.bodies
@@ -391,21 +490,18 @@ class _Lowering:
             operands.append(self.fetch(op.operands[0], replicated(0)))
             for atom, value in zip(op.operands[1:], op.bodies[0].inputs, strict=True):
                 operands.append(self.fetch(atom, self.port_layout(value)))
-            wanted = [layout_of(homes[v].dims, self.choice[homes[v].group]) for v in op.results]
+            wanted = [self.home_layout(v) for v in op.results]
             bodies = tuple(self.nested(branch, wanted) for branch in op.bodies)
-        results = tuple(self.define(v, layout_of(homes[v].dims, self.choice[homes[v].group])) for v in op.results)
+        results = tuple(self.define(v, self.home_layout(v)) for v in op.results)
         self.out.append(Loop(op, tuple(operands), bodies, results))
 
     def port_layout(self, value: int, *, stacked: bool = False) -> Layout:
-        home = self.grouping.homes[value]
-        layout = layout_of(home.dims, self.choice[home.group])
-        return Layout(((), *layout.dims)) if stacked else layout
+        layout = self.home_layout(value)
+        return Layout(((), *layout.dims), layout.partial) if stacked else layout
 
     def result_layout(self, op: Op, number: int) -> Layout:
         """The layout in which a scan's body delivers output `number`: a stacked result without its first dim."""
-        home = self.grouping.homes[op.results[number]]
-        dims = home.dims if number < op.params["num_carry"] else home.dims[1:]
-        return layout_of(dims, self.choice[home.group])
+        return self.home_layout(op.results[number], skip=0 if number < op.params["num_carry"] else 1)
 
     def nested(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []
@@ -449,6 +545,8 @@ def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalM
                     results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
                 for register, block in zip(item.results, results, strict=True):
                     registers[register] = block
+            case Outside():
+                raise AssertionError("an operation that must be outside is inside a region")
     return [read(o) for o in body.outputs]
 
 

@@ -75,13 +75,6 @@ def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
     return out
 
 
-def jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`nnx.jit`, for a step that takes NNX objects and is not planned."""
-    from flax import nnx
-
-    return nnx.jit(fun, **options)
-
-
 def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
     """New objects of the same structure, shared references kept, with other arrays.
 

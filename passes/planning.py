@@ -17,6 +17,7 @@ from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering, strategies
 from alpa_lite.passes.grouping import Group, Grouping
+from alpa_lite.passes.local_effects import needs_outside
 from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.passes.search import Found
 from alpa_lite.passes.strategies import Node, Space
@@ -85,7 +86,7 @@ def write(
         decisions=_decisions(traced, grouping, rules, found),
         replicated=_replicated(traced, grouping, rules, cost),
         candidates=found.candidates,
-        notes=(*traced.notes, *notes),
+        notes=(*traced.notes, *_ordered(grouping, found.mesh), *notes),
         ingredients=parts,
     )
 
@@ -300,6 +301,12 @@ def _alternatives(
     return tuple(out)
 
 
+def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:
+    """A note on effects that lose their order, since JAX orders effects on one device only."""
+    found = sorted({op.name for op in grouping.ops.values() if _jax.is_ordered(op.params)})
+    return (f"ordered effects run without their order: {', '.join(found)}",) if found and mesh.size > 1 else ()
+
+
 def _replicated(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
 ) -> tuple[Replicated, ...]:
@@ -308,7 +315,7 @@ def _replicated(
     found: dict[Any, tuple[Op, int]] = {}
     for number in grouping.groups[0].ops:
         op = grouping.ops[number]
-        if rules[op.key].source == "opaque":
+        if needs_outside(op) or rules[op.key].source == "opaque":
             key = (op.key, _jax.where(op.source))
             found[key] = (op, found.get(key, (op, 0))[1] + 1)
     rows = []
@@ -317,5 +324,8 @@ def _replicated(
         size = sum(values[v].nbytes for v in tensors)
         if any(math.prod(values[v].shape) > 1 for v in tensors):
             seconds = cost.compute(0.0, size, None) * count
-            rows.append(Replicated(op.name, _jax.where(op.source), rules[op.key].reason, size, seconds, count))
+            reason = "it cannot be inside a region: it takes and gives whole values"
+            if not needs_outside(op):
+                reason = rules[op.key].reason
+            rows.append(Replicated(op.name, _jax.where(op.source), reason, size, seconds, count))
     return tuple(sorted(rows, key=lambda r: -r.seconds))

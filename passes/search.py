@@ -69,14 +69,14 @@ def search(
     """
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
-    tried: list[tuple[LogicalMesh, Space]] = []
+    tried: list[tuple[LogicalMesh, Mapping[int, tuple[Layout, ...]]]] = []
     for mesh in meshes(cluster, method):
         progress(f"solving mesh {' x '.join(map(str, mesh.shape))}")
         cost = MeshCost(cluster, mesh)
         allowed = limits(traced, grouping, method, mesh)
         cutoff = best[2].objective if best else math.inf
         space, solution = _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit)
-        tried.append((mesh, space))
+        tried.append((mesh, allowed))
         finished = solution.status in ("optimal", "feasible")
         candidates.append(
             Candidate(
@@ -87,7 +87,7 @@ def search(
         if finished and solution.objective < cutoff:
             best = mesh, space, solution
     if best is None:
-        raise InfeasibleError(_why_infeasible(traced, tried, budget, cluster))
+        raise InfeasibleError(_why_infeasible(traced, grouping, rules, tried, budget, cluster))
     mesh, space, solution = best
     choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
     named = tuple(
@@ -226,13 +226,23 @@ def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMes
     return out
 
 
-def _why_infeasible(traced: Traced, tried: Sequence[tuple[LogicalMesh, Space]], budget: float, cluster: Cluster) -> str:
+def _why_infeasible(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    tried: Sequence[tuple[LogicalMesh, Mapping[int, tuple[Layout, ...]]]],
+    budget: float,
+    cluster: Cluster,
+) -> str:
     """What binds, the smallest budget that works, and what would fit."""
     smallest, where = math.inf, None
-    for mesh, space in tried:
-        peak, _ = sharding.minimal_budget(space.program)
-        if peak < smallest:
-            smallest, where = peak, mesh
+    for mesh, allowed in tried:
+        for regather in (False, True):
+            cost = MeshCost(cluster, mesh)
+            space = strategies.build(traced, grouping, rules, cost, allowed=allowed, regather=regather)
+            peak, _ = sharding.minimal_budget(space.program)
+            if peak < smallest:
+                smallest, where = peak, mesh
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, a.path) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
@@ -240,8 +250,8 @@ def _why_infeasible(traced: Traced, tried: Sequence[tuple[LogicalMesh, Space]], 
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     shape = " x ".join(map(str, where.shape)) if where else "any shape"
     return (
-        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {smallest:.0f} bytes "
-        f"per device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} devices; "
-        f"the largest, before sharding: {largest}. A larger budget, more devices, rematerialisation (jax.checkpoint around "
-        f"a layer) or a smaller batch would fit."
+        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
+        f"bytes per device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} "
+        f"devices; the largest, before sharding: {largest}. A larger budget, more devices, rematerialisation "
+        f"(jax.checkpoint around a layer) or a smaller batch would fit."
     )

@@ -119,6 +119,17 @@ def lowered_module(
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
+def step_module(plan: Plan, traced: Traced, program: LocalProgram) -> Any:
+    """The StableHLO module of a planned step, on an abstract mesh."""
+    return lowered_module(
+        lambda abstract: lowering.function_of(program, traced, abstract, plan.ingredients["communication"]),
+        program.mesh,
+        [traced.graph.values[v].aval for v in traced.graph.block.inputs],
+        [lowering.spec_of(layout) for layout in program.inputs],
+        plan.cluster.platform,
+    )
+
+
 def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
     """The plan with what the partitioner says of it.
 
@@ -131,20 +142,15 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
     mesh = program.mesh
     if mesh.size == 1:
         return replace(plan, verification=("one device: nothing to communicate",))
-    communication = plan.ingredients["communication"]
-    values, inputs = traced.graph.values, traced.graph.block.inputs
-    module = lowered_module(
-        lambda abstract: lowering.function_of(program, traced, abstract, communication),
-        mesh,
-        [values[v].aval for v in inputs],
-        [lowering.spec_of(layout) for layout in program.inputs],
-        plan.cluster.platform,
-    )
-    if communication == "explicit":
+    if program.outside:
+        names = ", ".join(sorted({op.name for op in program.outside}))
+        text = f"not checked: {names} run outside the regions and communicate as they like"
+        return replace(plan, verification=(text,))
+    module = step_module(plan, traced, program)
+    if plan.ingredients["communication"] == "explicit":
         report = check_shardy(module, mesh, plan.collectives)
-        unknown = (
-            f"; trip count unknown, counted once: {', '.join(report.unknown_loops)}" if report.unknown_loops else ""
-        )
+        loops = report.unknown_loops
+        unknown = f"; of unknown trip count, counted once: {', '.join(loops)}" if loops else ""
         count = sum(c.count for c in plan.collectives)
         text = f"Shardy: the {count} planned collectives are in the lowered program, and no other{unknown}"
         return replace(plan, verification=(text,))
@@ -156,3 +162,32 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         collective_seconds=tuple(cost.collective(c.kind, c.axes, c.bytes) * c.count for c in found),
         verification=("Shardy: these are the collectives that the partitioner inserts for the plan's shardings",),
     )
+
+
+def verified_compiled(plan: Plan, traced: Traced, program: LocalProgram, compiled: Any) -> Plan:
+    """The plan with what the compiled program says of it: the compiler's rewrites by name, and its memory.
+
+    Args:
+      compiled: the `jax.stages.Compiled` of the step.
+
+    Raises:
+      VerificationError: if the compiled program communicates what neither the plan nor a known rewrite explains. With
+        communication left to the compiler, differences are listed instead.
+    """
+    lines, rewrites = list(plan.verification), ()
+    if program.mesh.size > 1 and not program.outside:
+        module = step_module(plan, traced, program)
+        report = compare_hlo(compiled.as_text(), program.mesh, plan.collectives, module)
+        if plan.ingredients["communication"] == "explicit":
+            report.raise_if_bad()
+            lines.append("compiled: the planned collectives, up to the rewrites that are listed")
+        else:
+            lines += [f"compiled, differs from the partitioner: {line}" for line in report.differences]
+        rewrites = tuple(str(rewrite) for rewrite in report.rewrites)
+    memory = memory_of(compiled, plan.stages[0].memory.total)
+    if memory is not None and memory.ratio is not None:
+        lines.append(
+            f"compiled: {memory.peak} bytes per device, of which {memory.arguments} are arguments and "
+            f"{memory.temporaries} temporaries; the plan predicts {memory.predicted}, {memory.ratio:.2f} of it"
+        )
+    return replace(plan, verification=tuple(lines), rewrites=rewrites)

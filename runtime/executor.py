@@ -10,9 +10,9 @@ What a call must make sure of:
 2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that are not placed as planned are copied
    (`placement`), and so is an array that occurs twice, since no buffer can be donated twice (JAX 0.10 crashes on it).
 
-The second check costs a microsecond when the state is, leaf for leaf, what the last call returned: then it is placed,
-and no leaf occurs twice. To compare, the outputs of the last call are remembered; they are forgotten when the first of
-them is garbage, so that a state that the user has dropped is not kept alive.
+The second check costs a few microseconds when the state is, leaf for leaf, what the last call returned: then it is
+placed, and no leaf occurs twice. To compare, the outputs of the last call are remembered; they are forgotten when the
+last of them is garbage, so that a state that the user has dropped is not kept alive.
 
 Donated "auto" are the state leaves whose output has their sharding: exactly those whose buffer XLA can reuse.
 """
@@ -127,11 +127,13 @@ class Executable:
         self._pick_donated, self._pick_kept = _picker(self._donated), _picker(self._kept)
         new_value = {argument: output for output, argument in traced.state}
         come_back = bool(self._donated) and all(i in new_value for i in self._donated)
-        self._pick_next = _picker([new_value[i] for i in self._donated]) if come_back else None
+        following = [new_value[i] for i in self._donated] if come_back else []
+        self._pick_following = _picker(following[:-1])
+        self._canary_output = following[-1] if following else None
         self._executable: Any = None
         self._constants: tuple[jax.Array, ...] = ()
-        self._first: weakref.ref[Any] | None = None  # of the donated arguments' new values, after the last call
-        self._others: tuple[Any, ...] = ()
+        self._canary: weakref.ref[Any] | None = None  # to the last of what the last call returned for donated arguments
+        self._last: Sequence[Any] = ()  # all others of them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -177,21 +179,20 @@ class Executable:
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
 
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step. Its inputs are (donated arguments, other arguments, constants), each a flat tuple."""
+        """The compiled step. Its inputs are (donated arguments, other arguments, constants), each flat."""
         if self._executable is None:
             constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
-            shardings = [self._in_shardings[i] for i in (*self._donated, *self._kept)]
-            split = len(self._donated)
+            groups = (self._pick_donated, self._pick_kept)  # lists or tuples: also of shardings and of types
             jitted = jax.jit(
                 self._grouped(),
-                in_shardings=(tuple(shardings[:split]), tuple(shardings[split:]), tuple(self._constant_shardings)),
+                in_shardings=(*(pick(self._in_shardings) for pick in groups), tuple(self._constant_shardings)),
                 out_shardings=self._out_shardings,
                 donate_argnums=0,
                 keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
             )
-            specs = [self._spec(i) for i in (*self._donated, *self._kept)]
+            specs = list(map(self._spec, range(len(self._in_shardings))))
             shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
-            self._executable = jitted.lower(tuple(specs[:split]), tuple(specs[split:]), shapes).compile()
+            self._executable = jitted.lower(*(pick(specs) for pick in groups), shapes).compile()
             self._constants = tuple(constants)
         return self._executable
 
@@ -210,7 +211,7 @@ class Executable:
         order = [*self._donated, *self._kept]
         flat_fun = self._flat_fun
 
-        def step(donated: tuple[Any, ...], kept: tuple[Any, ...], constants: tuple[Any, ...]) -> list[Any]:
+        def step(donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
             by_number = dict(zip(order, (*donated, *kept), strict=True))
             return list(flat_fun(*(by_number[i] for i in range(len(order))), *constants))
 
@@ -234,37 +235,40 @@ class Executable:
             out = executable(donated, kept, self._constants)
         except (TypeError, ValueError):  # raised while the arguments are checked: nothing has run
             out = executable(donated, self._put(kept), self._constants)
-        if self._pick_next is not None:
-            after = self._pick_next(out)
-            self._first, self._others = weakref.ref(after[0], self._forget), after[1:]
+        if self._canary_output is not None:
+            self._last = self._pick_following(out)
+            self._canary = weakref.ref(out[self._canary_output], self._forget)
         return out
 
-    def _is_last(self, donated: tuple[Any, ...]) -> bool:
+    def _is_last(self, donated: Sequence[Any]) -> bool:
         """Whether the arrays to donate are, one by one, those that the last call returned."""
-        if self._first is None or self._first() is not donated[0]:
-            return False
-        return all(map(operator.is_, self._others, donated[1:]))
+        return (
+            self._canary is not None and self._canary() is donated[-1] and all(map(operator.is_, self._last, donated))
+        )
 
-    def _forget(self, first: weakref.ref[Any]) -> None:
-        if first is self._first:
-            self._first, self._others = None, ()
+    def _forget(self, canary: weakref.ref[Any]) -> None:
+        if canary is self._canary:
+            self._canary, self._last = None, ()
 
-    def _settled(self, donated: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _settled(self, donated: Sequence[Any]) -> Sequence[Any]:
         """The arrays to donate, in buffers that are ours."""
-        self._first, self._others = None, ()
+        self._canary, self._last = None, ()
         self._check(self._donated, donated)
-        return placement.settle(donated, [self._in_shardings[i] for i in self._donated])
+        ready = placement.settle(donated, [self._in_shardings[i] for i in self._donated])
+        return ready if isinstance(donated, list) else tuple(ready)  # the executable tells them apart
 
-    def _put(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _put(self, kept: Sequence[Any]) -> Sequence[Any]:
         """The arrays that are not donated, put where the plan wants them.
 
         The executable itself puts NumPy arrays and arrays on no certain device, and refuses others.
         """
         self._check(self._kept, kept)
-        return tuple(
-            leaf if placement.is_placed(leaf, self._in_shardings[i]) else jax.device_put(leaf, self._in_shardings[i])
-            for i, leaf in zip(self._kept, kept, strict=True)
-        )
+        wanted = [self._in_shardings[i] for i in self._kept]
+        ready = [
+            leaf if placement.is_placed(leaf, sharding) else jax.device_put(leaf, sharding)
+            for leaf, sharding in zip(kept, wanted, strict=True)
+        ]
+        return ready if isinstance(kept, list) else tuple(ready)
 
     def _check(self, numbers: Sequence[int], leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless the leaves have the shapes and dtypes of these arguments."""
@@ -278,11 +282,12 @@ class Executable:
                 raise NewSignature
 
 
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A fast function that picks these items of a list."""
-    if len(numbers) > 1:
-        return operator.itemgetter(*numbers)
-    return (lambda items: (items[numbers[0]],)) if numbers else (lambda items: ())
+def _picker(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """The fastest function that picks these items of a list, as a list or as a tuple."""
+    start = numbers[0] if numbers else 0
+    if list(numbers) == list(range(start, start + len(numbers))):
+        return operator.itemgetter(slice(start, start + len(numbers)))
+    return operator.itemgetter(*numbers)
 
 
 def _donated(

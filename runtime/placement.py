@@ -38,7 +38,7 @@ def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
     )
 
 
-def settle(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
+def settle(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
     """The leaves, ready to be donated: those that are not placed, or that came before in the list, are copied.
 
     Args:
@@ -54,7 +54,7 @@ def settle(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[A
     out = list(leaves)
     for i, copied in zip(foreign, copies([leaves[i] for i in foreign], [shardings[i] for i in foreign]), strict=True):
         out[i] = copied
-    return tuple(out)
+    return out
 
 
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
