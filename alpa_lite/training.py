@@ -105,7 +105,10 @@ def train(
     )  # donates the placed state
     on_plan(step.plan(state, example))
     on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
-    return _loop(step, state, batches, steps, on_line)
+    start = time.perf_counter()
+    losses = _loop(step, state, batches, steps, on_line)
+    on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
+    return losses
 
 
 def _batches(

@@ -1,4 +1,4 @@
-"""The command line, without training."""
+"""The command line: every command, on the smallest model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from alpa_lite.cli import app
 from alpa_lite.cluster import Cluster
+from alpa_lite.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
 runner = CliRunner()
@@ -47,6 +48,59 @@ def test_clusters_lists_every_preset() -> None:
     assert result.exit_code == 0
     assert set(Cluster.preset_names()) <= set(re.findall(r"[\w.-]+", result.stdout))
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
+    auto, data, text = tmp_path / "auto.json", tmp_path / "data.json", tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 50)
+    small = ["--size", "tiny", "--batch", "8", "--set", "layers=1", "--set", "seq=16", "--set", "hidden=32"]
+
+    planned = invoke("plan", "gpt", "--cluster", "local", *small, "--method", "data", "-o", data)
+    assert "DataParallel" in planned or "data" in planned.splitlines()[0]
+    assert planned.rstrip().endswith(f"saved to {data}")
+
+    trained = invoke(
+        "train", "gpt", *small, "--devices", "2", "--steps", "12", "--text", text, "--memory", "1", "-o", auto
+    )
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", trained, re.MULTILINE)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert "12 steps" in trained
+
+    for file, devices in ((auto, 2), (data, 8)):
+        lines = invoke("show", file).splitlines()
+        assert max(map(len, lines)) <= 100
+        assert f"{devices} devices" in lines[1]
+        assert not any("site-packages" in line or str(Path(__file__).parent) in line for line in lines)
+    explained = invoke("explain", auto, "tokens/embedding")
+    assert "state['params']['tokens']['embedding']" in explained
+    compared = invoke("diff", data, auto)
+    assert "method" in compared
+    assert invoke("diff", data, data).strip() == "The plans do not differ."
+
+    replayed = invoke("train", "gpt", *small, "--devices", "2", "--steps", "12", "--text", text, "--plan", auto)
+    assert "replayed" in replayed
+    assert losses == [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", replayed, re.MULTILINE)]
+
+
+def test_plan_for_a_cluster_that_is_not_here(tmp_path: Path) -> None:
+    file, stages = tmp_path / "plan.json", tmp_path / "stages"
+    args = ["plan", "mlp", "--size", "tiny", "--cluster", "v5p", "--topology", "2x2x1", "--batch", "64"]
+    printed = invoke(*args, "--method", "sharded:2x2", "-o", file, "--dump", stages)
+    assert "2x2" in printed
+    assert Plan.load(file).num_devices == 4
+    assert next(f.name for f in sorted(stages.iterdir())) == "01_graph.txt"
+
+
+def test_a_model_without_text_trains_on_one_batch() -> None:
+    printed = invoke("train", "mlp", "--size", "tiny", "--batch", "16", "--steps", "3", "--method", "off")
+    assert "one random batch of 16" in printed
+
+
+def invoke(*args: str | Path) -> str:
+    result = runner.invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("command", ["demo", "train", "plan", "show", "explain", "diff", "clusters"])

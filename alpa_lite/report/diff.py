@@ -96,7 +96,7 @@ def _changed_leaves(changed: list[tuple[str, tuple[str, str]]]) -> RenderableTyp
     for part in grouping.sections(grouping.group(changed)):
         alone = len(part.rows) == 1
         if not alone:
-            text.add(out, "".join(part.prefix), "", "", "", style="bold")
+            text.add(out, grouping.heading(part.prefix), "", "", "", style="bold")
         for row in part.rows:
             name = row.path if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
             old, new = sides[row.members[0]]

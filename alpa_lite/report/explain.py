@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
+from collections import Counter
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -132,11 +133,13 @@ def _unknown(plan: Plan, name: str) -> str:
 
 
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
-    out = text.table("name", "where", "chosen", wide=0)
-    for subject in subjects[:_LISTED]:
-        text.add(out, subject.name, _where(subject), _choice(subject))
-    if len(subjects) > _LISTED:
-        text.add(out, f"and {len(subjects) - _LISTED} more", "", "")
+    """The subjects in one table; those that agree in all that it shows are one row."""
+    rows = Counter((subject.name, _where(subject), _choice(subject)) for subject in subjects)
+    out = text.table("name and place", "", "chosen", wide=0)
+    for (title, where, choice), count in list(rows.items())[:_LISTED]:
+        text.add(out, f"{title}\n  {where}" if where else title, f"x {count}" if count > 1 else "", choice)
+    if len(rows) > _LISTED:
+        text.add(out, f"and {len(rows) - _LISTED} more", "", "")
     head = f"{len(subjects)} arguments or operations match {name!r}; name one of them for its alternatives."
     return text.section(head, out)
 

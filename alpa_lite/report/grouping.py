@@ -14,6 +14,7 @@ _NUMBER = re.compile(r"\d+")
 _TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.", re.DOTALL)
 _SHOWN = 5  # names in braces before the rest is only counted
 _NAME = 40  # characters of a name that fit its column
+_HEADING = 44  # characters of the beginning of a path, as `keystr` writes it; longer ones do without brackets
 _BRANCH = 3  # rows that are worth a heading
 
 
@@ -64,6 +65,12 @@ def tokens(path: str) -> tuple[str, ...]:
 def short(keys: Iterable[str]) -> str:
     """Keys without their brackets and quotes: ("['a']", "[0]", ".mu") gives "a/0/mu"."""
     return "/".join(key[2:-2] if key.startswith("['") else key.strip("[].") for key in keys)
+
+
+def heading(prefix: tuple[str, ...]) -> str:
+    """What the paths below a heading begin with; without brackets where it would be too long."""
+    text = "".join(prefix)
+    return text if len(text) <= _HEADING else short(prefix)
 
 
 def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

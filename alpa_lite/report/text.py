@@ -144,7 +144,7 @@ def sharding_table(stage: Stage) -> Table:
     for part in grouping.sections(shown):
         alone = len(part.rows) == 1
         if not alone:
-            heading = "".join(part.prefix)
+            heading = grouping.heading(part.prefix)
             members = [leaves[path] for row in part.rows for path in row.members]
             total = units.nbytes(sum(stage.bytes_per_device(leaf) for leaf in members))
             add(out, heading, "", "", "", total, style="bold")
@@ -279,15 +279,23 @@ def _status(plan: Plan, status: str, seconds: float | None) -> str:
 
 def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
-    lines = []
-    if solver.variables:
-        gap = "no gap" if solver.gap == 0 else f"gap {100 * solver.gap:.2g} %"
-        costs = f"objective {units.seconds(solver.objective)}, bound {units.seconds(solver.bound)}, {gap}"
-        lines.append(f"{solver.status}: {costs}; {solver.variables:,} variables, {units.seconds(solver.seconds)}")
-    else:
-        lines.append(f"{solver.status}: nothing was left to solve")
+    gap = "no gap" if solver.gap == 0 else "gap under 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
+    costs = f"objective {units.seconds(solver.objective)}, bound {units.seconds(solver.bound)}, {gap}"
+    effort = f"{solver.variables:,} variables" if solver.variables else "proved without an optimiser"
+    lines = [f"{solver.status}: {costs}; {effort}, {units.seconds(solver.seconds)}"]
     if plan.planning_seconds:
-        total = units.seconds(sum(plan.planning_seconds.values()))
-        parts = ", ".join(f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items())
-        lines.append(f"planned in {total}: {parts}")
+        parts = [f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items()]
+        lines += _filled(f"planned in {units.seconds(sum(plan.planning_seconds.values()))}:", parts)
+    return lines
+
+
+def _filled(head: str, parts: Sequence[str]) -> list[str]:
+    """Parts joined by commas, in lines that break between parts only."""
+    lines = [head]
+    for number, part in enumerate(parts):
+        piece = part + ("," if number + 1 < len(parts) else "")
+        if len(lines[-1]) + 1 + len(piece) <= WIDTH - 2:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(f"  {piece}")
     return lines
