@@ -1,0 +1,194 @@
+"""What cannot be planned is refused, with an error that names the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite
+from alpa_lite.cluster import Cluster
+
+H100 = Cluster.preset("h100", nodes=1)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def step(state, batch):
+    def loss(s):
+        return ((jax.nn.relu(batch["x"] @ s["w1"]) @ s["w2"] - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def arguments(batch: int = 16, width: int = 32, hidden: int = 64) -> tuple[Any, Any]:
+    return {"w1": f32(width, hidden), "w2": f32(hidden, width)}, {"x": f32(batch, width), "y": f32(batch, width)}
+
+
+def make(fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> alpa_lite.Plan:
+    return alpa_lite.make_plan(fun, *(arguments() if args is None else args), **{"cluster": H100} | options)
+
+
+def message(error: type[Exception], fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        make(fun, args, **options)
+    assert isinstance(caught.value, alpa_lite.AlpaLiteError)
+    return str(caught.value)
+
+
+def names(text: str, *parts: str) -> None:
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+# -- the step and its arguments ---------------------------------------------------------------------------------------
+
+
+def test_no_argument_is_state():
+    text = message(alpa_lite.SignatureError, lambda weights, batch: (batch["x"] @ weights["w1"]).sum())
+    names(text, "weights", "batch", "return")
+
+
+def test_a_traced_value_as_a_python_bool():
+    def branches(state, batch):
+        new, value = step(state, batch)
+        if value < 1e3:
+            return new, value
+        return state, value
+
+    text = message(alpa_lite.TracingError, branches)
+    names(text, "truth value of a traced array", "test_bad_input.py:", "jax.lax.cond")
+
+
+def test_a_batch_that_is_not_there():
+    names(message(alpa_lite.SignatureError, batch_argnums=5), "batch_argnums", "argument 5", "2 positional arguments")
+
+
+def test_a_step_without_a_batch_is_planned_all_the_same():
+    state, _ = arguments()
+    assert make(lambda state: jax.tree.map(lambda x: 0.5 * x, state), (state,)).num_devices == 8
+
+
+# -- batches and meshes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Zero(stage=3)])
+def test_a_batch_that_does_not_divide(method):
+    text = message(alpa_lite.OptionError, args=arguments(batch=12), method=method)
+    names(text, "batch['x']", "12", "8 devices", "multiple of 8", "method='auto'")
+
+
+def test_auto_takes_a_batch_that_does_not_divide():
+    assert make(args=arguments(batch=12)).num_devices == 8
+
+
+@pytest.mark.parametrize(
+    "method", [alpa_lite.Sharded((3, 2)), alpa_lite.Manual({"state['w1']": P("a")}, (3, 2), ("a", "b"))]
+)
+def test_a_mesh_shape_of_another_number_of_devices(method):
+    names(message(alpa_lite.OptionError, method=method), "mesh_shape=(3, 2)", "6 devices", "8", "another cluster")
+
+
+def test_a_manual_path_that_does_not_exist():
+    method = alpa_lite.Manual({"state['w3']": P("a")}, (8,), ("a",))
+    names(message(alpa_lite.OptionError, method=method), "state['w3']", "state['w1']")
+
+
+def test_a_manual_spec_that_does_not_fit():
+    for spec, part in ((P("a", None, None), "shape (12, 64)"), (P("a"), "12 does not divide")):
+        state, batch = {"w1": f32(12, 64), "w2": f32(64, 12)}, {"x": f32(16, 12), "y": f32(16, 12)}
+        method = alpa_lite.Manual({"state['w1']": spec}, (8,), ("a",))
+        names(message(alpa_lite.OptionError, args=(state, batch), method=method), "state['w1']", str(spec), part)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_impossible_budget():
+    text = message(alpa_lite.InfeasibleError, args=arguments(16, 512, 2048), memory_per_device=1000)
+    names(text, "memory_per_device=1000", "state['w1'] (4.2 MB)", "state['w2'] (4.2 MB)", "smallest budget that works")
+    names(text, "more devices", "jax.checkpoint", "smaller batch")
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_other_shapes():
+    text = message(alpa_lite.PlanError, args=arguments(width=48), plan=make())
+    names(text, "state['w1'] is float32[48, 64], planned float32[32, 64]", "batch['x']", "Plan again")
+
+
+def test_a_plan_for_other_dtypes():
+    state, batch = arguments()
+    batch["x"] = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
+    text = message(alpa_lite.PlanError, args=(state, batch), plan=make())
+    names(text, "batch['x'] is bfloat16[16, 32], planned float32[16, 32]")
+
+
+def test_a_plan_for_another_tree():
+    def other(state, batch):
+        new, value = step({"w1": state["a"], "w2": state["w2"]}, batch)
+        return {"a": new["w1"], "w2": new["w2"]}, value
+
+    state, batch = arguments()
+    text = message(alpa_lite.PlanError, other, ({"a": state["w1"], "w2": state["w2"]}, batch), plan=make())
+    names(text, "state['a'] is not in the plan", "state['w1'] is in the plan but not given")
+
+
+def test_a_plan_for_another_model_with_the_same_arguments():
+    def other(state, batch):
+        def loss(s):
+            gram = jnp.tanh(s["w1"] @ s["w2"])
+            return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    text = message(alpa_lite.PlanError, other, plan=make())
+    names(text, "no decision", "program was", "Plan again")
+
+
+def test_a_plan_for_another_number_of_devices():
+    text = message(alpa_lite.PlanError, plan=make(), cluster=Cluster.preset("h100", nodes=2))
+    names(text, "8 devices", "16", "plan again")
+
+
+def test_a_plan_file_that_is_no_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    names(message(alpa_lite.PlanError, plan=path), str(path), "cannot be read")
+    path.write_text("{}")
+    names(message(alpa_lite.PlanError, plan=path), str(path), "not an alpa_lite plan")
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"metod": "auto"}, ["metod", "method"]),
+        ({"method": "fastest"}, ["'fastest'", "DataParallel()"]),
+        ({"cluster": "h1000"}, ["'h1000'", "h100"]),
+        ({"num_microbatches": 4}, ["num_microbatches=4", '"auto"']),
+        ({"memory_per_device": -1}, ["memory_per_device=-1", "above 0"]),
+        ({"communication": "fast"}, ["'fast'", "explicit", "compiler"]),
+    ],
+)
+def test_options_that_cannot_be_used(options, parts):
+    names(message(alpa_lite.OptionError, **options), *parts)
+
+
+def test_parallelize_wants_a_function():
+    with pytest.raises(alpa_lite.OptionError, match="give the train step, a function"):
+        alpa_lite.parallelize(3)  # type: ignore[arg-type]
+
+
+def test_a_step_without_its_arguments():
+    with pytest.raises((alpa_lite.SignatureError, TypeError), match="batch"):
+        make(args=arguments()[:1])
