@@ -322,8 +322,7 @@ def test_auto_is_never_slower_than_a_textbook_plan(nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize(("name", "nodes"), [("moe", 1), ("gpt", 2)])
 def test_auto_is_never_slower_than_a_textbook_plan_on_transformers(name, nodes):
     against_textbook(name, nodes)
 
