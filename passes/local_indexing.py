@@ -15,6 +15,7 @@ Sharding the rows of a scatter-add instead leaves a partial sum, with the operan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -111,8 +112,11 @@ def scatter(s: Setting) -> LocalForm | None:
     if not looked_up and not partial:
         return s.bound()
     clips = mode == GatherScatterMode.CLIP
+    adds = s.op.name in ("scatter-add", "scatter-sub") and _addable(s.result_dtype())
     params = dict(s.op.params)
     if looked_up:
+        # Several rows may now share the index of what is dropped.
+        params["unique_indices"] = params["indices_are_sorted"] = False
         params["mode"] = GatherScatterMode.FILL_OR_DROP
     local = s.local_operand(0)
 
@@ -128,9 +132,47 @@ def scatter(s: Setting) -> LocalForm | None:
             for component, dim in looked_up:
                 starts[component] = offset(s.operands[0].dims[dim], local[dim], indices.dtype)
             indices = indices - jnp.stack(starts)
-        return bind(s.op, [operand, indices, updates], params)
+            if adds:
+                indices, updates = _keep_own(indices, updates, [(c, local[d]) for c, d in looked_up], numbers)
+            else:
+                operand, indices = _with_bin(operand, indices, looked_up)
+        (out,) = bind(s.op, [operand, indices, updates], params)
+        return [lax.slice(out, (0,) * out.ndim, local) if out.shape != local else out]
 
     return s.form(run)
+
+
+def _keep_own(
+    indices: jax.Array, updates: jax.Array, looked_up: Sequence[tuple[int, int]], numbers: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Indices within the block, and updates that are zero where they belong to another block.
+
+    `looked_up` holds (component of the index, size of the block). A scatter to an index out of bounds would do, were it
+    not for XLA's CPU compiler: it turns a scatter of one window into slices, and joins these with the slice that made
+    the block as if no index were out of bounds (seen on JAX 0.10.2).
+    """
+    own = jnp.ones(indices.shape[:-1], bool)
+    for component, size in looked_up:
+        index = indices[..., component]
+        own &= (index >= 0) & (index < size)
+        indices = indices.at[..., component].set(jnp.clip(index, 0, size - 1))
+    rest = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    mask = lax.broadcast_in_dim(own, updates.shape, rest)
+    return indices, jnp.where(mask, updates, jnp.zeros((), updates.dtype))
+
+
+def _with_bin(
+    operand: jax.Array, indices: jax.Array, looked_up: Sequence[tuple[int, int]]
+) -> tuple[jax.Array, jax.Array]:
+    """The block with one more row along each dim that is looked up, and indices that put there what others own."""
+    config = [(0, 0, 0)] * operand.ndim
+    for component, dim in looked_up:
+        size = operand.shape[dim]
+        index = indices[..., component]
+        outside = (index < 0) | (index >= size)
+        indices = indices.at[..., component].set(jnp.where(outside, size, index))
+        config[dim] = (0, 1, 0)
+    return lax.pad(operand, jnp.zeros((), operand.dtype), config), indices
 
 
 def _addable(dtype: Any) -> bool:
