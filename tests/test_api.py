@@ -205,7 +205,8 @@ def test_two_leaves_that_share_a_buffer():
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
     state, batch = arguments()
-    shared = {"a": state["w1"], "b": state["w1"]}
+    weights = 0.05 * state["w1"]  # small, or the loss diverges
+    shared = {"a": weights, "b": weights}
     parallel, single = alpa_lite.parallelize(doubled), jax.jit(doubled)
     got, want = shared, shared
     for _ in range(3):
