@@ -259,10 +259,12 @@ def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.
     total = np.zeros(len(node.strategies))
     for t in touching:
         transfer = found.space.program.transfers[t]
-        for s in range(len(node.strategies)):
-            p = transfer.src_class[s if transfer.src == number else choice[transfer.src]]
-            wanted = {int(k[s if n == number else choice[n]]) for n, k in transfer.consumers}
-            total[s] += sum(transfer.cost[p, q] for q in wanted)
+        produced = transfer.src_class if transfer.src == number else transfer.src_class[choice[transfer.src]]
+        wanted = np.zeros((len(total), transfer.cost.shape[1]), bool)
+        for n, klass in transfer.consumers:
+            wanted[np.arange(len(total)), klass if n == number else klass[choice[n]]] = True
+        paid = np.broadcast_to(transfer.cost[produced], wanted.shape)
+        total += np.where(wanted, paid, 0.0).sum(axis=1)
     return total
 
 

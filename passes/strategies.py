@@ -113,7 +113,9 @@ def build(
 
 def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
     """The layout of a tensor whose dims are made of the given factors of a group."""
-    return Layout(tuple(tuple(a for f in dim for a in strategy.axes[f]) for dim in dims), partial)
+    axes = strategy.axes
+    # A dim of one factor, the usual one, takes its axes as they are.
+    return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
 
 
 def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
@@ -237,6 +239,7 @@ class _Builder:
         self.allowed = allowed
         self.forms: dict[object, LocalForm | None] = {}
         self.part_counts: dict[Layout, int] = {}
+        self.escaping: dict[int, bool] = {}
         self.late_from = fullest_point(traced, grouping) if regather else None
         self.leaf_groups = set(grouping.leaves)
         self.arriving: dict[int, list[Demand]] = {}
@@ -372,8 +375,7 @@ class _Builder:
             layout = self.wanted(demand, strategy)
             moved += self.block_bytes(demand.value, layout) if demand.op >= 0 else 0.0
         for value in self.homes_of.get(group.index, ()):
-            escapes = any(d.group != group.index for d in self.uses.get(value, ()))
-            if escapes and value in self.grouping.defined and group.ops:
+            if value in self.grouping.defined and group.ops and self.escapes(value, group.index):
                 moved += self.block_bytes(value, self.produced(value, strategy))
             if value in self.inputs:
                 # Arguments are read once, and the batch is brought in: a smaller block is the better one.
@@ -403,6 +405,13 @@ class _Builder:
             role = "k" if factor.kind == "sum" else "batch" if f in left and f in right else "m" if f in left else "n"
             sizes[role] *= max(1, factor.size // self.mesh.product(axes))
         return self.cost.matmul_efficiency(**sizes)
+
+    def escapes(self, value: int, group: int) -> bool:
+        """Whether another group uses the value."""
+        found = self.escaping.get(value)
+        if found is None:
+            found = self.escaping[value] = any(d.group != group for d in self.uses.get(value, ()))
+        return found
 
     def block_bytes(self, value: int, layout: Layout) -> float:
         return self.values[value].nbytes / self.parts(layout)
@@ -434,6 +443,7 @@ class _Builder:
                 example.setdefault(key, some)
         self.shares = self.latency_shares(table, example)
         moves, transfers = [], []
+        asked: dict[tuple[int, Dims], list[Layout]] = {}
         for key, members in table.items():
             some = example[key]
             src = node_of[homes[members[0]].group]
@@ -442,7 +452,10 @@ class _Builder:
             layouts: dict[Layout, int] = {}
             for demand in some:
                 node = nodes[node_of[demand.group]]
-                klass = np.array([layouts.setdefault(self.wanted(demand, s), len(layouts)) for s in node.strategies])
+                named = (node_of[demand.group], demand.dims)
+                if named not in asked:
+                    asked[named] = [self.wanted(demand, s) for s in node.strategies]
+                klass = np.array([layouts.setdefault(layout, len(layouts)) for layout in asked[named]])
                 ends.setdefault((node_of[demand.group], klass.tobytes()), klass)
             wanted = tuple(layouts)
             trips = some[0].trips
@@ -507,10 +520,9 @@ class _Builder:
 
     def kept(self) -> Iterator[tuple[int, int, int]]:
         """(value, first point, last point) of everything that takes memory."""
-        inputs = set(self.traced.graph.block.inputs)
         end = self.grouping.points - 1
         for value, home in self.grouping.homes.items():
-            if value in inputs:
+            if value in self.inputs:
                 yield value, 0, end
                 continue
             start = self.grouping.defined.get(value)
@@ -548,6 +560,7 @@ class _Builder:
             if self.values[move.value].nbytes < small:
                 continue
             costly = np.add.reduce(_pairs(self.cost, move.produced, move.wanted)) > 0
+            spans = [self.span(value, move.phase) for value in members]
             for q, wanted in enumerate(move.wanted):
                 bytes_ = self.block_bytes(move.value, wanted)
                 if bytes_ < small:
@@ -555,16 +568,14 @@ class _Builder:
                 sizes = np.where(costly[:, q], bytes_, 0.0)
                 if not sizes.any():
                     continue
-                for value in members:
-                    points = [d.position for d in self.uses[value] if self.phase(d, value) == move.phase]
-                    held.append(value)
-                    starts.append(min(points))
-                    ends.append(max(points))
-                    owners.append(move.src)
-                    transfer.append(number)
-                    copy.append(q)
-                    klass.append(_EMPTY)
-                    size.append(sizes)
+                held += members
+                starts += [first for first, _ in spans]
+                ends += [last for _, last in spans]
+                owners += [move.src] * len(members)
+                transfer += [number] * len(members)
+                copy += [q] * len(members)
+                klass += [_EMPTY] * len(members)
+                size += [sizes] * len(members)
         buffers = Buffers(
             self.grouping.points, np.array(starts, int), np.array(ends, int), np.array(owners, int),
             np.array(transfer, int), np.array(copy, int), tuple(klass), tuple(size),
@@ -576,6 +587,11 @@ class _Builder:
         by_first = {(members[0], key[3]): members for key, members in self.members.items()}
         for move in moves:
             yield by_first[move.value, move.phase]
+
+    def span(self, value: int, phase: int) -> tuple[int, int]:
+        """The first and the last use of a value in a phase."""
+        points = [d.position for d in self.uses[value] if self.phase(d, value) == phase]
+        return min(points), max(points)
 
     def phase(self, demand: Demand, value: int) -> int:
         late = self.late_from is not None and demand.position >= self.late_from
