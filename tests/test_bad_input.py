@@ -32,7 +32,8 @@ def arguments(batch: int = 16, width: int = 32, hidden: int = 64) -> tuple[Any, 
 
 
 def make(fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> alpa_lite.Plan:
-    return alpa_lite.make_plan(fun, *(arguments() if args is None else args), **{"cluster": H100} | options)
+    cluster = options.pop("cluster", H100)
+    return alpa_lite.make_plan(fun, *(arguments() if args is None else args), cluster=cluster, **options)
 
 
 def message(error: type[Exception], fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> str:

@@ -167,9 +167,9 @@ def test_classes_do_not_grow_with_depth(depths):
 @pytest.mark.slow
 def test_classes_of_a_transformer_do_not_grow_with_depth():
     spec = models.get("gpt")
-    layers = next(name for name in ("layers", "num_layers", "depth") if hasattr(spec.config("tiny"), name))
+    layers: Any = next(name for name in ("layers", "num_layers", "depth") if hasattr(spec.config("tiny"), name))
     counts = []
     for depth in (4, 8):
-        step, args = spec.abstract("tiny", 8, **{layers: depth})
+        step, args = spec.abstract("tiny", 8, **dict[str, Any]({layers: depth}))
         counts.append(len(grouped(step, *args)[1].classes))
     assert counts[0] == counts[1]

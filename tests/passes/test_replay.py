@@ -41,7 +41,7 @@ def arguments(layers: int = 3, batch: int = 2048) -> tuple[Any, Any]:
 
 
 def planned(args: tuple[Any, ...] | None = None, **options: Any) -> Plan:
-    return alpa_lite.make_plan(step, *(args or arguments()), **{"cluster": H100, "verify": "off"} | options)
+    return alpa_lite.make_plan(step, *(args or arguments()), cluster=H100, verify="off", **options)
 
 
 def replayed(plan: Plan, args: tuple[Any, ...] | None = None, fun=step, cluster: Cluster = H100) -> Found:

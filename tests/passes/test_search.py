@@ -306,7 +306,7 @@ def against_textbook(name: str, nodes: int, **overrides: Any) -> None:
     step, args = models.get(name).abstract("tiny", 64, **overrides)
     cluster = Cluster.preset("a100", nodes=nodes)
 
-    def seconds(method: alpa_lite.Method) -> float:
+    def seconds(method: Any) -> float:
         plan = alpa_lite.make_plan(step, *args, cluster=cluster, method=method, verify="off")
         assert plan.num_devices == 8 * nodes
         return plan.step_seconds - (plan.solver.gap * plan.step_seconds if method == alpa_lite.Auto() else 0)
