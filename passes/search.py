@@ -1,8 +1,9 @@
 """Searches the mesh shapes of a cluster for the best plan of one mesh.
 
-For every logical mesh shape that the method admits, the integer program is built and solved; the best objective wins. A
-shape whose lower bound is no better than the best found so far is cut off. Textbook methods are the same program with
-the layouts of arguments fixed, so the free program is never worse than a textbook plan on the same mesh.
+For every logical mesh shape that the method admits, the integer program is built, and solved without the memory budget.
+That bounds what the shape can reach, so shapes are then solved within the budget in the order of their bounds, and one
+whose bound is no better than the best found so far is cut off. The best objective wins. Textbook methods are the same
+program with the layouts of arguments fixed, so the free program is never worse than a textbook plan on the same mesh.
 
 Under a binding memory budget the program is also solved with state gathered anew for late uses (`strategies.build`,
 `regather`), which trades communication for memory.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -67,27 +69,34 @@ def search(
       InfeasibleError: if no mesh shape admits a plan within the budget; names what binds and what would fit.
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
+    tried = []
+    for mesh in meshes(cluster, method):
+        progress(f"relaxing mesh {_by(mesh)}")
+        allowed = limits(traced, grouping, method, mesh)
+        cost = MeshCost(cluster, mesh)
+        build = partial(strategies.build, traced, grouping, rules, cost, budget=budget, allowed=allowed)
+        problem = _Problem(mesh, cluster.platform, build)
+        space = problem.build()
+        tried.append((sharding.solve(replace(space.program, budget=None), time_limit=time_limit), problem, space))
+    # Without the budget a mesh costs no more than with it: the most promising first, the others against its result.
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
-    tried: list[tuple[LogicalMesh, Mapping[int, tuple[Layout, ...]]]] = []
-    for mesh in meshes(cluster, method):
-        progress(f"solving mesh {' x '.join(map(str, mesh.shape))}")
-        cost = MeshCost(cluster, mesh)
-        allowed = limits(traced, grouping, method, mesh)
+    share = max(5.0, time_limit / len(tried))
+    for free, problem, space in sorted(tried, key=lambda item: item[0].bound):
+        progress(f"solving mesh {_by(problem.mesh)}")
         cutoff = best[2].objective if best else math.inf
-        space, solution = _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit)
-        tried.append((mesh, allowed))
+        space, solution = _under_budget(free, problem, space, budget, cutoff, share)
         finished = solution.status in ("optimal", "feasible")
         candidates.append(
             Candidate(
-                type(method).__name__, mesh.shape, solution.objective if finished else None,
+                type(method).__name__, problem.mesh.shape, solution.objective if finished else None,
                 int(solution.peak) if finished else None, solution.status,
             )
         )  # fmt: skip
         if finished and solution.objective < cutoff:
-            best = mesh, space, solution
+            best = problem.mesh, space, solution
     if best is None:
-        raise InfeasibleError(_why_infeasible(traced, grouping, rules, tried, budget, cluster))
+        raise InfeasibleError(_why_infeasible(traced, [problem for _, problem, _ in tried], budget, cluster))
     mesh, space, solution = best
     choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
     named = tuple(
@@ -98,13 +107,29 @@ def search(
     return Found(mesh, space, solution, choice, named)
 
 
-def _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit) -> tuple[Space, Solution]:
-    """Solves one mesh, gathering late uses of state anew if that is needed or better under the budget."""
-    space = strategies.build(traced, grouping, rules, cost, budget=budget, allowed=allowed)
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The integer program of one mesh, to be built with or without gathering late uses of state anew."""
+
+    mesh: LogicalMesh
+    platform: str
+    build: Callable[..., Space]
+
+
+def _under_budget(
+    free: Solution, problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float
+) -> tuple[Space, Solution]:
+    """The best choice on one mesh within the budget, given the best without one.
+
+    Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
+    """
+    if free.bound >= cutoff:
+        return space, replace(free, status="cutoff", choice=())
+    if free.choice and free.peak <= budget:
+        return space, free
     solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit)
-    tight = solution.status == "infeasible" or (solution.choice and solution.peak > _TIGHT * budget)
-    if tight and cost.cluster.platform not in _MERGING:
-        again = strategies.build(traced, grouping, rules, cost, budget=budget, allowed=allowed, regather=True)
+    if problem.platform not in _MERGING:
+        again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
         other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit)
         if other.choice and (not solution.choice or other.objective < solution.objective):
@@ -112,11 +137,13 @@ def _solve(traced, grouping, rules, cost, allowed, budget, cutoff, time_limit) -
     return space, solution
 
 
-# Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX 0.10.2
-# and 0.12): a plan that counts on gathering anew would not be true there.
+def _by(mesh: LogicalMesh) -> str:
+    return " x ".join(map(str, mesh.shape))
+
+
+# Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
+# 0.10.2): a plan that counts on gathering anew would not be true there.
 _MERGING = frozenset({"cpu"})
-# A plan whose peak is above this share of the budget is one that the budget may have shaped.
-_TIGHT = 0.8
 
 
 def meshes(cluster: Cluster, method: Any) -> tuple[LogicalMesh, ...]:
@@ -229,32 +256,23 @@ def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMes
     return out
 
 
-def _why_infeasible(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[Any, Rule],
-    tried: Sequence[tuple[LogicalMesh, Mapping[int, tuple[Layout, ...]]]],
-    budget: float,
-    cluster: Cluster,
-) -> str:
+def _why_infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> str:
     """What binds, the smallest budget that works, and what would fit."""
-    smallest, where = math.inf, None
-    for mesh, allowed in tried:
-        for regather in (False, True):
-            cost = MeshCost(cluster, mesh)
-            space = strategies.build(traced, grouping, rules, cost, allowed=allowed, regather=regather)
-            peak, _ = sharding.minimal_budget(space.program)
+    smallest, where = math.inf, ""
+    for problem in tried:
+        for regather in (False,) if cluster.platform in _MERGING else (False, True):
+            program = problem.build(regather=regather).program
+            peak, _ = sharding.minimal_budget(program, gap=1e-2, time_limit=10.0)
             if peak < smallest:
-                smallest, where = peak, mesh
+                smallest, where = peak, _by(problem.mesh)
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, a.path) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
-    shape = " x ".join(map(str, where.shape)) if where else "any shape"
     return (
         f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
-        f"bytes per device, on a mesh of {shape}. The arguments alone take {total} bytes over {cluster.num_devices} "
+        f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes over {cluster.num_devices} "
         f"devices; the largest, before sharding: {largest}. A larger budget, more devices, rematerialisation "
         f"(jax.checkpoint around a layer) or a smaller batch would fit."
     )
