@@ -1,12 +1,14 @@
 """A linen MLP with a `TrainState`; three methods side by side, then a plan that is saved and run again.
 
-    python examples/linen_mlp.py
+python examples/linen_mlp.py
 """
 
 from __future__ import annotations
 
 import pathlib
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,7 @@ def main(steps: int = 20) -> dict[str, list[float]]:
     return losses
 
 
-def train(step: alpa_lite.api.ParallelStep, state: TrainState, batch: dict, steps: int) -> list[float]:
+def train(step: Callable[..., Any], state: TrainState, batch: dict, steps: int) -> list[float]:
     """The losses of some steps; `state` is copied by the first, and stays as it was."""
     losses = []
     for _ in range(steps):

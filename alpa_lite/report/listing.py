@@ -12,7 +12,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.grouping import Grouping
-from alpa_lite.passes.lowering import Body, Compute, LocalProgram, Reshard
+from alpa_lite.passes.lowering import Body, LocalProgram, Loop, Reshard
 from alpa_lite.passes.search import Found
 from alpa_lite.report import units
 from alpa_lite.strategy import Factor, Rule
@@ -143,7 +143,7 @@ def _body(body: Body, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], i
             continue
         results = ", ".join(f"r{r}" for r in instruction.results)
         yield f"{indent}{results} = {instruction.op.name} {_registers(instruction.operands)}{_line(instruction.op)}"
-        if not isinstance(instruction, Compute):
+        if isinstance(instruction, Loop):
             for number, inner in enumerate(instruction.bodies):
                 yield f"{indent}  body {number}:"
                 yield from _body(inner, (), (), f"{indent}    ")

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+import alpa_lite
 from alpa_lite.passes import factors, grouping, tracing
 from alpa_lite.report import dump, listing
 from alpa_lite.strategy import Factor, Rule
@@ -63,3 +64,15 @@ def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
     groups = grouping.group(traced, rules)
     assert "4 parallel" in listing.text(rules)
     assert "state (leaf) x 1" in listing.text(groups)
+
+
+def test_what_runs_outside_of_regions_is_written(tmp_path: Path) -> None:
+    def step(state, batch):
+        noise = jax.lax.rng_uniform(0.0, 1.0, batch.shape)
+        loss, gradient = jax.value_and_grad(lambda w: (((batch + noise) @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - gradient}, loss
+
+    args = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    alpa_lite.make_plan(step, *args, cluster="a100", dump_dir=tmp_path)
+    (program,) = tmp_path.glob("*_program.txt")
+    assert "rng_uniform" in program.read_text()
