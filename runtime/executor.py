@@ -148,7 +148,8 @@ class Executable:
         if not self._calling.modules:
             return self._out_tree.unflatten(self._run((args, kwargs)))
         with modules.updating(self):
-            out = self._run(modules.split_arguments((args, kwargs), self))
+            pure = modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
+            out = self._run(pure)
             return modules.merge_results(self._out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
