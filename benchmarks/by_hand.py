@@ -205,7 +205,7 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         lines += [
             f"## {model}",
             "",
-            "| contestant | mesh | collectives | kB of payload | peak MB | ms a step | times Auto | loss after 3 steps |",
+            "| contestant | mesh | collectives | payload kB | peak MB | ms a step | times Auto | loss after 3 steps |",
             "|---|---|---|--:|--:|--:|--:|--:|",
             *[_row(row) for row in rows if row["model"] == model],
             "",
