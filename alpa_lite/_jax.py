@@ -145,7 +145,7 @@ def strong(block: Any) -> Any:
     dtype = getattr(block, "dtype", None)
     if dtype is None:
         return jnp.asarray(block)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return block
     return jax.lax.convert_element_type(block, dtype)
 

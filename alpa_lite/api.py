@@ -152,6 +152,8 @@ def make_plan(
       cluster: a `Cluster` or the name of a preset.
       options: as for `parallelize`.
     """
+    if isinstance(fun, ParallelStep):
+        fun = fun._fun
     checked = make_options({**options, "cluster": cluster})
     assert isinstance(checked.cluster, Cluster)
     return compile_step(fun, args, kwargs, checked, checked.cluster).plan

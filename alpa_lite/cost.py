@@ -12,9 +12,9 @@ bytes/s of a device over level k,
     all_to_all          beta = sum_k  (g_1 ... g_k - g_1 ... g_{k-1}) / n / b_k   peers first met on level k
     collective_permute  beta = 1 / b of the outermost level
 
-and alpha counts one step for starting the collective and those of the better of ring and tree, min(g - 1, ceil(log2 g)) on
-each level. (An affine cost takes
-each term from the algorithm that is best at it; double binary trees nearly reach both.)
+and alpha counts one step for starting the collective and those of the better of ring and tree, min(g - 1, ceil(log2 g))
+on each level. (An affine cost takes each term from the algorithm that is best at it; double binary trees nearly reach
+both.)
 
 **Torus dims** are one level together: an axis sends over all the torus dims that it lies on at once. A dim gives two
 links per device where the axis closes a ring and one where it is a line, divided by the number of groups that are

@@ -60,7 +60,8 @@ def replay(
     if missing:
         raise PlanError(
             f"the plan has no decision for {len(missing)} of {len(space.nodes)} kinds of operations, such as "
-            f"{', '.join(sorted(set(missing))[:5])}: {_differences(plan, here)}. Plan again for this program and version."
+            f"{', '.join(sorted(set(missing))[:5])}: {_differences(plan, here)}. "
+            "Plan again for this program and version."
         )
     objective, peak = sharding.evaluate(space.program, tuple(choice))
     solution = Solution("feasible", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)

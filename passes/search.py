@@ -272,7 +272,7 @@ def _why_infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cl
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     return (
         f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
-        f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes over {cluster.num_devices} "
-        f"devices; the largest, before sharding: {largest}. A larger budget, more devices, rematerialisation "
-        f"(jax.checkpoint around a layer) or a smaller batch would fit."
+        f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes before they are sharded over "
+        f"{cluster.num_devices} devices; the largest of them: {largest}. A larger budget, more devices, "
+        f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit."
     )

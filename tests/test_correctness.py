@@ -6,6 +6,8 @@ step is at most twice the single-device bf16 step's. One device: bit-equal.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ FAST = {
 MODELS = [name for name in FLOAT32 if not name.startswith("plain")]
 
 
-def cases(names, fast=frozenset(FAST)):
+def cases(names, fast: Collection[str] = FAST):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -127,6 +129,7 @@ def test_bit_equal_on_one_device(name):
 def test_bfloat16_error_is_at_most_twice_the_single_device_one(name, method):
     case = CASES[name]
     got, single = run(case, METHODS[method], 8)
+    assert case.reference is not None
     step, args = case.reference()
     exact = leaves(jax.jit(step)(*args))
     got_leaves, single_leaves = leaves(got), leaves(single)

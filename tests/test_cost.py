@@ -68,7 +68,9 @@ def test_axes_of_a_mesh_over_two_nodes():
     assert cost.coefficients("all_gather", ("b",)) == pytest.approx((1e-6 + 2e-6, 3 / 4 / FAST))
     # A group of two on each node shares the node's network with one other group.
     spanning = prices(TWO_NODES, 4, 2)
-    assert spanning.coefficients("all_gather", ("a",)) == pytest.approx((1e-6 + 1.1e-5, 1 / 2 / FAST + 1 / 2 / SLOW / 2))
+    assert spanning.coefficients("all_gather", ("a",)) == pytest.approx(
+        (1e-6 + 1.1e-5, 1 / 2 / FAST + 1 / 2 / SLOW / 2)
+    )
 
 
 def test_hierarchical_beats_flat_over_slow_links():
@@ -96,7 +98,9 @@ def test_torus_by_hand():
     torus = Cluster.preset("v5p", topology=(4, 4, 4))
     cost = prices(torus, 4, 4, 4)
     link = 1e11
-    assert cost.coefficients("all_gather", ("a",)) == pytest.approx((1e-6 + 2e-6, 3 / 4 / (2 * link)))  # a ring has two links
+    assert cost.coefficients("all_gather", ("a",)) == pytest.approx(
+        (1e-6 + 2e-6, 3 / 4 / (2 * link))
+    )  # a ring has two links
     assert cost.coefficients("all_gather", ("a", "b")) == pytest.approx((1e-6 + 4e-6, 15 / 16 / (4 * link)))
     assert cost.coefficients("all_to_all", ("a",))[1] == pytest.approx(4 / 8 / link)
     assert cost.coefficients("all_to_all", ("a", "b"))[1] == pytest.approx(4 / 8 / link)

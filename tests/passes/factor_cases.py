@@ -1,5 +1,7 @@
 """Equations with inputs: at least one of every kind that the factor tables describe."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +60,7 @@ def capture(name, fun, *args):
     """The last equation of that primitive that running `fun` meets, as (op, values, inputs)."""
     found = []
 
-    def run(jaxpr, consts, args):
+    def run(jaxpr: Any, consts, args):
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
             inputs = [jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in eqn.invars]

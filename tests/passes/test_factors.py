@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.extend.core.primitives
@@ -338,7 +339,8 @@ def test_one_bad_equation_costs_only_itself():
         params = {**op.params, "dimension_numbers": None} if number == 1 else op.params
         shift = len(values)
         values.extend(own)
-        moved = [tuple(a + shift for a in atoms) for atoms in (op.operands, op.results)]
+        atoms: Any = (op.operands, op.results)
+        moved = [tuple(a + shift for a in some) for some in atoms]
         ops.append(replace(op, params=params, operands=moved[0], results=moved[1], key=number))
     rules = factors.rules(ops, values)
     assert [rules[n].source for n in range(3)] == ["shardy", "opaque", "shardy"]

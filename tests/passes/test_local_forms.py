@@ -54,7 +54,7 @@ class Case:
 
 def single(fun, *args, tolerance=0.0, primitive=None):
     """The case of the only equation of `fun` (or of its only equation of a primitive, on which `fun` must end)."""
-    jaxpr = jax.make_jaxpr(fun)(*args)
+    jaxpr: Any = jax.make_jaxpr(fun)(*args)
     while len(jaxpr.eqns) == 1 and "jaxpr" in jaxpr.eqns[0].params and jaxpr.eqns[0].primitive.name == "jit":
         jaxpr = jaxpr.eqns[0].params["jaxpr"]
     eqns = [e for e in jaxpr.eqns if primitive is None or e.primitive.name == primitive]

@@ -63,8 +63,8 @@ def random_buffers(rng, sizes, transfers):
             copy.append(-1)
             klass.append(rng.integers(0, classes, sizes[node]))
             size.append(rng.integers(0, 8, classes).astype(float))
-    ints = [np.array(values) for values in (owner, transfer, copy)]
-    return Buffers(points, span[:, 0], span[:, 1], *ints, tuple(klass), tuple(size))
+    a, b, c = (np.array(values) for values in (owner, transfer, copy))
+    return Buffers(points, span[:, 0], span[:, 1], a, b, c, tuple(klass), tuple(size))
 
 
 def price(graph, choice):
@@ -393,7 +393,8 @@ def transformer(rng, layers, strategies):
         if i:
             send(backward[i - 1], [backward[i], weights[depth - 1 - i]], 1.0)
     start, end, owner, transfer, copy, klass, size = zip(*buffers, strict=True)
-    table = Buffers(len(node_cost), *(np.array(x) for x in (start, end, owner, transfer, copy)), klass, size)
+    a, b, c, d, e = (np.array(x) for x in (start, end, owner, transfer, copy))
+    table = Buffers(len(node_cost), a, b, c, d, e, klass, size)
     return StrategyGraph(tuple(node_cost), tuple(transfers), table)
 
 
