@@ -60,10 +60,13 @@ def capture(name, fun, *args):
     """The last equation of that primitive that running `fun` meets, as (op, values, inputs)."""
     found = []
 
+    def constant(literal: Any):
+        return jnp.asarray(literal.val, literal.aval.dtype)
+
     def run(jaxpr: Any, consts, args):
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
-            inputs = [jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            inputs = [constant(v) if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive.name == name:
                 found.append((eqn, inputs))
             called = inner(eqn)
