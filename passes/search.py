@@ -70,14 +70,16 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried = []
-    for mesh in meshes(cluster, method):
+    shapes = meshes(cluster, method)
+    quick = time_limit if len(shapes) == 1 else _QUICK
+    for mesh in shapes:
         progress(f"relaxing mesh {_by(mesh)}")
         allowed = limits(traced, grouping, method, mesh)
         cost = MeshCost(cluster, mesh)
         build = partial(strategies.build, traced, grouping, rules, cost, budget=budget, allowed=allowed)
         problem = _Problem(mesh, cluster.platform, build)
         space = problem.build()
-        tried.append((sharding.solve(replace(space.program, budget=None), time_limit=time_limit), problem, space))
+        tried.append((sharding.solve(replace(space.program, budget=None), time_limit=quick), problem, space))
     # Without the budget a mesh costs no more than with it: the most promising first, the others against its result.
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
@@ -125,10 +127,10 @@ def _under_budget(
     """
     if free.bound >= cutoff:
         return space, replace(free, status="cutoff", choice=())
-    if free.choice and free.peak <= budget:
+    if free.status == "optimal" and free.peak <= budget:
         return space, free
     solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit)
-    if problem.platform not in _MERGING:
+    if free.peak > budget and problem.platform not in _MERGING:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
         other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit)
@@ -141,6 +143,8 @@ def _by(mesh: LogicalMesh) -> str:
     return " x ".join(map(str, mesh.shape))
 
 
+# Seconds for the bound of each of several mesh shapes; one that looks promising gets its share of the whole time later.
+_QUICK = 2.0
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
 # 0.10.2): a plan that counts on gathering anew would not be true there.
 _MERGING = frozenset({"cpu"})
