@@ -180,7 +180,7 @@ def meshes(cluster: Cluster, method: Any) -> tuple[LogicalMesh, ...]:
 def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
     """Group -> the layouts that a method allows for it.
 
-    - DataParallel: the batch sharded over its first dim, state replicated.
+    - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
     - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
       program, which reduce-scatters them into the shards of the optimizer state.
     - TensorParallel: the batch replicated, everything else free.
@@ -224,7 +224,20 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
                 out[group] = sharded or (whole,)
             else:
                 out[group] = (whole,)
+    if isinstance(method, DataParallel):
+        out.update(_whole_updates(traced, grouping))
     return out
+
+
+def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout, ...]]:
+    """Replication for the groups that compute new state, so that gradients are all-reduced."""
+    homes, outputs = grouping.homes, traced.graph.block.outputs
+    ranks: dict[int, int] = {}
+    for value, home in homes.items():
+        ranks.setdefault(home.group, len(traced.graph.values[value].shape))
+    found = {homes[a].group for a in (outputs[i] for i, _ in traced.state) if isinstance(a, int) and a in homes}
+    light = [g for g in found if grouping.groups[g].kind == "light"]
+    return {g: (Layout(((),) * ranks[g]),) for g in light}
 
 
 def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
