@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -554,8 +555,11 @@ def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> 
     """One elementary change of layout of a local block."""
     match step.kind:
         case "slice":
-            size = shape[step.dim] // mesh.product(step.after.dims[step.dim])
-            return lax.dynamic_slice_in_dim(block, lax.axis_index(step.axes) * size, size, step.dim)
+            sizes = list(block.shape)
+            sizes[step.dim] = shape[step.dim] // mesh.product(step.after.dims[step.dim])
+            starts: list[Any] = [np.int32(0)] * len(sizes)
+            starts[step.dim] = lax.mul(_block_number(step.axes, mesh), np.int32(sizes[step.dim]))
+            return lax.dynamic_slice(block, starts, sizes, allow_negative_indices=False)
         case "all_reduce":
             return lax.psum(block, step.axes)
         case "reduce_scatter":
@@ -567,6 +571,14 @@ def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> 
         case "collective_permute":
             before = step.before.dims[step.dim]
             return lax.ppermute(block, _sorted(before, mesh), _reorder(before, step.axes, mesh))
+
+
+def _block_number(axes: Axes, mesh: LogicalMesh) -> Any:
+    """This device's number along the axes, major to minor; in plain `lax`, which traces faster than operators."""
+    number = lax.axis_index(axes[0])
+    for axis in axes[1:]:
+        number = lax.add(lax.mul(number, np.int32(mesh.axis_size(axis))), lax.axis_index(axis))
+    return number
 
 
 def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
