@@ -288,3 +288,36 @@ def test_communication_left_to_the_compiler(method):
     # The plan lists what Shardy inserts, so a check against Shardy has to find the same.
     assert plan.collectives and "all_reduce" in {c.kind for c in plan.collectives}
     assert plan.fingerprint != alpa_lite.parallelize(step, method=method).plan(*arguments()).fingerprint
+
+
+def test_what_cannot_be_in_a_region_splits_it(capfd):
+    """A `shard_map` of the user's own, on a mesh of another name, and an ordered print, which runs once."""
+    own = jax.sharding.Mesh(np.array(jax.devices()), ("mine",))
+    spec = jax.sharding.PartitionSpec("mine")
+
+    def step(state, batch):
+        def loss_fn(w):
+            hidden = jnp.tanh(batch["x"] @ w["up"])
+            doubled = jax.shard_map(lambda h: 2 * h, mesh=own, in_specs=spec, out_specs=spec)(hidden)
+            jax.debug.print("here {n}", n=doubled.shape[0], ordered=True)
+            return jnp.mean((doubled @ w["down"] - batch["y"]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
+
+    rng = np.random.default_rng(0)
+    state = {"up": rng.normal(size=(16, 32)).astype("f4"), "down": rng.normal(size=(32, 8)).astype("f4")}
+    batch = {"x": rng.normal(size=(64, 16)).astype("f4"), "y": rng.normal(size=(64, 8)).astype("f4")}
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.Zero(stage=3))
+    new, loss = parallel(state, batch)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here 64") == 1
+    plan = parallel.plan(state, batch)
+    assert {row.name for row in plan.replicated} >= {"shard_map"}
+    assert any("without their order" in note for note in plan.notes)
+
+    hidden = 2 * np.tanh(batch["x"] @ state["up"])
+    error = hidden @ state["down"] - batch["y"]
+    np.testing.assert_allclose(loss, np.mean(error**2), rtol=1e-5)
+    gradient = hidden.T @ (2 * error / error.size)
+    np.testing.assert_allclose(new["down"], state["down"] - 0.1 * gradient, rtol=1e-5, atol=1e-6)

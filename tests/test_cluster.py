@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -185,9 +186,14 @@ def test_unknown_local_devices_are_refused():
         Cluster.local([FakeDevice("NVIDIA GTX 1080")])
 
 
-def test_presets_need_no_jax():
-    code = "import sys; from alpa_lite.cluster import Cluster; Cluster.preset('h100'); assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_presets_need_no_devices():
+    """JAX is told to use a platform that does not exist: whatever looks for devices fails."""
+    code = "from alpa_lite import Cluster; Cluster.preset('h100').mesh_shapes()"
+    environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    looking = subprocess.run([sys.executable, "-c", "from alpa_lite import Cluster; Cluster.local()"], env=environment,
+                             capture_output=True, text=True, check=False)  # fmt: skip
+    assert looking.returncode and "no_such_platform" in looking.stderr
 
 
 def test_mesh_shapes_of_switches():
