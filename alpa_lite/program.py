@@ -1,0 +1,335 @@
+"""What a pipelined step does: stage executables, and one list of instructions for each submesh.
+
+A `Program` is data: it holds no devices, and it is printed, checked, simulated and executed from the same lists. Each
+submesh walks its own list in order. The lists meet only in transfers: `Send` in the source's list starts one, `Receive`
+in the destination's waits for it. Transfers are numbered in the one order in which every process must issue them.
+
+Values between instructions are *buffers*: one array on one submesh, at one time. A buffer is defined once (as an input
+of the step, by a run, or by a receive), read any number of times, and ends once: freed, donated to a run, or returned.
+
+`check` proves what a list must have: every buffer defined before its use, ended once, nothing leaked, no deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from alpa_lite.errors import PlanError
+from alpa_lite.layout import Layout, LogicalMesh, local_shape
+
+Kind = Literal["prologue", "forward", "backward", "weight", "update"]
+"""prologue: once, before the micro-batches. forward, backward, weight: once for each micro-batch; with `weight`, the
+gradients of parameters are computed apart from those of activations. update: once, after them."""
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """Consecutive devices of the cluster, as a logical mesh. `first` is the number of its first device."""
+
+    mesh: LogicalMesh
+    first: int
+
+    @property
+    def devices(self) -> range:
+        """The numbers of its devices, in mesh order (last axis fastest)."""
+        return range(self.first, self.first + self.mesh.size)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array on one submesh.
+
+    Attributes:
+      mesh: the number of the submesh.
+      layout: of the global array; a partial sum has been given a leading dim for its summands, so nothing is partial.
+      shape, dtype: of the global array. A random key has its logical shape and its key dtype.
+      bytes: of one device's block.
+      microbatch: the micro-batch that it belongs to, or -1.
+      name: for messages: the path of an argument, or the operation that makes it.
+    """
+
+    mesh: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    microbatch: int = -1
+    name: str = ""
+
+
+def buffer(mesh: int, submesh: Submesh, layout: Layout, shape: tuple[int, ...], dtype: Any, **rest: Any) -> Buffer:
+    """A buffer with its bytes counted. Raises ValueError where the shape does not divide."""
+    size = math.prod(local_shape(shape, layout, submesh.mesh)) * int(getattr(dtype, "itemsize", 4))
+    return Buffer(mesh, layout, tuple(shape), dtype, size, **rest)
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled function of one submesh.
+
+    Attributes:
+      name: such as "stage 1 forward".
+      mesh, stage: the submesh, and the stage (several stages may share a submesh).
+      kind: see `Kind`.
+      donated: the positions of the inputs whose buffers it consumes.
+      seconds: predicted time of one run.
+      temporary_bytes: predicted bytes per device that a run needs besides its inputs and outputs.
+    """
+
+    name: str
+    mesh: int
+    stage: int
+    kind: Kind
+    donated: tuple[int, ...]
+    seconds: float
+    temporary_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Buffers that go together from one submesh to another.
+
+    Attributes:
+      source, destination: numbers of submeshes.
+      sent, received: buffers, one by one: the same global array there and here, each in its own layout.
+      seconds: predicted.
+      microbatch: or -1.
+    """
+
+    source: int
+    destination: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    seconds: float = 0.0
+    microbatch: int = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs an executable. Its donated inputs end here."""
+
+    executable: int
+    microbatch: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Starts a transfer; the sent buffers stay defined until they are freed."""
+
+    transfer: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Waits for a transfer and defines the received buffers."""
+
+    transfer: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drops buffers."""
+
+    buffers: tuple[int, ...]
+
+
+Instruction = Run | Send | Receive | Free
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A pipelined step.
+
+    Attributes:
+      submeshes, executables, buffers, transfers: what instructions refer to by number. Transfers are in their global
+        order.
+      lists: the instructions of each submesh.
+      inputs: for each flat argument of the step, the buffers that it is placed in: one for each submesh that reads it.
+      constants: likewise for each closed-over constant. These are never freed.
+      outputs: the buffer of each flat result.
+      schedule: its name.
+      num_microbatches: how often stages run.
+    """
+
+    submeshes: tuple[Submesh, ...]
+    executables: tuple[Executable, ...]
+    buffers: tuple[Buffer, ...]
+    transfers: tuple[Transfer, ...]
+    lists: tuple[tuple[Instruction, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]
+    constants: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    schedule: str = ""
+    num_microbatches: int = 1
+
+    def consumed(self, run: Run) -> tuple[int, ...]:
+        """The buffers that a run consumes."""
+        return tuple(run.inputs[i] for i in self.executables[run.executable].donated)
+
+
+def order(program: Program) -> tuple[tuple[int, int], ...]:
+    """One order of all instructions, (submesh, position), that keeps every list's own: what one controller issues.
+
+    Receives come right after their sends as soon as the destination gets there, and transfers are sent in their global
+    order. Lists take turns, so that no submesh is left far behind.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    positions = [0] * len(program.lists)
+    sent: set[int] = set()
+    out: list[tuple[int, int]] = []
+    turns = deque(range(len(program.lists)))
+    idle = 0
+    while turns and idle < len(turns):
+        mesh = turns.popleft()
+        position = positions[mesh]
+        if position == len(program.lists[mesh]):
+            idle = 0
+            continue
+        item = program.lists[mesh][position]
+        turns.append(mesh)
+        blocked = (isinstance(item, Receive) and item.transfer not in sent) or (
+            isinstance(item, Send) and item.transfer != len(sent)
+        )
+        if blocked:
+            idle += 1
+            continue
+        if isinstance(item, Send):
+            sent.add(item.transfer)
+        out.append((mesh, position))
+        positions[mesh] += 1
+        idle = 0
+    if turns:
+        waiting = ", ".join(
+            f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in sorted(turns)
+        )
+        raise PlanError(f"the lists of the program wait for each other: {waiting}")
+    return tuple(out)
+
+
+def check(program: Program) -> None:
+    """Raises PlanError unless every buffer is defined before use, ended exactly once, and nothing waits forever."""
+    kept = {b for group in program.constants for b in group}
+    live = {b for group in program.inputs for b in group} | kept
+    ended: set[int] = set()
+
+    def need(buffer: int, mesh: int, item: Instruction) -> None:
+        if buffer not in live:
+            why = "after its end" if buffer in ended else "before its definition"
+            raise PlanError(f"{describe(program, item)} uses buffer {buffer} ({program.buffers[buffer].name}) {why}")
+        if program.buffers[buffer].mesh != mesh:
+            raise PlanError(f"{describe(program, item)} uses buffer {buffer} of submesh {program.buffers[buffer].mesh}")
+
+    def define(buffer: int, mesh: int, item: Instruction) -> None:
+        if buffer in live or buffer in ended:
+            raise PlanError(f"{describe(program, item)} defines buffer {buffer} a second time")
+        if program.buffers[buffer].mesh != mesh:
+            raise PlanError(
+                f"{describe(program, item)} defines buffer {buffer} of submesh {program.buffers[buffer].mesh}"
+            )
+        live.add(buffer)
+
+    def end(buffer: int, item: Instruction) -> None:
+        if buffer in kept:
+            raise PlanError(f"{describe(program, item)} ends buffer {buffer}, a constant of the step")
+        live.discard(buffer)
+        ended.add(buffer)
+
+    for mesh, position in order(program):
+        item = program.lists[mesh][position]
+        match item:
+            case Run(inputs=inputs, outputs=outputs):
+                for number in inputs:
+                    need(number, mesh, item)
+                for number in program.consumed(item):
+                    need(number, mesh, item)
+                    end(number, item)
+                for number in outputs:
+                    define(number, mesh, item)
+            case Send(transfer=number):
+                for sent in program.transfers[number].sent:
+                    need(sent, mesh, item)
+            case Receive(transfer=number):
+                for received in program.transfers[number].received:
+                    define(received, mesh, item)
+            case Free(buffers=buffers):
+                for number in buffers:
+                    need(number, mesh, item)
+                    end(number, item)
+    leaked = live - kept - set(program.outputs)
+    if leaked:
+        names = ", ".join(f"{b} ({program.buffers[b].name})" for b in sorted(leaked)[:5])
+        raise PlanError(f"{len(leaked)} buffers are never freed: {names}")
+    missing = set(program.outputs) - live
+    if missing:
+        raise PlanError(f"outputs of the step are freed before its end: {sorted(missing)}")
+
+
+def live_bytes(program: Program) -> Iterator[tuple[int, int, int]]:
+    """After every instruction in `order`: (submesh, position, bytes per device of the buffers live there)."""
+    held = [0] * len(program.submeshes)
+
+    def add(buffers: Sequence[int], sign: int) -> None:
+        for number in buffers:
+            held[program.buffers[number].mesh] += sign * program.buffers[number].bytes
+
+    for group in (*program.inputs, *program.constants):
+        add(group, 1)
+    for mesh, position in order(program):
+        match program.lists[mesh][position]:
+            case Run() as item:
+                add(item.outputs, 1)
+                add(program.consumed(item), -1)
+            case Receive(transfer=number):
+                add(program.transfers[number].received, 1)
+            case Free(buffers=buffers):
+                add(buffers, -1)
+        yield mesh, position, held[mesh]
+
+
+def peak_bytes(program: Program) -> tuple[int, ...]:
+    """For each submesh the most bytes per device that buffers take between two instructions."""
+    peaks = [0] * len(program.submeshes)
+    for group in (*program.inputs, *program.constants):
+        for number in group:
+            peaks[program.buffers[number].mesh] += program.buffers[number].bytes
+    for mesh, _, held in live_bytes(program):
+        peaks[mesh] = max(peaks[mesh], held)
+    return tuple(peaks)
+
+
+def describe(program: Program, item: Instruction) -> str:
+    """One line about an instruction."""
+    match item:
+        case Run(executable=number, microbatch=microbatch):
+            part = f", micro-batch {microbatch}" if microbatch >= 0 else ""
+            return f"run {program.executables[number].name}{part}"
+        case Send(transfer=number):
+            return f"send {_what(program, number)} to submesh {program.transfers[number].destination}"
+        case Receive(transfer=number):
+            return f"receive {_what(program, number)} from submesh {program.transfers[number].source}"
+        case Free(buffers=buffers):
+            return f"free {len(buffers)} buffers"
+
+
+def _what(program: Program, number: int) -> str:
+    transfer = program.transfers[number]
+    part = f" of micro-batch {transfer.microbatch}" if transfer.microbatch >= 0 else ""
+    return f"{len(transfer.sent)} buffers{part} (transfer {number})"
+
+
+def text(program: Program) -> str:
+    """The whole program, a line an instruction."""
+    lines = []
+    for mesh, (submesh, items) in enumerate(zip(program.submeshes, program.lists, strict=True)):
+        shape = " x ".join(map(str, submesh.mesh.shape))
+        lines.append(f"submesh {mesh}: {shape}, devices {submesh.first} to {submesh.first + submesh.mesh.size - 1}")
+        lines += [f"  {describe(program, item)}" for item in items]
+    return "\n".join(lines)
