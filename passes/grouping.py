@@ -27,111 +27,19 @@ bounded number of classes.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.passes.grouping_colors import colors_of
+from alpa_lite.passes.grouping_linear import linear_ops, uses_of
+from alpa_lite.passes.grouping_types import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
 from alpa_lite.passes.local_effects import needs_outside
 from alpa_lite.strategy import Factor, Rule
 
-Dims = tuple[tuple[int, ...], ...]
-GroupKind = Literal["fixed", "leaf", "heavy", "linear", "light"]
-
-# Linear in their one tensor operand: a partial sum may pass through them.
-_LINEAR_UNARY = frozenset({"neg", "transpose", "convert_element_type", "copy", "copy_p", "squeeze", "expand_dims"})
-_ADDITIONS = frozenset({"add_any", "add", "sub"})
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a value is made: its group, and the group's factors of each of its dims."""
-
-    group: int
-    dims: Dims
-    slot: int
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Group `group` wants `value` with its dims sharded by the given factors of the group.
-
-    `slot` numbers the demands of a group; `position` is the program point of the use; `trips` how often it happens.
-    `op` is the operation that wants it, or -1 for an output, a carry or a port; `operand` its operand number.
-    """
-
-    value: int
-    group: int
-    dims: Dims
-    slot: int
-    position: int
-    trips: int
-    op: int = -1
-    operand: int = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """One decision. `op_factors[i][f]` is the group's factor for factor f of the rule of `ops[i]`."""
-
-    index: int
-    kind: GroupKind
-    factors: tuple[Factor, ...]
-    ops: tuple[int, ...]
-    op_factors: tuple[tuple[int, ...], ...]
-    trips: int
-    color: str
-    name: str
-
-
-@dataclass(frozen=True, eq=False)
-class Grouping:
-    """The groups of a graph.
-
-    Attributes:
-      groups: by index; group 0 is the fixed group.
-      homes: value -> home; lazy values have none.
-      lazy: lazy value -> (op index, result number).
-      demands: every edge.
-      positions: op index -> program point. defined: value -> program point of its definition.
-      points: the number of program points.
-      ops: op index -> Op.
-      classes: colour -> the groups that share it, in order.
-      leaves: argument or constant number -> group.
-      outputs: for each output of the step its group and dims; None for a literal.
-    """
-
-    groups: tuple[Group, ...]
-    homes: Mapping[int, Home]
-    lazy: Mapping[int, tuple[int, int]]
-    demands: tuple[Demand, ...]
-    positions: Mapping[int, int]
-    defined: Mapping[int, int]
-    points: int
-    ops: Mapping[int, Op]
-    classes: Mapping[str, tuple[int, ...]]
-    leaves: tuple[int, ...]
-    outputs: tuple[tuple[int, Dims] | None, ...]
-
-
-@dataclass
-class _Draft:
-    """A group while it is being built."""
-
-    kind: GroupKind
-    factors: list[Factor]
-    trips: int
-    name: str
-    ops: list[int] = field(default_factory=list)
-    op_factors: list[tuple[int, ...]] = field(default_factory=list)
-    signature: list[Any] = field(default_factory=list)
-    dims: Dims = ()
-    values: int = 0
-    wants: int = 0
+__all__ = ["Demand", "Dims", "Group", "GroupKind", "Grouping", "Home", "group", "is_lazy_source", "pull"]
 
 
 def group(traced: Traced, rules: Mapping[Any, Rule]) -> Grouping:
@@ -169,7 +77,7 @@ class _Builder:
         self.graph = graph
         self.values = graph.values
         self.rules = rules
-        self.drafts: list[_Draft] = [_Draft("fixed", [], 1, "fixed")]
+        self.drafts: list[Draft] = [Draft("fixed", [], 1, "fixed")]
         self.homes: dict[int, Home] = {}
         self.lazy: dict[int, tuple[int, int]] = {}
         self.demands: list[Demand] = []
@@ -207,7 +115,7 @@ class _Builder:
             self.outputs.append((index, dims))
 
     def body(self, block: Block, trips: int) -> None:
-        self.linear |= _linear_ops(block, self.rules, self.values, self.zero_carries)
+        self.linear |= linear_ops(block, self.rules, self.values, self.zero_carries)
         for op in block.ops:
             self.ops[op.index] = op
             if needs_outside(op):
@@ -258,7 +166,7 @@ class _Builder:
         """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
         (body,) = op.bodies
         consts, carry = op.params["num_consts"], op.params["num_carry"]
-        uses = _uses(body)
+        uses = uses_of(body)
         producer = {value: inner for inner in body.ops for value in inner.results}
         found = set()
         for i in range(carry):
@@ -335,7 +243,7 @@ class _Builder:
         factors = [Factor(size, "parallel") for size in shape if size > 1]
         if not factors:
             return 0, ((),) * len(shape)
-        draft = _Draft("leaf", factors, trips, name)
+        draft = Draft("leaf", factors, trips, name)
         draft.signature.append(("leaf", name, shape))
         self.drafts.append(draft)
         return len(self.drafts) - 1, _leaf_dims(shape)
@@ -397,12 +305,12 @@ class _Builder:
         elif self.becomes_lazy(op, rule, tensors):
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
         elif op.index in self.linear:
-            self.drafts.append(_Draft("linear", list(rule.factors), trips, op.name))
+            self.drafts.append(Draft("linear", list(rule.factors), trips, op.name))
             self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
         elif _is_light(rule, op):
             self.light(op, rule, tensors, trips)
         else:
-            self.drafts.append(_Draft("heavy", list(rule.factors), trips, op.name))
+            self.drafts.append(Draft("heavy", list(rule.factors), trips, op.name))
             self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
 
     def barrier(self, op: Op) -> None:
@@ -435,7 +343,7 @@ class _Builder:
             if every <= mine and self.depth[atom] > best:
                 best, main = self.depth[atom], k
         if main is None:
-            self.drafts.append(_Draft("light", list(rule.factors), trips, op.name))
+            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
             self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
             return
         atom = op.operands[main]
@@ -449,7 +357,7 @@ class _Builder:
             dims = home.dims
         of = {f[0]: g[0] for f, g in zip(rule.operands[main], dims, strict=True) if f and g}
         if len(of) != len(rule.factors):
-            self.drafts.append(_Draft("light", list(rule.factors), trips, op.name))
+            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
             self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
             return
         self.member(op, rule, index, tuple(of[f] for f in range(len(rule.factors))), trips)
@@ -458,7 +366,7 @@ class _Builder:
         """The light group that hangs on a value of a heavy group."""
         if atom not in self.followers:
             shape = self.values[atom].shape
-            self.drafts.append(_Draft("light", [Factor(s, "parallel") for s in shape if s > 1], trips, "follow"))
+            self.drafts.append(Draft("light", [Factor(s, "parallel") for s in shape if s > 1], trips, "follow"))
             self.followers[atom] = len(self.drafts) - 1
         return self.followers[atom]
 
@@ -505,7 +413,7 @@ class _Builder:
     # -- colours --------------------------------------------------------------------------------------------------
 
     def finish(self) -> Grouping:
-        colors = self.colors()
+        colors = colors_of(self.drafts, self.demands, self.homes)
         groups = tuple(
             Group(i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name)
             for i, d in enumerate(self.drafts)
@@ -517,35 +425,6 @@ class _Builder:
             groups, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
             self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
         )  # fmt: skip
-
-    def colors(self, rounds: int = 2) -> list[str]:
-        digests: dict[Any, str] = {}
-
-        def digest(thing: Any) -> str:
-            if thing not in digests:
-                digests[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
-            return digests[thing]
-
-        def part(item: Any) -> Any:
-            return item if item[0] == "leaf" else (digest(item[0]), item[1], item[2])
-
-        colors = [
-            digest((d.kind, d.trips, tuple((f.size, f.kind) for f in d.factors), tuple(part(s) for s in d.signature)))
-            for d in self.drafts
-        ]
-        for _ in range(rounds):
-            arriving: list[list[Any]] = [[] for _ in self.drafts]
-            leaving: list[list[Any]] = [[] for _ in self.drafts]
-            for demand in self.demands:
-                home = self.homes[demand.value]
-                arriving[demand.group].append((demand.slot, colors[home.group], home.slot if home.group else 0))
-                slot = demand.slot if demand.group else 0
-                leaving[home.group].append((home.slot, colors[demand.group], slot, demand.dims))
-            colors = [
-                digest((own, tuple(a), tuple(sorted(b)))) if i else "fixed"
-                for i, (own, a, b) in enumerate(zip(colors, arriving, leaving, strict=True))
-            ]
-        return colors
 
 
 def _opaque(op: Op, values: Sequence[Value]) -> Rule:
@@ -574,57 +453,3 @@ def _is_light(rule: Rule, op: Op) -> bool:
 
 # These are described by parallel factors alone but do real work.
 _NEVER_LIGHT = frozenset({"gather", "scatter", "sort", "dynamic_update_slice", "dot_general", "conv_general_dilated"})
-
-
-def _uses(block: Block) -> Counter[int]:
-    """How often each value of a block is read, its outputs included."""
-    atoms = [*(a for op in block.ops for a in op.operands), *block.outputs]
-    return Counter(a for a in atoms if not isinstance(a, Lit))
-
-
-def _linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], accumulators: Set[int]) -> set[int]:
-    """Additions, and the linear operations between, whose operands all come from operations that may leave sums."""
-    producer: dict[int, Op] = {value: op for op in block.ops for value in op.results}
-    uses = _uses(block)
-    linear: set[int] = set()
-
-    def chain(atom: Any) -> list[int] | None:
-        """The linear unary ops between `atom` and an op that may leave a sum; None if there is no such op."""
-        path: list[int] = []
-        if not isinstance(atom, Lit) and atom in accumulators:
-            return path
-        while not isinstance(atom, Lit) and atom in producer:
-            op = producer[atom]
-            if op.index in linear:
-                return path
-            if op.bodies or op.key not in rules:
-                return None
-            if any(f.kind == "sum" for f in rules[op.key].factors):
-                return path
-            scaled = op.name in ("mul", "div") and isinstance(op.operands[1], Lit)
-            if not (scaled or op.name in _LINEAR_UNARY) or uses[atom] != 1 or not _floating(values, op):
-                return None
-            path.append(op.index)
-            atom = op.operands[0]
-        return None
-
-    for op in block.ops:
-        if op.name not in _ADDITIONS or op.key not in rules or not rules[op.key].factors:
-            continue
-        shape = values[op.results[0]].shape
-        if any(isinstance(a, Lit) or values[a].shape != shape for a in op.operands):
-            continue
-        found = [chain(a) for a in op.operands]
-        if all(path is not None for path in found):
-            linear.add(op.index)
-            for path in found:
-                linear.update(path or ())
-    return linear
-
-
-def _floating(values: Sequence[Value], op: Op) -> bool:
-    kinds = [
-        getattr(values[v].dtype, "kind", "O")
-        for v in (*op.results, *(a for a in op.operands if not isinstance(a, Lit)))
-    ]
-    return all(kind in "fVc" for kind in kinds)

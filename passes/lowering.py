@@ -14,104 +14,48 @@ barrier, so that the compiler does not merge the two copies and keep the first a
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-
-from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
-from alpa_lite.layout import Axes, Layout, LogicalMesh, Step, replicated, reshard_steps
-from alpa_lite.passes import evaluation
+from alpa_lite.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
+from alpa_lite.passes.emission import AnyMesh, emit, emit_constrained, function_of
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.local_forms import LocalForm, local_form, needs_outside
+from alpa_lite.passes.local_program import (
+    Body,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    Operand,
+    Outside,
+    Reshard,
+    block_count,
+    collectives,
+    spec_of,
+)
 from alpa_lite.passes.strategies import Strategy, layout_of
-from alpa_lite.plan import Collective
 from alpa_lite.strategy import Rule
 
-Operand = int | Lit
-AnyMesh = Mesh | AbstractMesh
-
-
-@dataclass(frozen=True, eq=False)
-class Compute:
-    """Runs an operation's local form on registers."""
-
-    op: Op
-    form: LocalForm
-    operands: tuple[Operand, ...]
-    results: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Reshard:
-    """Takes a register through the steps of a change of layout. `late`: behind an optimization barrier."""
-
-    value: int
-    steps: tuple[Step, ...]
-    source: int
-    result: int
-    late: bool
-    used_by: Op | None
-
-
-@dataclass(frozen=True, eq=False)
-class Body:
-    """A nested straight line of instructions."""
-
-    inputs: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
-    outputs: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A scan, while or cond whose bodies are local programs."""
-
-    op: Op
-    operands: tuple[Operand, ...]
-    bodies: tuple[Body, ...]
-    results: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Outside:
-    """An operation that cannot be inside a region: it runs on global arrays, and splits the step into regions."""
-
-    op: Op
-    operands: tuple[Operand, ...]
-    results: tuple[int, ...]
-
-
-Instruction = Compute | Reshard | Loop | Outside
-
-
-@dataclass(frozen=True, eq=False)
-class LocalProgram:
-    """What each device does in a step.
-
-    Attributes:
-      body: its inputs are the flat arguments and constants, in `inputs` layouts; its outputs are in `outputs` layouts.
-      registers: the layout of each register.
-    """
-
-    mesh: LogicalMesh
-    body: Body
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    registers: tuple[Layout, ...]
-
-    @property
-    def outside(self) -> tuple[Op, ...]:
-        """The operations that split the step into regions."""
-        return tuple(item.op for item in self.body.instructions if isinstance(item, Outside))
+__all__ = [
+    "AnyMesh",
+    "Body",
+    "Compute",
+    "Instruction",
+    "LocalProgram",
+    "Loop",
+    "Operand",
+    "Outside",
+    "Reshard",
+    "block_count",
+    "collectives",
+    "emit",
+    "emit_constrained",
+    "function_of",
+    "lower",
+    "spec_of",
+]
 
 
 def lower(
@@ -124,175 +68,6 @@ def lower(
 ) -> LocalProgram:
     """Lowers a traced step to a local program. `choice` holds the strategy of each group."""
     return _Lowering(traced, grouping, rules, mesh, choice, late_from).program()
-
-
-def spec_of(layout: Layout) -> PartitionSpec:
-    """The PartitionSpec of a layout without partial sums."""
-    assert not layout.partial, layout
-    dims = [axes if len(axes) > 1 else axes[0] if axes else None for axes in layout.dims]
-    while dims and dims[-1] is None:
-        dims.pop()
-    return PartitionSpec(*dims)
-
-
-def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective, tuple[int, int] | None], ...]:
-    """Every logical collective of a local program, loop trip counts multiplied in, in program order.
-
-    With each comes (value, phase) of the resharding that it belongs to, or None where an operation issues it.
-    """
-    out: list[tuple[Collective, tuple[int, int] | None]] = []
-    values = traced.graph.values
-
-    def visit(body: Body, trips: int) -> None:
-        for item in body.instructions:
-            match item:
-                case Reshard(value=value, steps=steps, used_by=op, late=late):
-                    for step in steps:
-                        if step.kind != "slice":
-                            size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
-                            axes = _sorted(step.axes, program.mesh)
-                            found = Collective(step.kind, axes, size, trips, 0, _where(op))
-                            out.append((found, (value, int(late))))
-                case Compute(op=op, form=form):
-                    for c in form.collectives:
-                        axes = _sorted(c.axes, program.mesh)
-                        out.append((Collective(c.kind, axes, c.bytes, trips, 0, _where(op)), None))
-                case Loop(op=op, bodies=bodies):
-                    times = trips * int(op.params["length"]) if op.name == "scan" else trips
-                    for inner in bodies:
-                        visit(inner, times)
-
-    visit(program.body, 1)
-    return tuple(out)
-
-
-def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """A function of the flat global arguments and constants that returns the flat global outputs.
-
-    It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
-    next travels with a leading dim that is sharded over its partial axes.
-    """
-    pieces = _pieces(program.body.instructions)
-
-    def fun(*leaves: Any) -> list[Any]:
-        registers: dict[int, Any] = dict(zip(program.body.inputs, leaves, strict=True))
-        for number, (outside, instructions) in enumerate(pieces):
-            if outside is not None:
-                operands = [o.value if isinstance(o, Lit) else registers[o] for o in outside.operands]
-                registers.update(zip(outside.results, evaluation.bind(outside.op, operands), strict=True))
-            later = [_reads(rest, before) for before, rest in pieces[number + 1 :]]
-            finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
-            wanted = sorted(set(finals).union(*later) & _writes(instructions))
-            taken = sorted(_reads(instructions, None) & registers.keys())
-            region = functools.partial(_region, program, traced, instructions, taken, wanted)
-            run = jax.shard_map(
-                region,
-                mesh=mesh,
-                in_specs=tuple(_crossing_spec(program.registers[r]) for r in taken),
-                out_specs=[_crossing_spec(program.registers[r]) for r in wanted],
-                check_vma=False,
-            )
-            if instructions:
-                registers.update(zip(wanted, run(*(registers[r] for r in taken)), strict=True))
-        return [o.value if isinstance(o, Lit) else registers[o] for o in program.body.outputs]
-
-    return fun
-
-
-def _pieces(instructions: Sequence[Instruction]) -> list[tuple[Outside | None, tuple[Instruction, ...]]]:
-    """Maximal runs of instructions inside a region, each after the outside operation that comes before it."""
-    pieces: list[tuple[Outside | None, list[Instruction]]] = [(None, [])]
-    for item in instructions:
-        if isinstance(item, Outside):
-            pieces.append((item, []))
-        else:
-            pieces[-1][1].append(item)
-    return [(outside, tuple(run)) for outside, run in pieces]
-
-
-def _region(
-    program: LocalProgram,
-    traced: Traced,
-    instructions: tuple[Instruction, ...],
-    taken: Sequence[int],
-    wanted: Sequence[int],
-    *blocks: Any,
-) -> list[Any]:
-    """What each device does in one region."""
-    layouts = program.registers
-    inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
-    body = Body(tuple(taken), instructions, tuple(wanted))
-    outputs = _run(body, inputs, [None] * len(layouts), program.mesh, traced)
-    return [b[None] if layouts[r].partial else b for r, b in zip(wanted, outputs, strict=True)]
-
-
-def _crossing_spec(layout: Layout) -> PartitionSpec:
-    """The spec of a value between regions: a partial sum has a leading dim for its summands."""
-    if not layout.partial:
-        return spec_of(layout)
-    return spec_of(Layout((layout.partial, *layout.dims)))
-
-
-def _reads(instructions: Sequence[Instruction], outside: Outside | None) -> set[int]:
-    """The registers that some instructions read and do not write themselves."""
-    found = {o for o in outside.operands if not isinstance(o, Lit)} if outside is not None else set()
-    written: set[int] = set()
-    for item in instructions:
-        operands = (item.source,) if isinstance(item, Reshard) else item.operands
-        found |= {o for o in operands if not isinstance(o, Lit) and o not in written}
-        written |= _writes([item])
-    return found
-
-
-def _writes(instructions: Sequence[Instruction]) -> set[int]:
-    return {r for i in instructions for r in ((i.result,) if isinstance(i, Reshard) else i.results)}
-
-
-def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
-    layouts: dict[int, Layout] = {}
-
-    def visit(body: Body) -> None:
-        for item in body.instructions:
-            match item:
-                case Compute(op=op, form=form):
-                    layouts.update(zip(op.results, form.results, strict=False))
-                case Loop(bodies=bodies):
-                    for inner in bodies:
-                        visit(inner)
-
-    visit(program.body)
-
-    def place(value: int, array: Any) -> Any:
-        layout = layouts.get(value)
-        if layout is None or layout.partial or layout.is_replicated:
-            return array
-        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
-
-    def fun(*leaves: Any) -> list[Any]:
-        count = len(leaves) - len(traced.graph.constants)
-        outputs = evaluation.evaluate(traced.graph, leaves[:count], leaves[count:], place)
-        return [
-            lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(layout)))
-            for x, layout in zip(outputs, program.outputs, strict=True)
-        ]
-
-    return fun
-
-
-def function_of(program: LocalProgram, traced: Traced, mesh: AnyMesh, communication: str) -> Callable[..., list[Any]]:
-    """The step as a function of flat global arrays, as `communication` says; on one device just the traced program."""
-    if program.mesh.size == 1:
-        return lambda *leaves: evaluation.evaluate_block(traced.graph.block, leaves)
-    return emit(program, traced, mesh) if communication == "explicit" else emit_constrained(program, traced, mesh)
-
-
-def _sorted(axes: Axes, mesh: LogicalMesh) -> Axes:
-    return tuple(a for a in mesh.axis_names if a in axes)
-
-
-def _where(op: Op | None) -> str:
-    return _jax.where(op.source) if op is not None else "output"
 
 
 class _Lowering:
@@ -513,108 +288,3 @@ class _Lowering:
         body = Body(inputs, tuple(self.out), outputs)
         self.out = saved
         return body
-
-
-# -- emission -----------------------------------------------------------------------------------------------------
-
-
-def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
-    """Executes a body's instructions inside `shard_map`."""
-
-    def read(operand: Operand) -> Any:
-        return operand.value if isinstance(operand, Lit) else registers[operand]
-
-    for register, block in zip(body.inputs, inputs, strict=True):
-        registers[register] = block
-    for item in body.instructions:
-        match item:
-            case Compute():
-                results = item.form.run(*(read(o) for o in item.operands))
-                for register, block in zip(item.results, results, strict=True):
-                    registers[register] = block
-            case Reshard():
-                with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
-                    block = registers[item.source]
-                    if item.late:
-                        block = lax.optimization_barrier(block)
-                    shape = traced.graph.values[item.value].shape
-                    for step in item.steps:
-                        block = _step(block, step, shape, mesh)
-                registers[item.result] = block
-            case Loop():
-                with _jax.under(item.op.source):
-                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
-                for register, block in zip(item.results, results, strict=True):
-                    registers[register] = block
-            case Outside():
-                raise AssertionError("an operation that must be outside is inside a region")
-    return [read(o) for o in body.outputs]
-
-
-def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
-    """One elementary change of layout of a local block."""
-    match step.kind:
-        case "slice":
-            sizes = list(block.shape)
-            sizes[step.dim] = shape[step.dim] // mesh.product(step.after.dims[step.dim])
-            starts: list[Any] = [np.int32(0)] * len(sizes)
-            starts[step.dim] = lax.mul(_block_number(step.axes, mesh), np.int32(sizes[step.dim]))
-            return lax.dynamic_slice(block, starts, sizes, allow_negative_indices=False)
-        case "all_reduce":
-            return lax.psum(block, step.axes)
-        case "reduce_scatter":
-            return lax.psum_scatter(block, step.axes, scatter_dimension=step.dim, tiled=True)
-        case "all_gather":
-            return lax.all_gather(block, step.axes, axis=step.dim, tiled=True)
-        case "all_to_all":
-            return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
-        case "collective_permute":
-            before = step.before.dims[step.dim]
-            return lax.ppermute(block, _sorted(before, mesh), _reorder(before, step.axes, mesh))
-
-
-def _block_number(axes: Axes, mesh: LogicalMesh) -> Any:
-    """This device's number along the axes, major to minor; in plain `lax`, which traces faster than operators."""
-    number = lax.axis_index(axes[0])
-    for axis in axes[1:]:
-        number = lax.add(lax.mul(number, np.int32(mesh.axis_size(axis))), lax.axis_index(axis))
-    return number
-
-
-def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
-    """(source, destination) pairs that move block b from its place along `before` to its place along `after`.
-
-    Devices are numbered along the axes in mesh order: `ppermute` does not follow another order of its axis names.
-    """
-    axes = _sorted(before, mesh)
-
-    def device(block: int, order: Axes) -> int:
-        place = {}
-        for axis in reversed(order):
-            place[axis] = block % mesh.axis_size(axis)
-            block //= mesh.axis_size(axis)
-        number = 0
-        for axis in axes:
-            number = number * mesh.axis_size(axis) + place[axis]
-        return number
-
-    return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
-
-
-def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
-    """Emits a scan, while or cond over local bodies."""
-
-    def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
-        return lambda inputs: _strong(_run(body, inputs, registers, mesh, traced))
-
-    return evaluation.control_flow(item.op, _strong(operands), [function(body) for body in item.bodies])
-
-
-def _strong(blocks: Sequence[Any]) -> list[Any]:
-    """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
-    return [_jax.strong(block) for block in blocks]
-
-
-def block_count(layout: Layout, mesh: LogicalMesh) -> int:
-    """Into how many distinct blocks a layout cuts a tensor."""
-    return math.prod(mesh.product(axes) for axes in layout.dims)

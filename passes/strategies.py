@@ -17,76 +17,35 @@ lives throughout; a resharded copy lives from its first use to its last.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Op, Traced, Value
-from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_moves
+from alpa_lite.graph import Lit, Traced, Value
+from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.grouping import Demand, Dims, Group, Grouping
 from alpa_lite.passes.local_forms import LocalForm, local_form
-from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
+from alpa_lite.passes.strategy_prices import combinable, divides, pairs, work
+from alpa_lite.passes.strategy_space import Move, Node, Space, Strategy, assignments, layout_of
+from alpa_lite.strategy import Buffers, Rule, StrategyGraph, Transfer
 
-
-@dataclass(frozen=True)
-class Strategy:
-    """The mesh axes of each factor of a group, and the axes over which a linear group holds partial sums."""
-
-    axes: tuple[Axes, ...]
-    partial: Axes = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """The strategies of one class of groups. `compute`, `communication`: seconds of each strategy of one group."""
-
-    group: int
-    members: tuple[int, ...]
-    strategies: tuple[Strategy, ...]
-    compute: np.ndarray
-    communication: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """What a transfer of the integer program stands for: `count` alike values, each moved `trips` times."""
-
-    value: int
-    src: int
-    produced: tuple[Layout, ...]
-    wanted: tuple[Layout, ...]
-    count: int
-    trips: int
-    phase: int
-
-
-@dataclass(frozen=True, eq=False)
-class Space:
-    """The integer program of one mesh, and what its numbers mean.
-
-    Attributes:
-      program: for `passes.sharding.solve`.
-      nodes: one for each node of the program. node_of: group -> node.
-      moves: one for each transfer of the program.
-      late_from: program point from which a use counts as late (see `build`); None if uses are not split.
-      buffer_values: for each of the program's buffers, the value that it holds.
-      shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
-    """
-
-    mesh: LogicalMesh
-    program: StrategyGraph
-    nodes: tuple[Node, ...]
-    node_of: tuple[int, ...]
-    moves: tuple[Move, ...]
-    late_from: int | None
-    buffer_values: tuple[int, ...]
-    shares: Mapping[tuple[int, int], float]
+__all__ = [
+    "Move",
+    "Node",
+    "Space",
+    "Strategy",
+    "assignments",
+    "build",
+    "combinable",
+    "fullest_point",
+    "layout_of",
+    "state_kinds",
+    "work",
+]
 
 
 def build(
@@ -109,35 +68,6 @@ def build(
     """
     builder = _Builder(traced, grouping, rules, cost, allowed or {}, regather)
     return builder.space(budget)
-
-
-def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
-    """The layout of a tensor whose dims are made of the given factors of a group."""
-    axes = strategy.axes
-    # A dim of one factor, the usual one, takes its axes as they are.
-    return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
-
-
-def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
-    """Every assignment of mesh axes to factors that divides their sizes; an axis may stay unused.
-
-    Axes on one factor are in mesh order; with `orders`, two axes on one factor come in both orders, since gathering
-    only the minor axis is cheap and different consumers gather different axes (the 3-D algorithm needs both).
-    """
-    usable = [i for i, f in enumerate(factors) if f.kind != "replicate" and f.size > 1]
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    for places in itertools.product((-1, *usable), repeat=len(axes)):
-        out: list[Axes] = [()] * len(factors)
-        for axis, place in zip(axes, places, strict=True):
-            if place >= 0:
-                out[place] = (*out[place], axis)
-        if any(a and f.size % mesh.product(a) for a, f in zip(out, factors, strict=True)):
-            continue
-        yield tuple(out)
-        if orders:
-            for place in usable:
-                if len(out[place]) == 2:
-                    yield tuple(a[::-1] if i == place else a for i, a in enumerate(out))
 
 
 def state_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
@@ -171,59 +101,10 @@ def fullest_point(traced: Traced, grouping: Grouping) -> int:
     return int(np.argmax(np.cumsum(change)))
 
 
-def combinable(cost: MeshCost) -> frozenset[str]:
-    """The kinds of collectives that the compiler joins: on CPU its combiner joins all-reduces alone."""
-    if cost.cluster.platform == "cpu":
-        return frozenset({"all_reduce"})
-    return frozenset({"all_reduce", "reduce_scatter", "all_gather"})
-
-
-@functools.lru_cache(maxsize=400_000)
-def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float]:
-    """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
-
-    The latency is inf where it cannot be done.
-    """
-    moves = reshard_moves(src, dst)
-    if moves is None:
-        return 0.0, math.inf, 0.0
-    joins = combinable(cost)
-    alpha = [0.0, 0.0]
-    beta = 0.0
-    before = src.dims
-    for kind, axes, _, _, after, _ in moves:
-        if kind != "slice":
-            dims = before if kind == "reduce_scatter" else after
-            a, b = cost.coefficients(kind, axes)
-            alpha[kind not in joins] += a
-            beta += b / cost.mesh.product(tuple(a for axes in dims for a in axes))
-        before = after
-    return alpha[0], alpha[1], beta
-
-
-@functools.lru_cache(maxsize=20_000)
-def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, ...]:
-    """Coefficients of every pair of layouts: three arrays [P, Q]."""
-    table = np.array([[_pair(cost, p, q) for q in wanted] for p in produced])
-    return table[..., 0], table[..., 1], table[..., 2]
-
-
-def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
-    return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
-
-
 def _busiest(found: list[Strategy]) -> list[Strategy]:
     """The strategies that leave the fewest axes idle."""
     used = [sum(len(a) for a in s.axes) for s in found]
     return [s for s, n in zip(found, used, strict=True) if n == max(used)]
-
-
-def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
-    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
-    if op.name in ("dot_general", "conv_general_dilated"):
-        return 2.0 * math.prod(f.size for f in rule.factors)
-    tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
-    return float(max((math.prod(values[v].shape) for v in tensors), default=1))
 
 
 class _Builder:
@@ -487,10 +368,10 @@ class _Builder:
         return {item: 1.0 / len(items) for items in together for item in items}
 
     def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
-        joint, alpha, beta = _pairs(self.cost, produced, wanted)
+        joint, alpha, beta = pairs(self.cost, produced, wanted)
         out = joint * latency + alpha + beta * value.nbytes
         for j, layout in enumerate(wanted):
-            if not _divides(value.shape, layout, self.mesh):
+            if not divides(value.shape, layout, self.mesh):
                 out[:, j] = math.inf
         return out
 
@@ -559,7 +440,7 @@ class _Builder:
         for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
             if self.values[move.value].nbytes < small:
                 continue
-            costly = np.add.reduce(_pairs(self.cost, move.produced, move.wanted)) > 0
+            costly = np.add.reduce(pairs(self.cost, move.produced, move.wanted)) > 0
             spans = [self.span(value, move.phase) for value in members]
             for q, wanted in enumerate(move.wanted):
                 bytes_ = self.block_bytes(move.value, wanted)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
-from alpa_lite.passes import lowering
+from alpa_lite.passes import emission, local_program
 
 MESH = LogicalMesh((2, 2, 2), ("x", "y", "z"))
 
@@ -96,15 +96,15 @@ def test_steps_move_the_value(src, dst):
             n = jax.lax.axis_size(axis)
             block = block * (jax.lax.axis_index(axis) - (n - 1) / 2 + 1 / n).astype(jnp.float32)
         for step in steps:
-            block = lowering._step(block, step, shape, MESH)
+            block = emission._step(block, step, shape, MESH)
         return jax.lax.psum(block, dst.partial) if dst.partial else block
 
     whole = Layout(dst.dims)
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=lowering.spec_of(Layout(src.dims)),
-        out_specs=lowering.spec_of(whole),
+        in_specs=local_program.spec_of(Layout(src.dims)),
+        out_specs=local_program.spec_of(whole),
         check_vma=False,
     )
     np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), x)
@@ -112,5 +112,5 @@ def test_steps_move_the_value(src, dst):
 
 def test_reordering_is_a_permutation():
     for before, after in itertools.permutations(itertools.permutations(("x", "y", "z")), 2):
-        pairs = lowering._reorder(before, after, MESH)
+        pairs = emission._reorder(before, after, MESH)
         assert sorted(d for _, d in pairs) == sorted(s for s, _ in pairs) == list(range(8))
