@@ -1,0 +1,83 @@
+"""When everything of one pipelined step ran: predicted by a simulation, or measured. A value.
+
+Times are seconds from the start of the step. What runs on a submesh and what leaves it are told apart by the kind of
+the event: transfers overlap with computation, everything else on one submesh takes turns.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+EventKind = Literal["prologue", "forward", "backward", "weight", "update", "transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time on a submesh.
+
+    Attributes:
+      mesh: the number of the submesh; of a transfer, the one that sends.
+      start, end: seconds from the start of the step.
+      name: such as "forward 3" (of micro-batch 3).
+      kind: as in `program.Kind`, or "transfer".
+      stage: the pipeline stage, or -1. Of a transfer between stages, the one that sends.
+      microbatch: or -1.
+      destination: of a transfer, the submesh that receives; -1 otherwise.
+      bytes: of a transfer, what one device of the source holds of it; 0 where unknown.
+    """
+
+    mesh: int
+    start: float
+    end: float
+    name: str
+    kind: EventKind
+    stage: int = -1
+    microbatch: int = -1
+    destination: int = -1
+    bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step.
+
+    Attributes:
+      events: in no particular order.
+      num_meshes: the number of submeshes.
+      name: such as "predicted" or "executed".
+    """
+
+    events: tuple[Event, ...]
+    num_meshes: int
+    name: str = ""
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """When the last event ends."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @functools.cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each submesh computes. Transfers do not count."""
+        out = [0.0] * self.num_meshes
+        for event in self.events:
+            if event.kind != "transfer":
+                out[event.mesh] += event.end - event.start
+        return tuple(out)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds that each submesh does not compute."""
+        return tuple(self.seconds - busy for busy in self.busy)
+
+    @property
+    def idle_fraction(self) -> tuple[float, ...]:
+        """The share of the step in which each submesh does not compute; 0 where the step takes no time."""
+        return tuple(idle / self.seconds if self.seconds else 0.0 for idle in self.idle)

@@ -1,0 +1,385 @@
+"""Pipeline schedules: which task of which micro-batch a submesh runs next. Functions from integers to task lists.
+
+A model is cut into stages 0, 1, ..., and the batch into micro-batches. Per stage s and micro-batch m there is a task
+forward(s, m), which needs forward(s-1, m), and a task backward(s, m), which needs backward(s+1, m) and forward(s, m).
+A schedule may split the backward task: `backward` then computes the gradients of the stage's inputs alone, and
+weight(s, m), which needs backward(s, m), those of its parameters. In a schedule without weight tasks, backward
+computes both. With S submeshes and B micro-batches, stage s is on submesh s; with virtual stages, submesh i holds the
+stages i, i+S, i+2S, and so on. Every schedule runs each kind of task of a stage in ascending order of micro-batches, so
+that gradients are summed in one order, whatever the schedule.
+
+  gpipe             all forwards, then all backwards. Huang et al., arXiv:1811.06965 (the figure there runs the
+                    backwards in descending order, which takes as long).
+  1f1b              submesh i starts with S-i-1 forwards, then alternates forward and backward, so that at most S-i
+                    micro-batches are in flight. PipeDream-Flush: Narayanan et al., arXiv:2006.09503.
+  eager-1f1b        as 1f1b, but starts with 2(S-i-1) forwards: at most 2(S-i)-1 in flight. Between a task and the
+                    one on the next submesh that needs it there is then another task, under which the transfer hides.
+                    Zhuang et al., arXiv:2211.05322.
+  interleaved-1f1b  v stages on each submesh, each v times smaller: so is the bubble. Submesh i starts with
+                    2(S-i-1) + (v-1)S forwards; micro-batches go through its stages in groups of S. Needs B divisible
+                    by S. Narayanan et al., arXiv:2104.04473. One stage a submesh leaves nothing to interleave: 1f1b.
+  zb-h1             backward split. Starts as 1f1b; submesh i puts its weight tasks off by i micro-batches, so that
+                    all submeshes hold as many as the first one does in 1f1b, and the last weight tasks fill what was
+                    the bubble at the end. Qi et al., arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.timeline import Event, Timeline
+
+NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
+"""The schedules that there are."""
+
+TaskKind = Literal["forward", "backward", "weight"]
+
+_WHOLE: tuple[TaskKind, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one stage does for one micro-batch. See the module for the kinds."""
+
+    kind: TaskKind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tasks of every submesh, in the order in which it runs them.
+
+    Attributes:
+      name: one of `NAMES`.
+      num_meshes: S, the number of submeshes.
+      num_microbatches: B.
+      num_stages: S times the stages of each submesh. Stage s is on submesh s modulo S.
+      tasks: one list for each submesh.
+    """
+
+    name: str
+    num_meshes: int
+    num_microbatches: int
+    num_stages: int
+    tasks: tuple[tuple[Task, ...], ...]
+
+    @property
+    def virtual(self) -> int:
+        """The number of stages of each submesh."""
+        return self.num_stages // self.num_meshes
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of parameters are tasks of their own, of kind weight."""
+        return any(task.kind == "weight" for task in self.tasks[0])
+
+    def mesh(self, stage: int) -> int:
+        """The submesh that a stage is on."""
+        return stage % self.num_meshes
+
+
+def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int = 1) -> Schedule:
+    """The tasks of every submesh.
+
+    Args:
+      name: one of `NAMES`.
+      num_meshes: S, at least 1.
+      num_microbatches: B, at least 1; for "interleaved-1f1b" a multiple of S.
+      virtual: stages of each submesh; more than 1 for "interleaved-1f1b" only.
+
+    Raises:
+      OptionError: no such schedule, or one that does not exist for these numbers.
+    """
+    _validate(name, num_meshes, num_microbatches, virtual)
+    meshes, count = range(num_meshes), num_microbatches
+    if virtual > 1:
+        tasks = [_interleaved(mesh, num_meshes, count, virtual) for mesh in meshes]
+    elif name == "zb-h1":
+        tasks = [_zero_bubble(mesh, num_meshes, count) for mesh in meshes]
+    else:
+        tasks = [
+            _alternating(
+                [Task("forward", mesh, m) for m in range(count)],
+                [Task("backward", mesh, m) for m in range(count)],
+                _warm_up(name, num_meshes, count, mesh, virtual),
+            )
+            for mesh in meshes
+        ]
+    return Schedule(name, num_meshes, count, num_meshes * virtual, tuple(map(tuple, tasks)))
+
+
+def _validate(name: str, num_meshes: int, num_microbatches: int, virtual: int) -> None:
+    if name not in NAMES:
+        raise OptionError(f"schedule={name!r} does not exist; give one of {', '.join(map(repr, NAMES))}.")
+    for argument, value in (("num_meshes", num_meshes), ("num_microbatches", num_microbatches), ("virtual", virtual)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{argument}={value!r} of schedule {name!r} is no positive integer; give at least 1.")
+    if virtual > 1 and name != "interleaved-1f1b":
+        raise OptionError(
+            f"virtual={virtual}: schedule {name!r} has one stage for each submesh; "
+            "give virtual=1, or schedule='interleaved-1f1b'."
+        )
+    if name == "interleaved-1f1b" and num_microbatches % num_meshes:
+        lower = num_microbatches - num_microbatches % num_meshes
+        near = " or ".join(str(n) for n in (lower, lower + num_meshes) if n)
+        raise OptionError(
+            f"num_microbatches={num_microbatches} is not divisible by the {num_meshes} submeshes, as schedule "
+            f"'interleaved-1f1b' needs it; give {near} micro-batches, or schedule='1f1b'."
+        )
+
+
+def _warm_up(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int) -> int:
+    """How many forwards a submesh runs before it alternates. There may be fewer."""
+    later = num_meshes - mesh - 1
+    if name == "gpipe":
+        return num_microbatches
+    if name == "eager-1f1b":
+        return 2 * later
+    return 2 * later + (virtual - 1) * num_meshes if virtual > 1 else later
+
+
+def _alternating(forwards: list[Task], backwards: list[Task], warm_up: int) -> list[Task]:
+    """`warm_up` forwards; then forward and backward in turn; then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    out = forwards[:warm_up]
+    paired = len(forwards) - warm_up
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        out += (forward, backward)
+    return out + backwards[paired:]
+
+
+def _interleaved(mesh: int, num_meshes: int, num_microbatches: int, virtual: int) -> list[Task]:
+    """Groups of S micro-batches go through all stages of the submesh: forward upwards, backward downwards."""
+    warm_up = _warm_up("interleaved-1f1b", num_meshes, num_microbatches, mesh, virtual)
+    stages = [mesh + chunk * num_meshes for chunk in range(virtual)]
+    groups = [range(first, first + num_meshes) for first in range(0, num_microbatches, num_meshes)]
+    forwards = [Task("forward", s, m) for group in groups for s in stages for m in group]
+    backwards = [Task("backward", s, m) for group in groups for s in reversed(stages) for m in group]
+    return _alternating(forwards, backwards, warm_up)
+
+
+def _zero_bubble(mesh: int, num_meshes: int, num_microbatches: int) -> list[Task]:
+    """1F1B in which the weight task of micro-batch m comes after the backward task of micro-batch m + `mesh`."""
+    base = _alternating(
+        [Task("forward", mesh, m) for m in range(num_microbatches)],
+        [Task("backward", mesh, m) for m in range(num_microbatches)],
+        _warm_up("zb-h1", num_meshes, num_microbatches, mesh, 1),
+    )
+    out = []
+    for task in base:
+        out.append(task)
+        if task.kind == "backward" and task.microbatch >= mesh:
+            out.append(Task("weight", mesh, task.microbatch - mesh))
+    first = max(0, num_microbatches - mesh)
+    return out + [Task("weight", mesh, m) for m in range(first, num_microbatches)]
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each submesh the most micro-batch activations that it holds at once, found by walking its list.
+
+    One activation is what one stage saves of one micro-batch. It is held from the start of forward(s, m) to the end of
+    backward(s, m), or of weight(s, m) where backward is split: after backward, weight still needs the inputs of the
+    stage's layers and the gradients of their outputs, less than all of it. With v stages a submesh, an activation
+    is that of one stage: a v-th of what the submesh saves of a micro-batch.
+    """
+    last = "weight" if schedule.splits_backward else "backward"
+    peaks = []
+    for tasks in schedule.tasks:
+        held = peak = 0
+        for task in tasks:
+            if task.kind == "forward":
+                held += 1
+                peak = max(peak, held)
+            elif task.kind == last:
+                held -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
+    """What `in_flight` gives for one submesh, in closed form.
+
+    gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1: min(2(S-i-1) + (v-1)S + 1,
+    vB). zb-h1: min(S, B).
+
+    Raises:
+      OptionError: as `schedule`.
+    """
+    _validate(name, num_meshes, num_microbatches, virtual)
+    if name == "zb-h1":
+        return min(num_meshes, num_microbatches)
+    warm_up = _warm_up(name, num_meshes, num_microbatches, mesh, virtual)
+    return min(warm_up + 1, virtual * num_microbatches)
+
+
+def bubble(
+    name: str,
+    num_meshes: int,
+    num_microbatches: int,
+    *,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    virtual: int = 1,
+) -> float:
+    """Seconds that each submesh idles in a step if all stages take the same time and transfers are free.
+
+    (S-1)(f + b + w) for gpipe, 1f1b, eager-1f1b and interleaved-1f1b, with f, b and w those of one *stage*: with v
+    stages a submesh they are v times shorter than the submesh's, which is the published (S-1)(f + b + w)/v.
+    (S-1)(f + b - w) for zb-h1 with B >= S; the paper has no formula for fewer micro-batches, when only B-1 weight tasks
+    are there to fill the bubble: (S-1)(f + b) - (B-1)w. Both hold for w <= f and w <= b. Sources: see the module.
+
+    Args:
+      name, num_meshes, num_microbatches, virtual: as of `schedule`.
+      forward: f, seconds of one stage's forward for one micro-batch.
+      backward_input: b, seconds of its gradients of inputs.
+      backward_weight: w, seconds of its gradients of parameters.
+
+    Raises:
+      OptionError: as `schedule`.
+    """
+    _validate(name, num_meshes, num_microbatches, virtual)
+    others = num_meshes - 1
+    if name == "zb-h1":
+        return others * (forward + backward_input) - min(others, num_microbatches - 1) * backward_weight
+    return others * (forward + backward_input + backward_weight)
+
+
+def check(schedule: Schedule) -> None:
+    """Raises PlanError unless every task is there once, on its submesh, and no list waits forever."""
+    kinds: tuple[TaskKind, ...] = ("forward", "backward", "weight") if schedule.splits_backward else _WHOLE
+    wanted = {
+        Task(k, s, m) for k in kinds for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)
+    }
+    found: set[Task] = set()
+    for mesh, tasks in enumerate(schedule.tasks):
+        for task in tasks:
+            if task not in wanted or schedule.mesh(task.stage) != mesh:
+                raise PlanError(f"schedule {schedule.name!r}: {task} does not belong on submesh {mesh}")
+            if task in found:
+                raise PlanError(f"schedule {schedule.name!r}: {task} is there twice")
+            found.add(task)
+    if found != wanted:
+        missing = min(wanted - found, key=lambda task: (task.stage, task.microbatch))
+        raise PlanError(f"schedule {schedule.name!r}: {len(wanted - found)} tasks are missing, such as {missing}")
+    for _ in walk(schedule):
+        pass
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Task]]:
+    """All tasks as (submesh, task), each after the tasks that it needs, every submesh in its own order, in turns.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    total, last = sum(map(len, schedule.tasks)), schedule.num_stages - 1
+    positions = [0] * schedule.num_meshes
+    done: set[tuple[TaskKind, int, int]] = set()
+    waiting: dict[tuple[TaskKind, int, int], int] = {}
+    ready = deque(range(schedule.num_meshes))
+    while ready:
+        mesh = ready.popleft()
+        tasks = schedule.tasks[mesh]
+        if positions[mesh] == len(tasks):
+            continue
+        task = tasks[positions[mesh]]
+        missing = next((need for need in _needs(task, last) if need not in done), None)
+        if missing is not None:
+            waiting[missing] = mesh
+            continue
+        positions[mesh] += 1
+        total -= 1
+        yield mesh, task
+        key = (task.kind, task.stage, task.microbatch)
+        done.add(key)
+        ready.append(mesh)
+        if key in waiting:
+            ready.append(waiting.pop(key))
+    if total:
+        stuck = ((mesh, schedule.tasks[mesh], at) for mesh, at in enumerate(positions))
+        where = ", ".join(f"submesh {mesh} at {tasks[at]}" for mesh, tasks, at in stuck if at < len(tasks))
+        raise PlanError(f"the lists of schedule {schedule.name!r} wait for each other: {where}")
+
+
+def _needs(task: Task, last: int) -> list[tuple[TaskKind, int, int]]:
+    """The tasks that `task` needs; `last` is the last stage."""
+    kind, stage, microbatch = task.kind, task.stage, task.microbatch
+    if kind == "forward":
+        return [("forward", stage - 1, microbatch)] if stage else []
+    if kind == "weight":
+        return [("backward", stage, microbatch)]
+    own: tuple[TaskKind, int, int] = ("forward", stage, microbatch)
+    return [own, ("backward", stage + 1, microbatch)] if stage < last else [own]
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    weight: float | Sequence[float] = 0.0,
+    transfer: float | Sequence[float] = 0.0,
+) -> Timeline:
+    """When each task runs if every submesh starts the next one of its list as soon as what it needs has arrived.
+
+    Each of two submeshes has a link to the other. Transfers overlap with computation, and those of one link take turns.
+    Results that stay on their submesh need none.
+
+    Args:
+      schedule: what `schedule` gives, or any other.
+      forward: seconds of each stage, or one number for all.
+      backward: seconds of the gradients of inputs, likewise, or of all gradients where `weight` is 0.
+      weight: seconds of the gradients of parameters, likewise. A schedule that does not split the backward task takes
+        `backward` plus `weight` for it.
+      transfer: seconds between stage s and stage s+1, either way, likewise.
+
+    Raises:
+      PlanError: the lists wait for each other.
+      ValueError: a sequence of another length than the number of stages (for `transfer`: one less).
+    """
+    stages = schedule.num_stages
+    split = schedule.splits_backward
+    weights = _each("weight", weight, stages)
+    backwards = _each("backward", backward, stages)
+    seconds = {
+        "forward": _each("forward", forward, stages),
+        "backward": backwards if split else [b + w for b, w in zip(backwards, weights, strict=True)],
+        "weight": weights,
+    }
+    transfers = _each("transfer", transfer, stages - 1)
+    clocks = [0.0] * schedule.num_meshes
+    links: dict[tuple[int, int], float] = {}
+    arrived: dict[tuple[TaskKind, int, int], float] = {}
+    events: list[Event] = []
+    for mesh, task in walk(schedule):
+        kind, stage, microbatch = task.kind, task.stage, task.microbatch
+        source = stage - 1 if kind == "forward" else stage + 1
+        start = clocks[mesh]
+        if kind != "weight" and 0 <= source < stages:
+            start = max(start, arrived[kind, source, microbatch])
+        end = clocks[mesh] = start + seconds[kind][stage]
+        events.append(Event(mesh, start, end, f"{kind} {microbatch}", kind, stage, microbatch))
+        target = stage + 1 if kind == "forward" else stage - 1
+        if kind == "weight" or not 0 <= target < stages:
+            continue
+        other, cost = schedule.mesh(target), transfers[min(stage, target)]
+        arrival = end
+        if other != mesh and cost:
+            begin = max(end, links.get((mesh, other), 0.0))
+            arrival = links[mesh, other] = begin + cost
+            events.append(Event(mesh, begin, arrival, f"{kind} {microbatch}", "transfer", stage, microbatch, other))
+        arrived[kind, stage, microbatch] = arrival
+    return Timeline(tuple(events), schedule.num_meshes, schedule.name)
+
+
+def _each(argument: str, value: float | Sequence[float], length: int) -> list[float]:
+    if not isinstance(value, Sequence):
+        return [float(value)] * length
+    if len(value) != length:
+        raise ValueError(f"{argument} has {len(value)} entries, and {length} are needed")
+    return [float(v) for v in value]
