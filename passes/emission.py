@@ -178,7 +178,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalM
                         block = lax.optimization_barrier(block)
                     shape = traced.graph.values[item.value].shape
                     for step in item.steps:
-                        block = _step(block, step, shape, mesh)
+                        block = change_layout(block, step, shape, mesh)
                 registers[item.result] = block
             case Loop():
                 with _jax.under(item.op.source):
@@ -190,7 +190,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalM
     return [read(o) for o in body.outputs]
 
 
-def _step(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
+def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
     """One elementary change of layout of a local block."""
     match step.kind:
         case "slice":

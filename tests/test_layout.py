@@ -96,7 +96,7 @@ def test_steps_move_the_value(src, dst):
             n = jax.lax.axis_size(axis)
             block = block * (jax.lax.axis_index(axis) - (n - 1) / 2 + 1 / n).astype(jnp.float32)
         for step in steps:
-            block = emission._step(block, step, shape, MESH)
+            block = emission.change_layout(block, step, shape, MESH)
         return jax.lax.psum(block, dst.partial) if dst.partial else block
 
     whole = Layout(dst.dims)
