@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,6 +152,7 @@ class Program:
       lists: the instructions of each submesh.
       inputs: for each flat argument of the step, the buffers that it is placed in: one for each submesh that reads it.
       constants: likewise for each closed-over constant. These are never freed.
+      numbers: for each submesh, the buffers that hold the numbers of the micro-batches (int32 scalars), or none.
       outputs: the buffer of each flat result.
       schedule: its name.
       num_microbatches: how often stages run.
@@ -165,6 +166,7 @@ class Program:
     inputs: tuple[tuple[int, ...], ...]
     constants: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
+    numbers: tuple[tuple[int, ...], ...] = ()
     schedule: str = ""
     num_microbatches: int = 1
 
@@ -176,48 +178,52 @@ class Program:
 def order(program: Program) -> tuple[tuple[int, int], ...]:
     """One order of all instructions, (submesh, position), that keeps every list's own: what one controller issues.
 
-    Receives come right after their sends as soon as the destination gets there, and transfers are sent in their global
-    order. Lists take turns, so that no submesh is left far behind.
+    Transfers are sent in their global order, and what waits for one goes on as soon as it is sent. Lists take turns, so
+    that no submesh is left far behind. Takes time linear in the number of instructions.
 
     Raises:
       PlanError: the lists wait for each other.
     """
     positions = [0] * len(program.lists)
-    sent: set[int] = set()
     out: list[tuple[int, int]] = []
+    receivers: dict[int, int] = {}  # transfer that is not sent yet: the submesh that waits for it
+    senders: dict[int, int] = {}  # transfer whose turn has not come: the submesh that waits to send it
     turns = deque(range(len(program.lists)))
-    idle = 0
-    while turns and idle < len(turns):
+    turn = 0
+    while turns:
         mesh = turns.popleft()
         position = positions[mesh]
         if position == len(program.lists[mesh]):
-            idle = 0
             continue
-        item = program.lists[mesh][position]
-        turns.append(mesh)
-        blocked = (isinstance(item, Receive) and item.transfer not in sent) or (
-            isinstance(item, Send) and item.transfer != len(sent)
-        )
-        if blocked:
-            idle += 1
-            continue
-        if isinstance(item, Send):
-            sent.add(item.transfer)
+        match program.lists[mesh][position]:
+            case Receive(transfer=number) if number >= turn:
+                receivers[number] = mesh
+                continue
+            case Send(transfer=number) if number != turn:
+                senders[number] = mesh
+                continue
+            case Send(transfer=number):
+                turn += 1
+                turns.extend(w.pop(n) for w, n in ((receivers, number), (senders, turn)) if n in w)
         out.append((mesh, position))
         positions[mesh] += 1
-        idle = 0
-    if turns:
-        waiting = ", ".join(
-            f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in sorted(turns)
-        )
+        turns.append(mesh)
+    stuck = [m for m, items in enumerate(program.lists) if positions[m] < len(items)]
+    if stuck:
+        waiting = ", ".join(f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in stuck)
         raise PlanError(f"the lists of the program wait for each other: {waiting}")
     return tuple(out)
 
 
 def check(program: Program) -> None:
-    """Raises PlanError unless every buffer is defined before use, ended exactly once, and nothing waits forever."""
-    kept = {b for group in program.constants for b in group}
-    live = {b for group in program.inputs for b in group} | kept
+    """Raises PlanError unless every buffer is defined before use, ended exactly once, and nothing waits forever.
+
+    Also: every transfer is sent once and received once, by the submeshes that it names and of equal arrays; and a run
+    is on the submesh of its executable and donates no buffer that it also reads under another argument.
+    """
+    _check_transfers(program)
+    kept = {b for group in (*program.constants, *program.numbers) for b in group}
+    live = _given(program)
     ended: set[int] = set()
 
     def need(buffer: int, mesh: int, item: Instruction) -> None:
@@ -246,10 +252,14 @@ def check(program: Program) -> None:
         item = program.lists[mesh][position]
         match item:
             case Run(inputs=inputs, outputs=outputs):
+                if program.executables[item.executable].mesh != mesh:
+                    where = program.executables[item.executable].mesh
+                    raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {where}")
                 for number in inputs:
                     need(number, mesh, item)
                 for number in program.consumed(item):
-                    need(number, mesh, item)
+                    if inputs.count(number) > 1:
+                        raise PlanError(f"{describe(program, item)} donates buffer {number}, which it reads twice")
                     end(number, item)
                 for number in outputs:
                     define(number, mesh, item)
@@ -272,16 +282,42 @@ def check(program: Program) -> None:
         raise PlanError(f"outputs of the step are freed before its end: {sorted(missing)}")
 
 
+def _check_transfers(program: Program) -> None:
+    sends: set[int] = set()
+    receives: set[int] = set()
+    for mesh, items in enumerate(program.lists):
+        for item in items:
+            if not isinstance(item, Send | Receive):
+                continue
+            transfer = program.transfers[item.transfer]
+            seen, end = (sends, transfer.source) if isinstance(item, Send) else (receives, transfer.destination)
+            if mesh != end:
+                raise PlanError(f"{describe(program, item)} is in the list of submesh {mesh}, not of submesh {end}")
+            if item.transfer in seen:
+                raise PlanError(f"{describe(program, item)} is there twice")
+            seen.add(item.transfer)
+    for number, transfer in enumerate(program.transfers):
+        for verb, seen in (("sent", sends), ("received", receives)):
+            if number not in seen:
+                raise PlanError(f"transfer {number}, {_what(program, number)}, is never {verb}")
+        pairs = [
+            (program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=False)
+        ]
+        wrong = next((a for a, b in pairs if (a.shape, a.dtype) != (b.shape, b.dtype)), None)
+        if len(transfer.sent) != len(transfer.received) or wrong:
+            what = f"{wrong.name} changes its shape or dtype" if wrong else f"{len(transfer.received)} are received"
+            raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
+
+
 def live_bytes(program: Program) -> Iterator[tuple[int, int, int]]:
     """After every instruction in `order`: (submesh, position, bytes per device of the buffers live there)."""
     held = [0] * len(program.submeshes)
 
-    def add(buffers: Sequence[int], sign: int) -> None:
+    def add(buffers: Iterable[int], sign: int) -> None:
         for number in buffers:
             held[program.buffers[number].mesh] += sign * program.buffers[number].bytes
 
-    for group in (*program.inputs, *program.constants):
-        add(group, 1)
+    add(_given(program), 1)
     for mesh, position in order(program):
         match program.lists[mesh][position]:
             case Run() as item:
@@ -297,12 +333,16 @@ def live_bytes(program: Program) -> Iterator[tuple[int, int, int]]:
 def peak_bytes(program: Program) -> tuple[int, ...]:
     """For each submesh the most bytes per device that buffers take between two instructions."""
     peaks = [0] * len(program.submeshes)
-    for group in (*program.inputs, *program.constants):
-        for number in group:
-            peaks[program.buffers[number].mesh] += program.buffers[number].bytes
+    for number in _given(program):
+        peaks[program.buffers[number].mesh] += program.buffers[number].bytes
     for mesh, _, held in live_bytes(program):
         peaks[mesh] = max(peaks[mesh], held)
     return tuple(peaks)
+
+
+def _given(program: Program) -> set[int]:
+    """The buffers that exist before the step. Arguments may share one."""
+    return {number for group in (*program.inputs, *program.constants, *program.numbers) for number in group}
 
 
 def describe(program: Program, item: Instruction) -> str:

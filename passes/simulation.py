@@ -1,0 +1,82 @@
+"""When everything of a program happens, by its predicted seconds: the instruction lists walked with a clock for each.
+
+A run takes its executable's seconds on its submesh. A send starts a transfer and takes no time of the submesh; the
+transfer takes its seconds on the link from source to destination, after the transfers that were sent there before. A
+receive waits until its transfer has arrived. A free takes no time. These are the lists that the executor walks.
+"""
+
+from __future__ import annotations
+
+from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, order
+from alpa_lite.timeline import Event, Timeline
+
+
+def simulate(program: Program, name: str = "predicted") -> Timeline:
+    """The timeline of one step. Takes time linear in the number of instructions.
+
+    Args:
+      program: what to walk.
+      name: of the timeline.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    makers = producers(program)
+    clocks = [0.0] * len(program.lists)
+    links: dict[tuple[int, int], float] = {}
+    arrivals: dict[int, float] = {}
+    events: list[Event] = []
+    for mesh, position in order(program):
+        match program.lists[mesh][position]:
+            case Run() as run:
+                start = clocks[mesh]
+                end = clocks[mesh] = start + program.executables[run.executable].seconds
+                events.append(run_event(program, run, start, end))
+            case Send(transfer=number):
+                transfer = program.transfers[number]
+                link = transfer.source, transfer.destination
+                start = max(clocks[mesh], links.get(link, 0.0))
+                end = links[link] = arrivals[number] = start + transfer.seconds
+                if transfer.seconds:
+                    events.append(transfer_event(program, number, makers, start, end))
+            case Receive(transfer=number):
+                clocks[mesh] = max(clocks[mesh], arrivals[number])
+            case Free():
+                pass
+    return Timeline(tuple(events), len(program.submeshes), name)
+
+
+def producers(program: Program) -> dict[int, Executable]:
+    """For each buffer that a run defines, the executable."""
+    return {
+        buffer: program.executables[item.executable]
+        for items in program.lists
+        for item in items
+        if isinstance(item, Run)
+        for buffer in item.outputs
+    }
+
+
+def run_event(program: Program, run: Run, start: float, end: float) -> Event:
+    """The event of a run, named alike whether it is predicted or measured. Times in seconds from the step's start."""
+    executable = program.executables[run.executable]
+    name = f"{executable.kind} {run.microbatch}" if run.microbatch >= 0 else executable.name
+    return Event(executable.mesh, start, end, name, executable.kind, executable.stage, run.microbatch)
+
+
+def transfer_event(program: Program, number: int, makers: dict[int, Executable], start: float, end: float) -> Event:
+    """The event of a transfer, named after what made its first buffer; `makers` is `producers(program)`."""
+    transfer = program.transfers[number]
+    maker = makers.get(transfer.sent[0]) if transfer.sent else None
+    part = f" {transfer.microbatch}" if transfer.microbatch >= 0 else ""
+    return Event(
+        transfer.source,
+        start,
+        end,
+        f"{maker.kind}{part}" if maker else f"arguments{part}",
+        "transfer",
+        maker.stage if maker else -1,
+        transfer.microbatch,
+        transfer.destination,
+        sum(program.buffers[buffer].bytes for buffer in transfer.sent),
+    )

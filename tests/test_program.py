@@ -1,0 +1,202 @@
+"""Programs as data: what `check` finds, what `order` promises, and how bytes are counted."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from alpa_lite import program as programs
+from alpa_lite.errors import PlanError
+from alpa_lite.passes import schedules
+from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send
+from tests.pipelines import every, toy
+
+
+@pytest.fixture
+def small() -> Program:
+    return toy(schedules.schedule("1f1b", 2, 3))
+
+
+def without(program: Program, dropped: Instruction) -> Program:
+    lists = tuple(tuple(i for i in items if i != dropped) for items in program.lists)
+    assert sum(map(len, lists)) == sum(map(len, program.lists)) - 1
+    return dataclasses.replace(program, lists=lists)
+
+
+def inserted(program: Program, mesh: int, position: int, item: Instruction) -> Program:
+    items = list(program.lists[mesh])
+    items.insert(position, item)
+    return dataclasses.replace(program, lists=(*program.lists[:mesh], tuple(items), *program.lists[mesh + 1 :]))
+
+
+def moved(program: Program, mesh: int, position: int, target: int) -> Program:
+    items = list(program.lists[mesh])
+    items.insert(target, items.pop(position))
+    return dataclasses.replace(program, lists=(*program.lists[:mesh], tuple(items), *program.lists[mesh + 1 :]))
+
+
+def changed(program: Program, number: int, **fields: object) -> Program:
+    transfers = list(program.transfers)
+    transfers[number] = dataclasses.replace(transfers[number], **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(program, transfers=tuple(transfers))
+
+
+def place(program: Program, mesh: int, kind: type) -> int:
+    return next(n for n, item in enumerate(program.lists[mesh]) if isinstance(item, kind))
+
+
+@pytest.mark.parametrize("made", every(), ids=lambda s: f"{s.name}-{s.num_meshes}x{s.virtual}-{s.num_microbatches}")
+def test_every_schedule_checks_and_holds_what_it_should(made: schedules.Schedule) -> None:
+    program = toy(made)
+    programs.check(program)
+    assert programs.peak_bytes(program) == schedules.in_flight(made)
+
+
+def test_order_keeps_lists_and_sends_in_turn(small: Program) -> None:
+    order = programs.order(small)
+    for mesh, items in enumerate(small.lists):
+        assert [position for m, position in order if m == mesh] == list(range(len(items)))
+    issued = [small.lists[mesh][position] for mesh, position in order]
+    sends = [item.transfer for item in issued if isinstance(item, Send)]
+    assert sends == list(range(len(small.transfers)))
+    for number in sends:
+        assert issued.index(Send(number)) < issued.index(Receive(number))
+
+
+def test_order_waits_for_the_turn_of_a_transfer(small: Program) -> None:
+    """Numbers swapped between independent transfers of two submeshes: the second to be ready now has to wait."""
+    there = [n for n, t in enumerate(small.transfers) if t.source == 0]
+    back = [n for n, t in enumerate(small.transfers) if t.source == 1]
+    first, second = next((a, b) for a in there for b in back if abs(a - b) == 1)
+    names = {first: second, second: first}
+    transfers = list(small.transfers)
+    transfers[first], transfers[second] = transfers[second], transfers[first]
+
+    def renamed(item: Instruction) -> Instruction:
+        if isinstance(item, Send | Receive):
+            return type(item)(names.get(item.transfer, item.transfer))
+        return item
+
+    lists = tuple(tuple(map(renamed, items)) for items in small.lists)
+    swapped = dataclasses.replace(small, transfers=tuple(transfers), lists=lists)
+    try:
+        order = programs.order(swapped)
+    except PlanError as error:
+        pytest.fail(f"independent transfers may come in any order: {error}")
+    sends = [i.transfer for m, p in order if isinstance(i := swapped.lists[m][p], Send)]
+    assert sends == list(range(len(transfers)))
+
+
+def test_a_send_that_is_lost_raises_and_does_not_hang(small: Program) -> None:
+    for number in range(len(small.transfers)):
+        lost = without(small, Send(number))
+        with pytest.raises(PlanError, match=r"wait for each other: .*submesh \d at "):
+            programs.order(lost)
+        with pytest.raises(PlanError, match=f"transfer {number}, .* is never sent"):
+            programs.check(lost)
+        with pytest.raises(PlanError, match=f"transfer {number}, .* is never received"):
+            programs.check(without(small, Receive(number)))
+
+
+def test_lists_that_wait_for_each_other(small: Program) -> None:
+    """Each submesh receives before it sends."""
+    late = small
+    for mesh in (0, 1):
+        late = moved(late, mesh, place(late, mesh, Receive), 0)
+    with pytest.raises(
+        PlanError, match=r"submesh 0 at receive 1 buffers of micro-batch 0 \(transfer \d+\) from submesh 1"
+    ):
+        programs.check(late)
+
+
+def test_transfers_belong_to_their_submeshes(small: Program) -> None:
+    with pytest.raises(PlanError, match="is there twice"):
+        programs.check(inserted(small, 0, place(small, 0, Send), Send(0)))
+    with pytest.raises(PlanError, match="is in the list of submesh 0, not of submesh 1"):
+        programs.check(inserted(without(small, Receive(0)), 0, len(small.lists[0]), Receive(0)))
+    with pytest.raises(PlanError, match="is in the list of submesh 0, not of submesh 1"):
+        programs.check(inserted(small, 0, 0, Receive(0)))
+    with pytest.raises(PlanError, match="0 are received"):
+        programs.check(changed(small, 0, received=()))
+    received = small.transfers[0].received[0]
+    for field in ({"shape": (5,)}, {"dtype": np.dtype("int32")}):
+        buffers = list(small.buffers)
+        buffers[received] = dataclasses.replace(buffers[received], **field)
+        with pytest.raises(PlanError, match="value to of stage 0 changes its shape or dtype"):
+            programs.check(dataclasses.replace(small, buffers=tuple(buffers)))
+
+
+def test_buffers_are_defined_once_before_use_and_ended_once(small: Program) -> None:
+    free = small.lists[0][place(small, 0, Free)]
+    assert isinstance(free, Free)
+    with pytest.raises(PlanError, match=r"1 buffers are never freed: \d+ \(value to of stage 0\)"):
+        programs.check(without(small, free))
+    with pytest.raises(PlanError, match=r"uses buffer .* after its end"):
+        programs.check(inserted(small, 0, len(small.lists[0]), free))
+    with pytest.raises(PlanError, match=r"uses buffer .* before its definition"):
+        programs.check(inserted(small, 0, 0, free))
+    run = next(i for i in small.lists[0] if isinstance(i, Run) and i.microbatch == 0)
+    with pytest.raises(PlanError, match=r"defines buffer .* a second time"):
+        programs.check(inserted(small, 0, place(small, 0, Send), dataclasses.replace(run, inputs=run.inputs)))
+    with pytest.raises(PlanError, match="outputs of the step are freed before its end"):
+        programs.check(inserted(small, 0, len(small.lists[0]), Free((small.outputs[0],))))
+    with pytest.raises(PlanError, match=r"uses buffer .* of submesh 1"):
+        programs.check(inserted(small, 0, 0, Free((small.inputs[1][0],))))
+
+
+def test_runs_are_on_their_submesh_and_donate_once(small: Program) -> None:
+    position = place(small, 0, Run)
+    run = small.lists[0][position]
+    assert isinstance(run, Run)
+    other = moved_to(small, 1, position)
+    with pytest.raises(PlanError, match="on submesh 1 is an executable of submesh 0"):
+        programs.check(other)
+    update = small.lists[0][-1]
+    assert isinstance(update, Run)
+    twice = dataclasses.replace(update, inputs=(update.inputs[0], update.inputs[0]))
+    with pytest.raises(PlanError, match="run stage 0 update donates buffer 0, which it reads twice"):
+        programs.check(inserted(without(small, update), 0, len(small.lists[0]) - 1, twice))
+
+
+def moved_to(program: Program, mesh: int, position: int) -> Program:
+    """The instruction of submesh 0 at `position` becomes the first of `mesh`."""
+    item = program.lists[0][position]
+    return inserted(without(program, item), mesh, 0, item)
+
+
+def test_constants_are_never_ended(small: Program) -> None:
+    constant = dataclasses.replace(small, constants=(small.inputs[0],), inputs=((), *small.inputs[1:]))
+    with pytest.raises(PlanError, match="ends buffer 0, a constant of the step"):
+        programs.check(constant)
+
+
+def test_shared_arguments_count_once(small: Program) -> None:
+    buffers = tuple(dataclasses.replace(b, bytes=0) for b in small.buffers)
+    buffers = (dataclasses.replace(buffers[0], bytes=10), *buffers[1:])
+    shared = dataclasses.replace(small, buffers=buffers, inputs=(*small.inputs, small.inputs[0]))
+    programs.check(shared)
+    assert programs.peak_bytes(shared)[0] == 10
+
+
+def test_order_is_linear() -> None:
+    def cost(meshes: int, microbatches: int) -> tuple[float, int]:
+        program = toy(schedules.schedule("1f1b", meshes, microbatches))
+        took = []
+        for _ in range(3):
+            start = time.process_time()
+            programs.order(program)
+            took.append(time.process_time() - start)
+        return min(took), sum(map(len, program.lists))
+
+    few, small_count = cost(4, 32)
+    many, large_count = cost(16, 128)
+    assert many / large_count < 2.5 * few / small_count
+
+
+def test_text_names_every_instruction(small: Program) -> None:
+    text = programs.text(small)
+    assert "submesh 1: 1, devices 1 to 1" in text
+    assert "  run stage 1 backward, micro-batch 2" in text
+    assert "  send 1 buffers of micro-batch 0 (transfer 0) to submesh 1" in text
+    assert len(text.splitlines()) == 2 + sum(map(len, small.lists))
