@@ -29,3 +29,11 @@ class PlanError(AlpaLiteError, ValueError):
 
 class VerificationError(AlpaLiteError, RuntimeError):
     """What the compiler does differs from what the plan says."""
+
+
+class MicrobatchError(AlpaLiteError, ValueError):
+    """A step cannot be cut into the asked number of micro-batches without changing what it computes."""
+
+
+class ExecutionError(AlpaLiteError, RuntimeError):
+    """A task of a pipelined step failed while it ran; names the stage and the micro-batch."""

@@ -157,6 +157,11 @@ def function_of(program: LocalProgram, traced: Traced, mesh: AnyMesh, communicat
     return emit(program, traced, mesh) if communication == "explicit" else emit_constrained(program, traced, mesh)
 
 
+def run_region(body: Body, inputs: Sequence[Any], program: LocalProgram, traced: Traced) -> list[Any]:
+    """Executes a body of a program's instructions inside a `shard_map` that the caller has opened, on local blocks."""
+    return _run(body, inputs, [None] * len(program.registers), program.mesh, traced)
+
+
 def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
     """Executes a body's instructions inside `shard_map`."""
 

@@ -1,0 +1,505 @@
+"""Writes the program of a pipeline: what each submesh runs, sends, receives and frees, in which order.
+
+Problem. Given the stages in segments and a schedule (a list of tasks for each submesh), write one instruction list for
+each submesh, such that every value is where its reader is, buffers end as soon as nothing reads them, and the lists
+never wait for each other.
+
+Answer. The tasks are walked in the order in which they would start if each took its predicted time: whenever a task's
+values from other stages exist, it is written down, with the receives that it needs before it and the sends that it
+causes after it. Transfers get their numbers in this order, which is thereby one that no list can contradict. Frees are
+put after the last instruction that reads a buffer. An executable consumes the accumulators that it adds to, and an
+update the state that it replaces, wherever the new value has the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alpa_lite.errors import PlanError
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.layout import Layout
+from alpa_lite.passes.schedules import Schedule, Task
+from alpa_lite.passes.segments import Segment, Segments, Wire
+from alpa_lite.program import (
+    Buffer,
+    Executable,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Submesh,
+    Transfer,
+    buffer,
+    check,
+)
+
+TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
+SegmentSeconds = Callable[[Segments, Segment], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A program and the functions that its executables stand for.
+
+    Attributes:
+      program: the lists.
+      stages: in segments.
+      mesh_of: the submesh of each stage.
+      functions: for each executable, (stage, position in `Segments.items`).
+    """
+
+    program: Program
+    stages: tuple[Segments, ...]
+    mesh_of: tuple[int, ...]
+    functions: tuple[tuple[int, int], ...]
+
+
+def build(
+    traced: Traced,
+    stages: Sequence[Segments],
+    submeshes: Sequence[Submesh],
+    schedule: Schedule,
+    *,
+    donated: Collection[int],
+    segment_seconds: SegmentSeconds = lambda stage, segment: 1.0,
+    transfer_seconds: TransferSeconds = lambda sent, source, destination, layout: 0.0,
+) -> Pipeline:
+    """Writes and checks the program.
+
+    Args:
+      traced: the accumulated step.
+      stages: one for each stage of the schedule.
+      submeshes: one for each list of the schedule.
+      schedule: the tasks.
+      donated: the flat arguments whose buffers the step may consume.
+      segment_seconds, transfer_seconds: predicted, for the order of tasks and for the simulation.
+    """
+    return _Writer(traced, stages, submeshes, schedule, donated, segment_seconds, transfer_seconds).pipeline()
+
+
+class _Writer:
+    """The tables that one program is written with."""
+
+    def __init__(self, traced, stages, submeshes, schedule, donated, segment_seconds, transfer_seconds) -> None:
+        self.traced: Traced = traced
+        self.stages: Sequence[Segments] = stages
+        self.submeshes: Sequence[Submesh] = submeshes
+        self.schedule: Schedule = schedule
+        self.donatable: Collection[int] = donated
+        self.segment_seconds: SegmentSeconds = segment_seconds
+        self.transfer_seconds: TransferSeconds = transfer_seconds
+        self.mesh_of = _mesh_of(schedule)
+        self.buffers: list[Buffer] = []
+        self.transfers: list[Transfer] = []
+        self.lists: list[list[Instruction]] = [[] for _ in submeshes]
+        self.inputs: list[list[int]] = [[] for _ in traced.arguments]
+        self.constants: list[list[int]] = [[] for _ in traced.graph.constants]
+        self.numbers: list[list[int]] = [[] for _ in submeshes]
+        self.top: list[dict[int, int]] = [{} for _ in stages]  # register -> buffer
+        self.carry: list[dict[int, int]] = [{} for _ in stages]
+        self.saved: dict[tuple[int, int, int], int] = {}  # (stage, micro-batch, register)
+        self.pieces: dict[tuple[int, int, int], int] = {}  # (stage, result, micro-batch)
+        self.crossing: dict[tuple[int, int, int], int] = {}  # (stage, value, micro-batch): where it is, for that stage
+        self.arriving: dict[tuple[int, int, int], int] = {}  # the same keys: the transfer that brings it
+        self.literals: dict[tuple[int, int], int] = {}  # (stage, result)
+        self.executables: list[Executable] = []
+        self.functions: list[tuple[int, int]] = []
+        self.made: dict[tuple[int, int], int] = {}  # (stage, position) -> executable
+
+    def pipeline(self) -> Pipeline:
+        self._place()
+        for stage in range(len(self.stages)):
+            self._run_all(stage, "prologue")
+        self._tasks()
+        self._updates()
+        outputs = self._outputs()
+        self._donate_state(outputs)
+        self._free(outputs)
+        program = Program(
+            submeshes=tuple(self.submeshes),
+            executables=tuple(self.executables),
+            buffers=tuple(self.buffers),
+            transfers=tuple(self.transfers),
+            lists=tuple(map(tuple, self.lists)),
+            inputs=tuple(map(tuple, self.inputs)),
+            constants=tuple(map(tuple, self.constants)),
+            numbers=tuple(map(tuple, self.numbers)),
+            outputs=outputs,
+            schedule=self.schedule.name,
+            num_microbatches=self.schedule.num_microbatches,
+        )
+        check(program)
+        return Pipeline(program, tuple(self.stages), self.mesh_of, tuple(self.functions))
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def _buffer(self, mesh: int, kind: tuple, name: str, microbatch: int = -1) -> int:
+        shape, dtype, layout = kind
+        self.buffers.append(buffer(mesh, self.submeshes[mesh], layout, shape, dtype, microbatch=microbatch, name=name))
+        return len(self.buffers) - 1
+
+    def _place(self) -> None:
+        """Buffers of arguments, constants and micro-batch numbers; state that others read is sent to them."""
+        placed: dict[tuple[str, int, int, Layout], int] = {}
+        owned: dict[int, tuple[int, int]] = {}
+        copies: list[tuple[int, int, int]] = []
+        for number, stage in enumerate(self.stages):
+            mesh = self.mesh_of[number]
+            registers = stage.program.body.inputs
+            for port, register in zip(stage.stage.inputs, registers, strict=False):
+                kind = stage.register_type(register)
+                if port.kind == "argument":
+                    key = ("argument", port.number, mesh, kind[2])
+                    if key not in placed:
+                        placed[key] = self._buffer(mesh, kind, self.traced.arguments[port.number].path)
+                        self.inputs[port.number].append(placed[key])
+                    self.top[number][register] = placed[key]
+                    owned[port.number] = number, placed[key]
+                elif port.kind == "copy":
+                    copies.append((number, port.number, register))
+            for constant, register in zip(stage.stage.constants, registers[len(stage.stage.inputs) :], strict=True):
+                kind = stage.register_type(register)
+                key = ("constant", constant, mesh, kind[2])
+                if key not in placed:
+                    placed[key] = self._buffer(mesh, kind, f"constant {constant}")
+                    self.constants[constant].append(placed[key])
+                self.top[number][register] = placed[key]
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, argument, register in copies:
+            owner, there = owned[argument]
+            kind = self.stages[number].register_type(register)
+            here = self._landed(there, number, kind, -1)
+            self.top[number][register] = here
+            if here != there:
+                groups.setdefault((owner, number), []).append((there, here))
+        for (owner, number), pairs in groups.items():
+            transfer = self._send(self.mesh_of[owner], self.mesh_of[number], pairs, -1)
+            self.lists[self.mesh_of[number]].append(Receive(transfer))
+        needs = {
+            self.mesh_of[number]
+            for number, stage in enumerate(self.stages)
+            for segment in stage.items
+            if any(wire.kind == "number" for wire in segment.inputs)
+        }
+        for mesh in sorted(needs):
+            for i in range(self.schedule.num_microbatches):
+                kind = ((), np.dtype(np.int32), Layout(()))
+                self.numbers[mesh].append(self._buffer(mesh, kind, f"micro-batch number {i}"))
+
+    def _landed(self, there: int, stage: int, kind: tuple, microbatch: int) -> int:
+        """The buffer that a value has on a stage's submesh: the same one, if it is there in the right layout."""
+        sent, mesh = self.buffers[there], self.mesh_of[stage]
+        if sent.mesh == mesh and sent.layout == kind[2]:
+            return there
+        return self._buffer(mesh, kind, sent.name, microbatch)
+
+    def _send(self, source: int, destination: int, pairs: Sequence[tuple[int, int]], microbatch: int) -> int:
+        """Writes a transfer down and starts it; returns its number."""
+        seconds = sum(
+            self.transfer_seconds(
+                self.buffers[a], self.submeshes[source], self.submeshes[destination], self.buffers[b].layout
+            )
+            for a, b in pairs
+        )
+        sent, received = zip(*pairs, strict=True)
+        self.transfers.append(Transfer(source, destination, sent, received, seconds, microbatch))
+        self.lists[source].append(Send(len(self.transfers) - 1))
+        return len(self.transfers) - 1
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def _executable(self, stage: int, position: int) -> int:
+        key = stage, position
+        if key not in self.made:
+            segment = self.stages[stage].items[position]
+            donated = tuple(
+                i
+                for i, wire in enumerate(segment.inputs)
+                if segment.kind != "update" and wire.kind == "carry" and wire in segment.outputs
+            )
+            part = f" {segment.round}" if segment.round else ""
+            self.executables.append(
+                Executable(
+                    f"stage {stage} {segment.kind}{part}", self.mesh_of[stage], stage, segment.kind, donated,
+                    self.segment_seconds(self.stages[stage], segment),
+                )
+            )  # fmt: skip
+            self.functions.append(key)
+            self.made[key] = len(self.executables) - 1
+        return self.made[key]
+
+    def _run(self, stage: int, position: int, microbatch: int) -> None:
+        """Writes one run: receives that it needs, the run, and what becomes of its outputs."""
+        stages, mesh = self.stages[stage], self.mesh_of[stage]
+        segment = stages.items[position]
+        self._receive(stage, [w.number for w in segment.inputs if w.kind == "crossing"], microbatch)
+        inputs: list[int] = []
+        for wire in segment.inputs:
+            inputs += self._operands(stage, wire, microbatch)
+        outputs = []
+        for i, wire in enumerate(segment.outputs):
+            kind = stages.type_of(segment, i, output=True)
+            outputs.append(self._buffer(mesh, kind, _name(stages, segment, i), microbatch))
+            self._define(stage, wire, microbatch, outputs[-1])
+        self.lists[mesh].append(
+            Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs))
+        )  # fmt: skip
+
+    def _operands(self, stage: int, wire: Wire, microbatch: int) -> list[int]:
+        match wire.kind:
+            case "top" | "slice":
+                return [self.top[stage][wire.number]]
+            case "number":
+                return [self.numbers[self.mesh_of[stage]][microbatch]]
+            case "carry":
+                return [self.carry[stage][wire.number]]
+            case "crossing":
+                return [self.crossing[stage, wire.number, microbatch]]
+            case "saved":
+                return [self.saved[stage, microbatch, wire.number]]
+            case "pieces":
+                count = self.schedule.num_microbatches
+                return [self.pieces[stage, wire.number, m] for m in range(count)]
+        raise AssertionError(wire)
+
+    def _define(self, stage: int, wire: Wire, microbatch: int, made: int) -> None:
+        match wire.kind:
+            case "top":
+                self.top[stage][wire.number] = made
+            case "carry":
+                self.carry[stage][wire.number] = made
+            case "crossing":
+                self.crossing[stage, wire.number, microbatch] = made
+            case "saved":
+                self.saved[stage, microbatch, wire.number] = made
+            case "piece":
+                self.pieces[stage, wire.number, microbatch] = made
+            case "literal":
+                self.literals[stage, wire.number] = made
+
+    def _receive(self, stage: int, values: Sequence[int], microbatch: int) -> None:
+        for value in values:
+            transfer = self.arriving.pop((stage, value, microbatch), None)
+            if transfer is not None:
+                self.lists[self.mesh_of[stage]].append(Receive(transfer))
+                brought = [k for k, t in self.arriving.items() if t == transfer]
+                for key in brought:
+                    del self.arriving[key]
+
+    def _run_all(self, stage: int, kind: str, round_: int = 0, microbatch: int = -1) -> None:
+        for position, segment in enumerate(self.stages[stage].items):
+            if segment.kind == kind and segment.round == round_:
+                self._run(stage, position, microbatch)
+
+    # -- tasks ----------------------------------------------------------------------------------------------------
+
+    def _tasks(self) -> None:
+        """Writes the tasks in the order in which they would start."""
+        readers = self._readers()
+        finished: dict[Task, float] = {}
+        free = [0.0] * len(self.lists)
+        positions = [0] * len(self.lists)
+        sources = {value: (stage, kind) for stage, kind, value in self._producers()}
+        left = sum(map(len, self.schedule.tasks))
+        while left:
+            best: tuple[float, int] | None = None
+            for mesh, tasks in enumerate(self.schedule.tasks):
+                if positions[mesh] == len(tasks):
+                    continue
+                task = tasks[positions[mesh]]
+                needed = [
+                    Task(kind, stage, task.microbatch)
+                    for value in self._crossing_inputs(task)
+                    for stage, kind in [sources[value]]
+                ]
+                if all(t in finished for t in needed):
+                    start = max([free[mesh], *(finished[t] for t in needed)])
+                    if best is None or start < best[0]:
+                        best = start, mesh
+            if best is None:
+                raise PlanError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
+            start, mesh = best
+            task = self.schedule.tasks[mesh][positions[mesh]]
+            positions[mesh] += 1
+            left -= 1
+            segment = self.stages[task.stage].of(task.kind)
+            seconds = self.segment_seconds(self.stages[task.stage], segment) if segment is not None else 0.0
+            free[mesh] = finished[task] = start + seconds
+            self._run_all(task.stage, task.kind, 0, task.microbatch)
+            self._send_crossing(task, readers)
+
+    def _crossing_inputs(self, task: Task) -> list[int]:
+        segment = self.stages[task.stage].of(task.kind)
+        return [w.number for w in segment.inputs if w.kind == "crossing"] if segment is not None else []
+
+    def _producers(self) -> list[tuple[int, str, int]]:
+        return [
+            (number, segment.kind, wire.number)
+            for number, stage in enumerate(self.stages)
+            for segment in stage.items
+            for wire in segment.outputs
+            if wire.kind == "crossing"
+        ]
+
+    def _readers(self) -> dict[int, list[tuple[int, str, int]]]:
+        """For each crossing value, (stage, kind of its first segment that reads it, register there)."""
+        found: dict[int, dict[int, tuple[int, str, int]]] = {}
+        for number, stage in enumerate(self.stages):
+            for segment in stage.items:
+                for wire, binds in zip(segment.inputs, segment.binds, strict=True):
+                    if wire.kind == "crossing":
+                        found.setdefault(wire.number, {}).setdefault(number, (number, segment.kind, binds[0]))
+        return {value: list(by_stage.values()) for value, by_stage in found.items()}
+
+    def _send_crossing(self, task: Task, readers: dict[int, list[tuple[int, str, int]]]) -> None:
+        """Sends what a task made for other stages, together what is first read by the same task."""
+        segment = self.stages[task.stage].of(task.kind)
+        if segment is None:
+            return
+        groups: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
+        for wire in segment.outputs:
+            if wire.kind != "crossing":
+                continue
+            there = self.crossing[task.stage, wire.number, task.microbatch]
+            for stage, kind, register in readers.get(wire.number, []):
+                here = self._landed(there, stage, self.stages[stage].register_type(register), task.microbatch)
+                self.crossing[stage, wire.number, task.microbatch] = here
+                if here != there:
+                    groups.setdefault((stage, kind), []).append((wire.number, there, here))
+        for (stage, _), values in groups.items():
+            pairs = [(there, here) for _, there, here in values]
+            transfer = self._send(self.mesh_of[task.stage], self.mesh_of[stage], pairs, task.microbatch)
+            for value, _, _ in values:
+                self.arriving[stage, value, task.microbatch] = transfer
+
+    # -- the update -----------------------------------------------------------------------------------------------
+
+    def _updates(self) -> None:
+        rounds = 1 + max((s.round for stage in self.stages for s in stage.items if s.kind == "update"), default=0)
+        for current in range(rounds):
+            for number in range(len(self.stages)):
+                self._run_all(number, "update", current)
+            self._exchange(current)
+
+    def _exchange(self, current: int) -> None:
+        """Sends the late values that this round made to the stages that read them."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, stage in enumerate(self.stages):
+            for value, made in stage.stage.late_rounds.items():
+                if made != current:
+                    continue
+                position = next(
+                    i for i, p in enumerate(stage.stage.outputs) if p.kind == "late" and p.number == value
+                )  # fmt: skip
+                operand = stage.finals[position]
+                assert operand is not None
+                there = self.literals[number, position] if isinstance(operand, Lit) else self.top[number][operand]
+                for other, reader in enumerate(self.stages):
+                    ports = zip(reader.stage.inputs, reader.program.body.inputs, strict=False)
+                    for port, register in ports:
+                        if port.kind == "late" and port.number == value:
+                            here = self._landed(there, other, reader.register_type(register), -1)
+                            self.top[other][register] = here
+                            if here != there:
+                                groups.setdefault((number, other), []).append((there, here))
+        for (number, other), pairs in groups.items():
+            transfer = self._send(self.mesh_of[number], self.mesh_of[other], pairs, -1)
+            self.lists[self.mesh_of[other]].append(Receive(transfer))
+
+    def _outputs(self) -> tuple[int, ...]:
+        found: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            for position, (port, operand) in enumerate(zip(stage.stage.outputs, stage.finals, strict=True)):
+                if port.kind == "argument":
+                    assert operand is not None
+                    literal = isinstance(operand, Lit)
+                    found[port.number] = (
+                        self.literals[number, position] if literal else self.top[number][operand]  # type: ignore[index]
+                    )
+        return tuple(found[i] for i in range(len(self.traced.outputs)))
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _last_uses(self) -> list[dict[int, int]]:
+        """For each list, the position of the last instruction that reads or defines each buffer."""
+        out: list[dict[int, int]] = []
+        for items in self.lists:
+            last: dict[int, int] = {}
+            for position, item in enumerate(items):
+                last.update(dict.fromkeys(_touched(item, self.transfers), position))
+            out.append(last)
+        return out
+
+    def _donate_state(self, outputs: tuple[int, ...]) -> None:
+        """Lets updates consume the state, and whatever else ends there, if an output can take its place."""
+        mine = {b for i in self.donatable for b in self.inputs[i]}
+        given = {b for group in (*self.inputs, *self.constants) for b in group} - mine
+        given |= {b for group in self.numbers for b in group} | set(outputs)
+        last = self._last_uses()
+        for mesh, items in enumerate(self.lists):
+            for position, item in enumerate(items):
+                if not isinstance(item, Run) or self.executables[item.executable].kind != "update":
+                    continue
+                free = [_kind(self.buffers[b]) for b in item.outputs]
+                donated = []
+                for i, number in enumerate(item.inputs):
+                    kind = _kind(self.buffers[number])
+                    ends = last[mesh][number] == position and number not in given and item.inputs.count(number) == 1
+                    if ends and kind in free:
+                        free.remove(kind)
+                        donated.append(i)
+                executable = self.executables[item.executable]
+                self.executables[item.executable] = replace(executable, donated=tuple(donated))
+
+    def _free(self, outputs: tuple[int, ...]) -> None:
+        """Puts frees after the last uses."""
+        kept = set(outputs) | {b for group in (*self.constants, *self.numbers) for b in group}
+        for mesh, (items, last) in enumerate(zip(self.lists, self._last_uses(), strict=True)):
+            ends: dict[int, list[int]] = {}
+            for number, position in last.items():
+                ends.setdefault(position, []).append(number)
+            unused = [b for g in self.inputs for b in g if self.buffers[b].mesh == mesh and b not in last]
+            unused = [b for b in unused if b not in kept]
+            new: list[Instruction] = [Free(tuple(unused))] if unused else []
+            for position, item in enumerate(items):
+                new.append(item)
+                consumed: set[int] = set()
+                if isinstance(item, Run):
+                    consumed = {item.inputs[i] for i in self.executables[item.executable].donated}
+                over = [b for b in sorted(ends.get(position, [])) if b not in kept and b not in consumed]
+                if over:
+                    new.append(Free(tuple(over)))
+            self.lists[mesh] = new
+
+
+def _mesh_of(schedule: Schedule) -> tuple[int, ...]:
+    """The submesh of each stage."""
+    found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
+    return tuple(found[stage] for stage in range(schedule.num_stages))
+
+
+def _touched(item: Instruction, transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    match item:
+        case Run(inputs=inputs, outputs=outputs):
+            return (*inputs, *outputs)
+        case Send(transfer=number):
+            return transfers[number].sent
+        case Receive(transfer=number):
+            return transfers[number].received
+        case Free(buffers=buffers):
+            return buffers
+
+
+def _kind(item: Buffer) -> tuple:
+    return item.shape, str(item.dtype), item.layout
+
+
+def _name(stages: Segments, segment: Segment, position: int) -> str:
+    """What an output is, for messages."""
+    wire = segment.outputs[position]
+    return f"{wire.kind} {wire.number}"
