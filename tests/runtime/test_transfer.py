@@ -1,0 +1,291 @@
+"""Arrays cross between submeshes bit for bit, in the planned bytes, without waiting and without the host."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding
+
+from alpa_lite.cluster import Cluster, Link
+from alpa_lite.layout import Layout, LogicalMesh, replicated
+from alpa_lite.passes import transfers
+from alpa_lite.passes.local_program import spec_of
+from alpa_lite.passes.transfers import TransferPlan, plan_transfer
+from alpa_lite.program import Submesh
+from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.transfer import Mover
+
+F32 = jnp.dtype("float32")
+SHAPES = ((1,), (2,), (4,), (8,), (2, 2), (4, 2), (2, 2, 2))
+CLUSTER = Cluster(
+    device="test",
+    devices_per_node=4,
+    nodes=2,
+    memory=2**30,
+    peak_flops={"f32": 1e12},
+    memory_bandwidth=1e11,
+    node_link=Link(1e10, 1e-6),
+    network_link=Link(1e9, 1e-5),
+)
+
+
+def submesh(shape: tuple[int, ...], axis: str, *, last: bool = False) -> Submesh:
+    mesh = LogicalMesh(shape, tuple(f"{axis}{i}" for i in range(len(shape))))
+    return Submesh(mesh, 8 - mesh.size if last else 0)
+
+
+def layouts(mesh: LogicalMesh, rank: int) -> Iterator[Layout]:
+    """Every layout of one and two dims, with axes in every order."""
+    for places in itertools.product(range(-1, rank), repeat=len(mesh.axis_names)):
+        orders = []
+        for dim in range(rank):
+            held = [axis for axis, place in zip(mesh.axis_names, places, strict=True) if place == dim]
+            orders.append(list(itertools.permutations(held)))
+        yield from (Layout(dims) for dims in itertools.product(*orders))
+
+
+def place(value, layout: Layout, on: Submesh) -> jax.Array:
+    sharding = NamedSharding(mesh_of(on.mesh, jax.devices()[on.first :]), spec_of(layout))
+    return jax.device_put(value, sharding)
+
+
+def bits(array) -> np.ndarray:
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        array = jax.random.key_data(array)
+    return np.frombuffer(np.asarray(array).tobytes(), np.uint8)
+
+
+def move(plans: list[TransferPlan], values: list) -> list[jax.Array]:
+    """Moves the values, and asserts that they arrive as planned."""
+    arrays = [place(value, plan.src, plan.src_mesh) for plan, value in zip(plans, values, strict=True)]
+    moved = Mover(plans, jax.devices())(arrays)
+    for plan, value, array in zip(plans, values, moved, strict=True):
+        on = plan.dst_mesh
+        want = NamedSharding(mesh_of(on.mesh, jax.devices()[on.first :]), spec_of(plan.dst))
+        assert array.sharding.is_equivalent_to(want, array.ndim) and array.sharding.mesh == want.mesh
+        assert array.shape == plan.shape and array.dtype == plan.dtype
+        np.testing.assert_array_equal(bits(array), bits(value))
+        index = want.addressable_devices_indices_map(plan.shape)
+        for shard in array.addressable_shards:  # every replica, not one of each
+            np.testing.assert_array_equal(bits(shard.data), bits(value[index[shard.device]] if value.ndim else value))
+    return moved
+
+
+def pairs(source: Submesh, destination: Submesh, rank: int) -> Iterator[TransferPlan]:
+    shape = (16, 8)[:rank]
+    for src, dst in itertools.product(layouts(source.mesh, rank), layouts(destination.mesh, rank)):
+        yield plan_transfer(shape, F32, src, source, dst, destination, CLUSTER)
+
+
+def every_landing(plan: TransferPlan) -> Iterator[TransferPlan]:
+    array = transfers._Array(plan.shape, plan.dtype, plan.src, plan.src_mesh, plan.dst, plan.dst_mesh)
+    return (transfers._plan(array, landing, CLUSTER) for landing in transfers._landings(array))
+
+
+EDGES = [
+    ((4,), (4,)),
+    ((1,), (4,)),
+    ((4,), (1,)),
+    ((2, 2), (4,)),
+    ((2,), (2, 2)),
+    ((8,), (2, 2)),
+    ((4, 2), (4, 2)),
+]
+
+
+@pytest.mark.parametrize(("have", "want"), EDGES)
+def test_pairs_of_layouts(have, want):
+    """A sample; submeshes of eight devices overlap with, or are, the other."""
+    source, destination = submesh(have, "s"), submesh(want, "d", last=True)
+    plans = [plan for rank in (1, 2) for plan in pairs(source, destination, rank)]
+    plans = random.Random(0).sample(plans, min(12, len(plans)))
+    values = [np.random.default_rng(0).standard_normal(plan.shape).astype(np.float32) for plan in plans]
+    move(plans, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("have", "want"), list(itertools.product(SHAPES, SHAPES)))
+def test_all_pairs_of_layouts_in_every_landing(have, want):
+    source, destination = submesh(have, "s"), submesh(want, "d", last=True)
+    found = dict.fromkeys(
+        p for rank in (1, 2) for plan in pairs(source, destination, rank) for p in every_landing(plan)
+    )
+    plans = list(found)
+    for start in range(0, len(plans), 100):
+        some = plans[start : start + 100]
+        values = [np.random.default_rng(start).standard_normal(plan.shape).astype(np.float32) for plan in some]
+        move(some, values)
+
+
+@pytest.mark.slow
+def test_submeshes_that_overlap_in_part():
+    source = submesh((4,), "s")
+    for first in (1, 2, 3):
+        destination = Submesh(LogicalMesh((4,), ("d",)), first)
+        plans = list(pairs(source, destination, 2))
+        move(plans, [np.arange(128, dtype=np.float32).reshape(16, 8)] * len(plans))
+
+
+VALUES = [
+    jnp.arange(128).reshape(16, 8).astype(dtype)
+    for dtype in ("bfloat16", "float16", "int8", "uint32", "bool", "complex64", "float8_e4m3fn")
+]
+
+
+@pytest.mark.parametrize("want", [(4,), (2, 2), (1,)])
+def test_every_kind_of_array(want):
+    source, destination = submesh((4,), "s"), submesh(want, "d", last=True)
+    last = destination.mesh.axis_names
+    keys = jax.random.split(jax.random.key(3), (16, 8))
+    other = jax.random.split(jax.random.key(4, impl="rbg"), (16, 8))
+    empty = jnp.zeros((0, 8), jnp.float32)
+    values = [*VALUES, keys, other, empty, *VALUES, keys, empty]
+    across, apart = Layout(((), last)), replicated(2)
+    plans = [
+        plan_transfer(value.shape, value.dtype, Layout((("s0",), ())), source, dst, destination, CLUSTER)
+        for value, dst in zip(values, [across] * 10 + [apart] * 9, strict=True)
+    ]
+    scalars = [jnp.float32(1.5), jax.random.key(7), jnp.bool_(True), jnp.int32(-3)]
+    plans += [
+        plan_transfer((), value.dtype, replicated(0), source, replicated(0), destination, CLUSTER) for value in scalars
+    ]
+    move(plans, [*values, *scalars])
+
+
+def test_uneven_pieces():
+    source, destination = submesh((2,), "s"), submesh((3,), "d", last=True)
+    both = [Layout((("d0",), ())), Layout(((), ("d0",)))]
+    plans = [plan_transfer((6, 6), F32, Layout((("s0",), ())), source, d, destination, CLUSTER) for d in both]
+    move(plans, [np.arange(36, dtype=np.float32).reshape(6, 6)] * 2)
+
+
+def test_gather_behind_a_slow_uplink():
+    source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
+    plan = plan_transfer((512, 512), F32, Layout((("s0",), ())), source, replicated(2), destination, CLUSTER)
+    assert plan.landing.used == {"d0"} and plan.bytes == 4 * 512 * 512
+    move([plan], [np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)])
+
+
+def test_bytes_are_those_of_the_plan(monkeypatch):
+    source, destination = submesh((4,), "s"), submesh((2, 2), "d", last=True)
+    plans = list(pairs(source, destination, 2))
+    arrays = [place(np.ones(plan.shape, np.float32), plan.src, source) for plan in plans]
+    mover = Mover(plans, jax.devices())
+    calls = []
+    put = jax.device_put
+
+    def counted(values, targets):
+        calls.append(sum(s.data.nbytes for value in values for s in value.addressable_shards))
+        return put(values, targets)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    mover(arrays)
+    assert calls == [sum(plan.bytes for plan in plans)]
+
+
+def is_ready(array: Any) -> bool:
+    return array.is_ready()  # jax.Array's annotations lack it
+
+
+def _blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array:
+    """An array whose first block is computed only once `release` is set, or after 20 s."""
+
+    def wait() -> np.float32:
+        release.wait(20)
+        return np.float32(0)
+
+    def local(block):
+        return block + io_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), ordered=False)
+
+    spec = spec_of(layout)
+    mesh = mesh_of(on.mesh, jax.devices()[on.first :])
+    array = place(np.arange(64, dtype=np.float32).reshape(8, 8), layout, on)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return run(array)
+
+
+@pytest.mark.parametrize("want", [Layout((("d0",), ())), Layout(((), ("d0",))), replicated(2)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_moving_does_not_wait(want, size):
+    """The mover returns before the source is computed; reading it on the host would wait."""
+    source, destination = submesh((2,), "s"), submesh((size,), "d", last=True)
+    release = threading.Event()
+    src = Layout((("s0",), ()))
+    plan = plan_transfer((8, 8), F32, src, source, want, destination, CLUSTER)
+    for landing in every_landing(plan):
+        release.clear()
+        mover = Mover([landing], jax.devices())
+        blocked = _blocked(source, src, release)
+        try:
+            (moved,) = mover([blocked])
+            assert not is_ready(blocked) and not is_ready(moved)
+        finally:
+            release.set()
+        np.testing.assert_array_equal(np.asarray(moved), np.arange(64, dtype=np.float32).reshape(8, 8))
+
+
+def test_an_unequal_put_does_wait():
+    """What the mover avoids, and that the test above would see it."""
+    source, destination = submesh((2,), "s"), submesh((2,), "d", last=True)
+    release = threading.Event()
+    blocked = _blocked(source, Layout((("s0",), ())), release)
+    timer = threading.Timer(0.3, release.set)
+    timer.start()
+    mesh = mesh_of(destination.mesh, jax.devices()[destination.first :])
+    jax.device_put(blocked, NamedSharding(mesh, spec_of(Layout(((), ("d0",))))))
+    assert release.is_set()
+    timer.join()
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_what_arrives_may_be_donated(first):
+    """Also where source and destination share devices."""
+    source, destination = submesh((4,), "s"), Submesh(LogicalMesh((4,), ("d0",)), first)
+    value = np.arange(64, dtype=np.float32).reshape(8, 8)
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    for src, dst in [
+        (Layout((("s0",), ())), Layout((("d0",), ()))),
+        (replicated(2), replicated(2)),
+        (replicated(2), Layout((("d0",), ()))),
+        (Layout((("s0",), ())), Layout(((), ("d0",)))),
+    ]:
+        plan = plan_transfer((8, 8), F32, src, source, dst, destination, CLUSTER)
+        for landing in every_landing(plan):
+            array = place(value, src, source)
+            (moved,) = Mover([landing], jax.devices())([array])
+            np.testing.assert_array_equal(np.asarray(double(moved)), 2 * value)
+            np.testing.assert_array_equal(np.asarray(array), value)
+
+
+def test_the_source_may_be_deleted_at_once():
+    source, destination = submesh((4,), "s"), submesh((2,), "d", last=True)
+    plan = plan_transfer((16, 8), F32, Layout((("s0",), ())), source, Layout(((), ("d0",))), destination, CLUSTER)
+    mover = Mover([plan], jax.devices())
+    value = np.arange(128, dtype=np.float32).reshape(16, 8)
+    array = place(value, plan.src, source)
+    (moved,) = mover([array])
+    array.delete()
+    np.testing.assert_array_equal(np.asarray(moved), value)
+
+
+def test_nothing_to_move():
+    assert Mover([], jax.devices())([]) == []
+
+
+def test_plans_of_different_edges_are_refused():
+    source = submesh((2,), "s")
+    plans = [
+        plan_transfer((8,), F32, replicated(1), source, replicated(1), submesh((size,), "d", last=True), CLUSTER)
+        for size in (1, 2)
+    ]
+    with pytest.raises(ValueError, match="make a mover for each pair"):
+        Mover(plans, jax.devices())
