@@ -67,6 +67,14 @@ def _run_emitted(op: Op, params: Mapping[str, Any], *operands: Any) -> list:
     return _jax.emit(op.primitive, params, op.source, op.ctx, operands)
 
 
+def rebinding(form: LocalForm) -> Mapping[str, Any] | None:
+    """The parameters of a form that only binds its op's primitive again; None for a form of another kind."""
+    run = form.run
+    if isinstance(run, functools.partial) and run.func is _run_emitted:
+        return run.args[1]
+    return None
+
+
 def _run_under(op: Op, run: Callable[..., list], *operands: Any) -> list:
     with _jax.under(op.source):
         return run(*operands)

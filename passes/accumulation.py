@@ -1,0 +1,208 @@
+"""Gradient accumulation without markers: a step rewritten as a loop over micro-batches that computes the same.
+
+Problem. Pipelines, and steps whose activations do not fit, work on one micro-batch at a time. The user writes one step
+on the whole batch, and what it computes must not change.
+
+Mathematics. A micro-batch is a shard of the batch, in time instead of space. Let the batch be cut into b contiguous
+blocks x_1 .. x_b. The factors of the operations (`factors`) say how the batch goes through the step, and the local
+forms (`local_forms`) what one block needs, positions and random draws included. A value that loses the batch by a sum
+is S = sum_t s(x_t): the s(x_t) are added up in a loop, and what depends on S comes after it. All constants are those of
+the whole batch (a mean's 1/N is a constant of the step), so sums are exact up to the order of additions. Where single
+examples would need S itself, S is computed from the batch before the loop if it depends on no parameters; else the step
+has no exact form and is refused, unless `allow_inexact`: then b s(x_t) stands for S within micro-batch t, which is what
+a step on the micro-batch alone would use, and what is returned of it is the mean over micro-batches.
+
+Source: DESIGN section 3; GPipe (Huang et al. 2019), section 2.2, for micro-batches and for batch norm within them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from alpa_lite import _jax
+from alpa_lite.errors import MicrobatchError
+from alpa_lite.graph import Op, Traced
+from alpa_lite.passes.accumulation_analysis import Analysis, Refused
+from alpa_lite.passes.accumulation_emission import emit
+from alpa_lite.strategy import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """A step as a loop over micro-batches.
+
+    Attributes:
+      traced: the step; arguments, outputs and state as before. The top block of its graph holds what is computed for
+        the whole batch, one scan over micro-batches, and what depends on its sums.
+      scan: the index of that scan.
+      num_microbatches: its length.
+      notes: for the plan: which dims were cut, what is computed for the whole batch first, what is inexact.
+    """
+
+    traced: Traced
+    scan: int
+    num_microbatches: int
+    notes: tuple[str, ...]
+
+
+def accumulate(
+    traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int, *, allow_inexact: bool = False
+) -> Accumulated:
+    """Rewrites a step as a loop over micro-batches.
+
+    Args:
+      traced: the step.
+      rules: of its operations, by `Op.key`.
+      num_microbatches: how many; it divides the batch. With 1 the loop is there too, and everything is exact.
+      allow_inexact: take reductions over the batch that single examples need (batch norm) within the micro-batch.
+
+    Returns:
+      The step with the same arguments and results.
+
+    Raises:
+      MicrobatchError: if the batch does not divide, or the step has no exact form; it names operation and source line.
+    """
+    if num_microbatches < 1:
+        raise MicrobatchError(f"num_microbatches={num_microbatches}: give a positive number")
+    refusals = []
+    found: tuple[Analysis, tuple[int, dict[int, int]]] | None = None
+    for candidate in _candidates(traced, num_microbatches):
+        try:
+            analysis = _analysed(traced, rules, num_microbatches, candidate[1], allow_inexact)
+        except MicrobatchError as error:
+            refusals.append(error)
+            continue
+        if found is None or (len(analysis.local), -analysis.work) < (len(found[0].local), -found[0].work):
+            found = analysis, candidate
+        if not analysis.local and all(dim == 0 for dim in candidate[1].values()):
+            break
+    if found is None:
+        raise refusals[0]
+    analysis, (size, dims) = found
+    try:
+        graph, scan = emit(analysis)
+    except ValueError as error:
+        raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
+    notes = _notes(traced, analysis, size, dims)
+    return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
+
+
+def batch_dims(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int) -> dict[str, int] | None:
+    """The dim of each batch argument, by path, along which a step is cut exactly; None if it cannot be.
+
+    Cheaper than `accumulate`: nothing is rewritten.
+    """
+    try:
+        for _, dims in _candidates(traced, num_microbatches):
+            try:
+                _analysed(traced, rules, num_microbatches, dims, False)
+            except MicrobatchError:
+                continue
+            number = {value: i for i, value in enumerate(traced.graph.block.inputs)}
+            return {traced.arguments[number[value]].path: dim for value, dim in dims.items()}
+    except MicrobatchError:
+        pass
+    return None
+
+
+def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
+    """(size of the batch, input -> dim) in order of preference: dim 0 of every batch argument first.
+
+    The size is one that every argument of the batch has; where there is none, the one that most have first, and the
+    others (class weights) are whole in every micro-batch.
+    """
+    values = traced.graph.values
+    batch = [
+        (argument.path, value, values[value].shape)
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "batch" and math.prod(values[value].shape) > 1
+    ]
+    if not batch:
+        raise MicrobatchError(
+            f"num_microbatches={parts}: no argument of the step is a batch of arrays; name it with batch_argnums=..."
+        )
+    sizes = _sizes([shape for *_, shape in batch])
+    fits = [size for size in sizes if size % parts == 0]
+    if not fits:
+        path, _, shape = next(item for item in batch if sizes[0] in item[2])
+        divisors = [d for d in range(1, sizes[0] + 1) if sizes[0] % d == 0]
+        raise MicrobatchError(
+            f"num_microbatches={parts}: the batch argument {path} of shape {list(shape)} holds {sizes[0]} examples, "
+            f"which {parts} micro-batches do not divide; use one of {divisors}, or another batch size"
+        )
+    out = []
+    for size in fits:
+        have = [(value, [d for d, n in enumerate(shape) if n == size]) for _, value, shape in batch if size in shape]
+        common = set.intersection(*(set(dims) for _, dims in have))
+        out.append((size, {value: min(common) if common else dims[0] for value, dims in have}))
+    return out
+
+
+def _sizes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """The sizes that the batch may have: only that of every dim 0, else those that all have, else the commonest."""
+    first = Counter(shape[0] for shape in shapes)
+    if len(first) == 1:
+        size = shapes[0][0]
+        others = set.intersection(*(set(shape[1:]) for shape in shapes)) - {1, size}
+        return [size, *sorted(others, reverse=True)]
+    everywhere = set.intersection(*(set(shape) for shape in shapes)) - {1}
+    if everywhere:
+        return sorted(everywhere, key=lambda size: (first[size], size), reverse=True)
+    return [first.most_common(1)[0][0]]
+
+
+def _analysed(
+    traced: Traced, rules: Mapping[Any, Rule], parts: int, dims: Mapping[int, int], allow_inexact: bool
+) -> Analysis:
+    """The analysis of a step, reductions that must be so taken within the micro-batch if that is allowed."""
+    values, local = traced.graph.values, frozenset[int]()
+    bound = {
+        value
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "state" and jnp.issubdtype(values[value].dtype, jnp.inexact)
+    }
+    while True:
+        try:
+            return Analysis(traced.graph, rules, parts, dims, bound, local)
+        except Refused as refused:
+            grown = local | refused.roots
+            if grown == local or not (allow_inexact or parts == 1):
+                raise _refusal(refused, parts, allow_inexact) from None
+            local = grown
+
+
+def _refusal(refused: Refused, parts: int, allow_inexact: bool) -> MicrobatchError:
+    failure = refused.failure
+    reason = "it works across the examples of the batch" if failure is None else failure.text
+    op = refused.op if failure is None else failure.op
+    text = f"num_microbatches={parts}: {_named(op)} has no exact form in a micro-batch: {reason}"
+    if op is not refused.op:
+        text += f", and {_named(refused.op)} needs its result for single examples"
+    if allow_inexact or not refused.roots:
+        return MicrobatchError(f"{text}; use num_microbatches=1")
+    return MicrobatchError(
+        f"{text}; use num_microbatches=1, or allow_inexact=True to compute it within each micro-batch"
+    )
+
+
+def _named(op: Op) -> str:
+    where = _jax.where(op.source)
+    return f"{op.name} at {where}" if where else op.name
+
+
+def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int]) -> tuple[str, ...]:
+    paths = {value: a.path for a, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)}
+    cut = ", ".join(f"dim {dim} of {paths[value]}" for value, dim in dims.items())
+    notes = [f"{analysis.parts} micro-batches of {size // analysis.parts} examples: {cut}"]
+    ahead = dict.fromkeys(_named(op) for op in analysis.ahead)
+    notes += [f"computed for the whole batch before the micro-batches: {name}" for name in ahead]
+    if analysis.parts > 1:
+        inexact = dict.fromkeys(_named(analysis.sources[index]) for index in sorted(analysis.local))
+        notes += [f"inexact, taken within each micro-batch: {name}" for name in inexact]
+    return tuple(notes)
