@@ -1,0 +1,398 @@
+"""The exact minimum of a pipeline's step seconds for one number of micro-batches and one schedule.
+
+A *choice* (group g, variant v) makes layers [i, j) one stage on one kind of submesh. Groups are the edges of an acyclic
+graph whose nodes are cuts between layers, so that pipelines are paths from a source to the last node. Minimise
+
+    T = sum latency + max excess + max update     over the choices of a path,
+
+with exactly (or at most) D devices in all, S stages, and for the stage with r stages left, itself included,
+
+    fixed + each * count(r, S) <= budget.
+
+For thresholds a on excess and b on update, F(a, b) = the least sum of latencies of paths that stay within both is a
+shortest path over (cut, devices left), and over (stages left) as well where the memory of a position matters:
+
+    F_r(node, d) = min over g from node, v:  latency[g, v] + F_{r-1}(head of g, d - size of g),     F_0(last, 0) = 0.
+
+Search. A box holds the paths whose max excess, max update and S lie in given intervals. F at a box's upper corner plus
+its lower corner is a lower bound for all its paths. The path that attains F, with excess a' and update b', is
+the best one of the box but for those with excess < a' or with update < b': these are the new boxes, the first one
+halved. Boxes are taken in the order of their bounds until none is below the best path found: the optimum, proven.
+This is Alpa's enumeration of t_max in ascending order (Zheng et al., OSDI 2022, section 5), whose stop when t_max alone
+exceeds the best is the same bound with F = 0, but with far fewer thresholds visited.
+
+Exact reductions. (1) Shortest paths without positions, every stage with the least count that any position has, are
+a relaxation, and are the answer where the true memory allows them. (2) A choice goes for good when the
+shortest path through it plus the least possible max excess and max update reaches the best path found.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Path = tuple[tuple[int, int], ...]
+"""The (group, variant) of each stage, first to last."""
+
+_ROUNDING = 1e-12  # relative: below it two sums differ by the order of their terms only
+
+
+@dataclass(frozen=True, eq=False)
+class PathProblem:
+    """See the module. Seconds and bytes are floats; inf seconds forbid a choice.
+
+    Attributes:
+      tail, head, size, kind: int [G]: the nodes that a group joins (tail < head; sorted by tail), its devices, and the
+        number of its kind of submesh.
+      latency, excess, update, fixed, each: float [G, V].
+      num_nodes: the last node is the end.
+      sources: the nodes where a path may start.
+      devices: D; where `fewer` is true, paths may use fewer.
+      budget: bytes per device.
+      count: of (stages left, least number of stages): the micro-batches in flight. Falls with neither.
+      stages: the least and the largest S.
+      exact_count: whether `count` ignores its second argument.
+      kinds: the kind of each stage; None for any.
+    """
+
+    tail: np.ndarray
+    head: np.ndarray
+    size: np.ndarray
+    kind: np.ndarray
+    latency: np.ndarray
+    excess: np.ndarray
+    update: np.ndarray
+    fixed: np.ndarray
+    each: np.ndarray
+    num_nodes: int
+    sources: tuple[int, ...]
+    devices: int
+    fewer: bool
+    budget: float
+    count: Callable[[int, int], int]
+    stages: tuple[int, int]
+    exact_count: bool = True
+    kinds: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """What `minimise` found.
+
+    Attributes:
+      seconds, path: the best path below the cutoff; inf and None if there is none.
+      bound: no path is faster.
+      by_stages: the fastest path that was met with each number of stages, with its seconds.
+      evaluated: the thresholds for which shortest paths were computed.
+    """
+
+    seconds: float
+    path: Path | None
+    bound: float
+    by_stages: dict[int, tuple[float, Path]] = field(default_factory=dict)
+    evaluated: int = 0
+
+
+def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -> Minimum:
+    """The fastest path, if it takes less than `cutoff` seconds.
+
+    Args:
+      problem: the graph, its costs and its limits.
+      cutoff: paths of at least so many seconds are not wanted.
+      gap: stop when the best path is proven to be within this fraction of the fastest.
+    """
+    search = _Search(problem)
+    if not math.isfinite(search.root):
+        return Minimum(math.inf, None, math.inf)
+    best, path, evaluated = cutoff, None, 0
+    by_stages: dict[int, tuple[float, Path]] = {}
+    order = itertools.count()
+    low, high = search.corner
+    heap: list[tuple[float, int, _Box]] = [(search.root, next(order), _Box(low, high, problem.stages))]
+    search.fix(_below(best, gap))
+    while heap and heap[0][0] < _below(best, gap):
+        _, _, box = heapq.heappop(heap)
+        evaluated += 1
+        total, found, feasible = search.shortest(box, _below(best, gap))
+        if found is None:
+            continue
+        excess, update = search.peaks(found)
+        if feasible:
+            seconds = total + excess + update
+            if seconds < by_stages.get(len(found), (math.inf, found))[0]:
+                by_stages[len(found)] = seconds, found
+            if seconds < _below(best, 0.0):
+                best, path = seconds, found
+                search.fix(_below(best, gap))
+        for child in box.split(search, excess, update, len(found), feasible):
+            bound = total + child.low[0] + child.low[1]
+            if bound < _below(best, gap):
+                heapq.heappush(heap, (bound, next(order), child))
+    bound = min([best, *(bound for bound, _, _ in heap[:1])])
+    if path is None:
+        return Minimum(math.inf, None, bound, by_stages, evaluated)
+    return Minimum(best, path, bound, by_stages, evaluated)
+
+
+def least_bytes(problem: PathProblem) -> tuple[float, Path | None]:
+    """The smallest budget under which there is a path, and that path; inf and None if there is none at all.
+
+    Where the count depends on S, every S is tried.
+    """
+    search = _Search(problem, memory=False)
+    lowest, highest = problem.stages
+    ranges = [(lowest, highest)] if problem.exact_count else [(s, s) for s in range(lowest, highest + 1)]
+    best, path = math.inf, None
+    for stages in ranges:
+        value, found = search.by_position(stages, search.everything, np.maximum)
+        if value < best:
+            best, path = value, found
+    return best, path
+
+
+def _below(best: float, gap: float) -> float:
+    """What a value must be less than to count as better than `best` by more than `gap`, or than rounding."""
+    return best if math.isinf(best) else best - abs(best) * max(gap, _ROUNDING)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Paths with `low` <= (max excess, max update) <= `high` and stages[0] <= S <= stages[1]."""
+
+    low: tuple[float, float]
+    high: tuple[float, float]
+    stages: tuple[int, int]
+
+    def split(self, search: _Search, excess: float, update: float, stages: int, feasible: bool) -> list[_Box]:
+        """Boxes that hold every path of this one that may be better than one of the given peaks and stages."""
+        (low_a, low_b), (high_a, high_b), (first, last) = self.low, self.high, self.stages
+        if not feasible:  # the memory of a path with so many stages was taken too low
+            parts = [(first, stages - 1), (stages, last)] if first < stages else [(first, first), (first + 1, last)]
+            return [_Box(self.low, self.high, part) for part in parts if part[0] <= part[1]]
+        boxes = []
+        below_a, below_b = search.before(0, excess), search.before(1, update)
+        if below_a >= low_a:
+            middle = search.at_most(0, (low_a + below_a) / 2)
+            if low_a <= middle < below_a:
+                boxes.append(_Box((low_a, low_b), (middle, high_b), self.stages))
+                low_a = search.after(0, middle)
+            boxes.append(_Box((low_a, low_b), (below_a, high_b), self.stages))
+        if below_b >= low_b:
+            boxes.append(_Box((max(excess, self.low[0]), low_b), (high_a, below_b), self.stages))
+        return boxes
+
+
+class _Search:
+    """Shortest paths of one problem, and the choices that are still of use.
+
+    Tables of (node, devices) are padded with D infinite columns on the left, so that d - size needs no test.
+    """
+
+    def __init__(self, problem: PathProblem, memory: bool = True) -> None:
+        self.problem = p = problem
+        self.width = 2 * p.devices + 1
+        self.columns = np.arange(p.devices + 1)
+        self.base = p.head * self.width + p.devices - p.size
+        self.terminal = p.num_nodes - 1
+        usable = np.isfinite(p.latency) & np.isfinite(p.excess) & np.isfinite(p.update)
+        usable &= np.isfinite(p.fixed) & np.isfinite(p.each)
+        if p.kinds is not None:
+            usable &= np.isin(p.kind, p.kinds)[:, None]
+        self.everything = usable.copy()
+        self.root = math.inf
+        if memory:
+            last = (p.head == self.terminal)[:, None]
+            least = np.where(last, p.count(1, p.stages[0]), p.count(2, p.stages[0]))
+            usable &= p.fixed + p.each * least <= p.budget
+            self.alive = usable
+            self._bound()
+
+    def _bound(self) -> None:
+        """The relaxation at infinite thresholds: its value, the shortest path through each group, least peaks."""
+        p = self.problem
+        latency = np.where(self.alive, p.latency, np.inf).min(1)
+        after = self._backward(latency, np.add)
+        total = self._at_sources(after)
+        peaks = [
+            self._at_sources(self._backward(np.where(self.alive, x, np.inf).min(1), np.maximum))
+            for x in (p.excess, p.update)
+        ]
+        self.values = [np.unique(x[self.alive]) for x in (p.excess, p.update)]
+        self.root = total + peaks[0] + peaks[1]
+        if not math.isfinite(self.root):
+            return
+        self.corner = (peaks[0], peaks[1]), (float(self.values[0][-1]), float(self.values[1][-1]))
+        before = self._forward(latency)
+        through = before[p.tail][:, ::-1][:, : p.devices + 1]  # [g, devices left]
+        self.through = (through + after.ravel()[self.base[:, None] + self.columns]).min(1)
+        self.least = self.through[:, None] + p.latency
+        self.least += np.maximum(p.excess, peaks[0])
+        self.least += np.maximum(p.update, peaks[1])
+
+    def fix(self, limit: float) -> None:
+        """Drops the choices through which every path takes `limit` seconds or more."""
+        self.alive = self.alive & (self.least < limit)
+
+    def before(self, which: int, value: float) -> float:
+        """The largest excess (0) or update (1) below `value`; -inf if there is none."""
+        at = int(np.searchsorted(self.values[which], value, "left")) - 1
+        return float(self.values[which][at]) if at >= 0 else -math.inf
+
+    def at_most(self, which: int, value: float) -> float:
+        """The largest excess (0) or update (1) that is not above `value`; -inf if there is none."""
+        at = int(np.searchsorted(self.values[which], value, "right")) - 1
+        return float(self.values[which][at]) if at >= 0 else -math.inf
+
+    def after(self, which: int, value: float) -> float:
+        """The least excess (0) or update (1) above `value`; inf if there is none."""
+        at = int(np.searchsorted(self.values[which], value, "right"))
+        return float(self.values[which][at]) if at < len(self.values[which]) else math.inf
+
+    def peaks(self, path: Path) -> tuple[float, float]:
+        """Max excess and max update."""
+        p = self.problem
+        return max(float(p.excess[c]) for c in path), max(float(p.update[c]) for c in path)
+
+    def shortest(self, box: _Box, limit: float) -> tuple[float, Path | None, bool]:
+        """Least sum of latencies in a box, its path, whether memory allows it; (inf, None, True) if it is of no use."""
+        p = self.problem
+        allowed = self.alive & (p.excess <= box.high[0]) & (p.update <= box.high[1])
+        latency = np.where(allowed, p.latency, np.inf)
+        weights = latency.min(1)
+        table = self._backward(weights, np.add)
+        total = self._at_sources(table)
+        if not total + box.low[0] + box.low[1] < limit:
+            return math.inf, None, True
+        path = self._walk(table, weights, latency)
+        if self._fits(path, box.stages):
+            return total, path, True
+        total, found = self.by_position(box.stages, allowed, np.add)
+        if found is None or not total + box.low[0] + box.low[1] < limit:
+            return math.inf, None, True
+        return total, found, p.exact_count or box.stages[0] == box.stages[1] or self._fits(found, box.stages)
+
+    def _fits(self, path: Path, stages: tuple[int, int]) -> bool:
+        """Whether a path obeys what shortest paths without positions ignore."""
+        p, length = self.problem, len(path)
+        if not stages[0] <= length <= stages[1]:
+            return False
+        if p.kinds is not None and tuple(int(p.kind[g]) for g, _ in path) != p.kinds:
+            return False
+        counts = [p.count(length - at, length) for at in range(length)]
+        return all(p.fixed[c] + p.each[c] * n <= p.budget for c, n in zip(path, counts, strict=True))
+
+    def _at_sources(self, table: np.ndarray) -> float:
+        return float(table[list(self.problem.sources), -1].min())
+
+    def _backward(self, weights: np.ndarray, combine: np.ufunc) -> np.ndarray:
+        """[node, D + d]: the least combined weight from a node to the end with d devices left."""
+        p = self.problem
+        table = np.full((p.num_nodes, self.width), np.inf)
+        table[self.terminal, p.devices :] = self._end(combine)
+        flat = table.ravel()
+        active = np.flatnonzero(np.isfinite(weights))
+        for groups in reversed(_runs(active, p.tail)):
+            rows = flat[self.base[groups][:, None] + self.columns]
+            combine(rows, weights[groups][:, None], out=rows)
+            table[p.tail[groups[0]], p.devices :] = rows.min(0)
+        return table
+
+    def _end(self, combine: np.ufunc) -> np.ndarray:
+        """What reaching the end with d devices left costs."""
+        done = 0.0 if combine is np.add else -np.inf
+        return np.where((self.columns == 0) | self.problem.fewer, done, np.inf)
+
+    def _forward(self, weights: np.ndarray) -> np.ndarray:
+        """[node, D + d]: the least sum of weights from a source to a node with d devices used."""
+        p = self.problem
+        table = np.full((p.num_nodes, self.width), np.inf)
+        table[list(p.sources), p.devices] = 0.0
+        flat = table.ravel()
+        active = np.flatnonzero(np.isfinite(weights))
+        active = active[np.argsort(p.head[active], kind="stable")]
+        base = p.tail * self.width + p.devices - p.size
+        for groups in _runs(active, p.head):
+            rows = flat[base[groups][:, None] + self.columns] + weights[groups][:, None]
+            table[p.head[groups[0]], p.devices :] = rows.min(0)
+        return table
+
+    def _walk(self, table: np.ndarray, weights: np.ndarray, latency: np.ndarray) -> Path:
+        """The path that `_backward` found."""
+        p = self.problem
+        node, left, path = self._first(table), p.devices, []
+        while node != self.terminal:
+            span = slice(*np.searchsorted(p.tail, (node, node + 1)))
+            values = weights[span] + table[p.head[span], p.devices + left - p.size[span]]
+            group = span.start + int(values.argmin())
+            path.append((group, int(latency[group].argmin())))
+            node, left = int(p.head[group]), left - int(p.size[group])
+        return tuple(path)
+
+    def _first(self, table: np.ndarray) -> int:
+        """The source of the best path."""
+        sources = self.problem.sources
+        return sources[int(table[list(sources), -1].argmin())]
+
+    def by_position(self, stages: tuple[int, int], allowed: np.ndarray, combine: np.ufunc) -> tuple[float, Path | None]:
+        """The least combined cost of paths with S in `stages`, by stages left.
+
+        With `np.add` the cost is latency under the budget, for the count of the least S; with `np.maximum` it is bytes.
+        """
+        p = self.problem
+        tables = np.full((stages[1] + 1, p.num_nodes, self.width), np.inf)
+        tables[0, self.terminal, p.devices :] = self._end(combine)
+        costs: list[np.ndarray] = []
+        for left in range(1, stages[1] + 1):
+            cost = self._cost(left, stages[0], allowed, combine)
+            costs.append(cost)
+            weights = cost.min(1)
+            if p.kinds is not None:
+                weights = np.where(p.kind == p.kinds[-left], weights, np.inf)
+            active = np.flatnonzero(np.isfinite(weights) & (tables[left - 1].min(1) < np.inf)[p.head])
+            if not len(active):
+                break
+            rows = tables[left - 1].ravel()[self.base[active][:, None] + self.columns]
+            combine(rows, weights[active][:, None], out=rows)
+            starts = _starts(p.tail[active])
+            tables[left, p.tail[active[starts]], p.devices :] = np.minimum.reduceat(rows, starts, axis=0)
+        values = tables[stages[0] :, list(p.sources), -1].min(1)
+        best = float(values.min(initial=np.inf))
+        if math.isinf(best):
+            return best, None
+        return best, self._walk_positions(tables, costs, stages[0] + int(values.argmin()), combine)
+
+    def _cost(self, left: int, stages: int, allowed: np.ndarray, combine: np.ufunc) -> np.ndarray:
+        p = self.problem
+        need = p.fixed + p.each * p.count(left, stages)
+        if combine is np.add:
+            return np.where(allowed & (need <= p.budget), p.latency, np.inf)
+        return np.where(allowed, need, np.inf)
+
+    def _walk_positions(self, tables: np.ndarray, costs: Sequence[np.ndarray], stages: int, combine: np.ufunc) -> Path:
+        p = self.problem
+        node, left, path = self._first(tables[stages]), p.devices, []
+        for r in range(stages, 0, -1):
+            span = slice(*np.searchsorted(p.tail, (node, node + 1)))
+            weights = costs[r - 1][span].min(1)
+            if p.kinds is not None:
+                weights = np.where(p.kind[span] == p.kinds[-r], weights, np.inf)
+            values = combine(weights, tables[r - 1][p.head[span], p.devices + left - p.size[span]])
+            group = span.start + int(values.argmin())
+            path.append((group, int(costs[r - 1][group].argmin())))
+            node, left = int(p.head[group]), left - int(p.size[group])
+        return tuple(path)
+
+
+def _starts(values: np.ndarray) -> np.ndarray:
+    """Where runs of equal values begin. There must be values."""
+    return np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+
+
+def _runs(active: np.ndarray, node: np.ndarray) -> list[np.ndarray]:
+    """`active` groups, sorted by their `node`, cut where it changes."""
+    return np.split(active, _starts(node[active])[1:]) if len(active) else []
