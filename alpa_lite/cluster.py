@@ -192,6 +192,30 @@ class Cluster:
                 levels.append(Level("switch", size, link.bandwidth, link.latency))
         return tuple(levels)
 
+    def part(self, num_devices: int) -> Cluster:
+        """The first `num_devices` devices as a cluster of their own.
+
+        Raises:
+          OptionError: for more devices than there are.
+        """
+        if not 1 <= num_devices <= self.num_devices:
+            raise OptionError(f"num_devices={num_devices}: the cluster has {self.num_devices}")
+        if self.topology:
+            used = topology.fit_sizes((self.nodes, *self.topology), num_devices)
+            ring = tuple(w and u == t for w, u, t in zip(self.wraparound, used[1:], self.topology, strict=True))
+            return dataclasses.replace(
+                self, nodes=used[0], devices_per_node=math.prod(used[1:]), topology=used[1:], wraparound=ring
+            )
+        nodes, inside = topology.fit_sizes((self.nodes, self.devices_per_node), num_devices)
+        card = math.gcd(self.devices_per_card, inside)
+        return dataclasses.replace(
+            self,
+            nodes=nodes,
+            devices_per_node=inside,
+            devices_per_card=card,
+            card_link=self.card_link if card > 1 else None,
+        )
+
     def mesh_shapes(self, max_axes: int = 3, num_devices: int | None = None) -> tuple[tuple[int, ...], ...]:
         """The logical mesh shapes worth trying, axes ordered from between nodes to within a node.
 

@@ -119,6 +119,60 @@ class TensorParallel(Method):
         return "tensor parallel"
 
 
+@dataclass(frozen=True)
+class Pipeline(Method):
+    """Stages on submeshes, each sharded by the integer program.
+
+    Attributes:
+      num_stages: the number of submeshes; None searches it.
+      schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" or "zb-h1"; "auto" searches.
+      submesh_shapes: the devices of each stage, first to last, as numbers or as logical mesh shapes; None searches.
+      remat: what the backward pass computes again: "none", "layer" (all but what crosses layers), "selective" (all but
+        the results of matrix products and convolutions), or "auto".
+    """
+
+    num_stages: int | None = None
+    schedule: str = "auto"
+    submesh_shapes: tuple[MeshShape, ...] | None = None
+    remat: str = "auto"
+
+    def __post_init__(self) -> None:
+        from alpa_lite.passes.schedules import NAMES
+
+        stages = self.num_stages
+        if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
+            raise OptionError(f"Pipeline num_stages={stages!r}: give a positive number, or None to search it")
+        if self.schedule not in ("auto", *NAMES):
+            raise OptionError(f'Pipeline schedule={self.schedule!r}: use "auto" or one of {", ".join(NAMES)}')
+        if self.remat not in ("auto", "none", "layer", "selective"):
+            raise OptionError(f'Pipeline remat={self.remat!r}: use "auto", "none", "layer" or "selective"')
+        if self.submesh_shapes is not None:
+            if not isinstance(self.submesh_shapes, list | tuple) or not self.submesh_shapes:
+                raise OptionError(
+                    f"Pipeline submesh_shapes={self.submesh_shapes!r}: give the devices of each stage, such as (4, 4)"
+                )
+            shapes = tuple(_mesh_shape(shape, "Pipeline submesh_shapes") for shape in self.submesh_shapes)
+            object.__setattr__(self, "submesh_shapes", shapes)
+            if stages is not None and len(shapes) != stages:
+                raise OptionError(
+                    f"Pipeline num_stages={stages}, but submesh_shapes has {len(shapes)} entries; leave one of them out"
+                )
+
+    def describe(self) -> str:
+        """The method in a few words."""
+        parts = [f"{self.num_stages} stages"] if self.num_stages is not None else []
+        parts += [self.schedule] if self.schedule != "auto" else []
+        parts += ["on " + ", ".join(map(_by, self.submesh_shapes))] if self.submesh_shapes is not None else []
+        parts += [f"remat {self.remat}"] if self.remat != "auto" else []
+        return "pipeline" + (": " + ", ".join(parts) if parts else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values that `method_from_json` reads."""
+        shapes = None if self.submesh_shapes is None else [list(shape) for shape in self.submesh_shapes]
+        fields = {"num_stages": self.num_stages, "schedule": self.schedule, "submesh_shapes": shapes}
+        return super().to_json() | fields | {"remat": self.remat}
+
+
 @dataclass(frozen=True, init=False)
 class Manual(Method):
     """Some arguments fixed by hand, the rest left to the integer program.
@@ -167,7 +221,7 @@ class Manual(Method):
 
 
 _BY_NAME: Mapping[str, type[Method]] = {
-    cls.__name__: cls for cls in (Auto, Off, Sharded, DataParallel, Zero, TensorParallel, Manual)
+    cls.__name__: cls for cls in (Auto, Off, Sharded, DataParallel, Zero, TensorParallel, Pipeline, Manual)
 }
 
 
@@ -282,7 +336,9 @@ def _method(value: object) -> Method:
         return Auto() if value == "auto" else Off()
     if isinstance(value, Method) and type(value) is not Method:
         return value
-    choices = '"auto", "off", Auto(), Sharded(), DataParallel(), Zero(stage=2), TensorParallel() or Manual(...)'
+    choices = (
+        '"auto", "off", Auto(), Sharded(), DataParallel(), Zero(stage=2), TensorParallel(), Pipeline() or Manual(...)'
+    )
     hint = f"; {value.__name__} is a class, call it" if isinstance(value, type) else ""
     raise OptionError(f"method={value!r}: use {choices}{hint}")
 

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced, Value
-
-if TYPE_CHECKING:
-    from alpa_lite.passes.layering import Assignment
+from alpa_lite.passes.layering_types import Assignment
+from alpa_lite.passes.split_sums import split_sums
 
 PortKind = Literal["argument", "copy", "crossing", "late"]
 
@@ -84,14 +83,14 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     Raises:
       PlanError: a value that is carried from one micro-batch to the next would be carried by two stages.
     """
-    step = _Step(traced, scan, assignment)
+    step = _Step(*split_sums(traced, scan, assignment), scan)
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
 
 
 class _Step:
     """What is known of the whole step before any stage is built."""
 
-    def __init__(self, traced: Traced, scan: int, assignment: Assignment) -> None:
+    def __init__(self, traced: Traced, assignment: Assignment, scan: int) -> None:
         self.traced, self.assignment = traced, assignment
         self.graph, self.block = traced.graph, traced.graph.block
         self.scan = next(op for op in self.block.ops if op.index == scan)
@@ -239,10 +238,13 @@ class _Step:
         readers = {
             value: [s for s, (_, inputs) in enumerate(self.reached) if value in inputs] for value in self.argument
         }
+        replaces = dict(self.traced.state)
         self.output_stage: list[int] = []
-        for atom in self.block.outputs:
+        for number, atom in enumerate(self.block.outputs):
             if isinstance(atom, int) and atom in self.late:
                 self.output_stage.append(self.stage_of[atom])
+            elif number in replaces:
+                self.output_stage.append(self.assignment.home.get(self.block.inputs[replaces[number]], 0))
             else:
                 _, inputs = self._reach([atom])
                 states = [v for v in inputs if self.argument.get(v) in new_value]

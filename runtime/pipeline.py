@@ -61,6 +61,7 @@ class PipelineExecutable:
         self._steps: list[tuple[int, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
         self._kept: list[tuple[int, Any]] = []
         self._donated = self._donated_inputs()
+        self._shardings: dict[Any, NamedSharding] = {}
         self._events: list[tuple[float, float, int, str]] | None = None
 
     # -- the user's side --------------------------------------------------------------------------------------
@@ -147,7 +148,6 @@ class PipelineExecutable:
                 steps.append((2, None, (), (), item.buffers))
             else:
                 continue  # a receive: the controller has issued the whole transfer where it was sent
-            self._where = None
         self._positions = [(m, p) for m, p in order(program) if isinstance(program.lists[m][p], Run | Send | Free)]
         self._kept = self._place_kept()
         self._steps, self._compiled = steps, compiled
@@ -174,18 +174,18 @@ class PipelineExecutable:
             flat,
             in_shardings=tuple(self._sharding(b) for b in run.inputs),
             out_shardings=[self._sharding(b) for b in run.outputs],
-            donate_argnums=self._positions_of(run, number, sizes),
+            donate_argnums=program.executables[number].donated,
             keep_unused=True,
         )
         specs = [jax.ShapeDtypeStruct(program.buffers[b].shape, program.buffers[b].dtype) for b in run.inputs]
         return jitted.lower(*specs).compile()
 
-    def _positions_of(self, run: Run, number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-        return self._program.executables[number].donated
-
     def _sharding(self, number: int) -> NamedSharding:
         item = self._program.buffers[number]
-        return NamedSharding(self._meshes[item.mesh], spec_of(item.layout))
+        key = item.mesh, item.layout
+        if key not in self._shardings:
+            self._shardings[key] = NamedSharding(self._meshes[item.mesh], spec_of(item.layout))
+        return self._shardings[key]
 
     def _place_kept(self) -> list[tuple[int, Any]]:
         """Constants and micro-batch numbers, on their submeshes."""
@@ -266,16 +266,23 @@ class PipelineExecutable:
 
     def _put(self, leaves: Sequence[Any], env: list[Any]) -> None:
         """Places the arguments: those that are placed already stay, and what is donated is ours."""
-        donated, kept = [], []
-        for i, buffers in enumerate(self._program.inputs):
-            for number in buffers:
-                (donated if number in self._donated else kept).append((leaves[i], number))
-        ready = placement.settle([leaf for leaf, _ in donated], [self._sharding(n) for _, n in donated])
-        for (_, number), array in zip(donated, ready, strict=True):
-            env[number] = array
-        for leaf, number in kept:
-            sharding = self._sharding(number)
-            env[number] = leaf if placement.is_placed(leaf, sharding) else jax.device_put(leaf, sharding)
+        buffers, seen = self._program.buffers, set()
+        donated: list[list[tuple[Any, int]]] = [[] for _ in self._meshes]  # one executable copies on one submesh
+        for leaf, group in zip(leaves, self._program.inputs, strict=True):
+            for number in group:
+                if number in self._donated and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    donated[buffers[number].mesh].append((leaf, number))
+                    continue
+                sharding = self._sharding(number)
+                if number in self._donated:  # a second leaf that shares the buffer of one before
+                    (env[number],) = placement.copies([leaf], [sharding])
+                else:
+                    env[number] = leaf if placement.is_placed(leaf, sharding) else jax.device_put(leaf, sharding)
+        for group in donated:
+            ready = placement.settle([leaf for leaf, _ in group], [self._sharding(n) for _, n in group])
+            for (_, number), array in zip(group, ready, strict=True):
+                env[number] = array
 
     def _donated_inputs(self) -> frozenset[int]:
         """The argument buffers that some run consumes."""

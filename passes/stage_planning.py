@@ -1,0 +1,97 @@
+"""Plans one stage of a pipeline: the integer program on its submesh, lowered and cut into segments.
+
+A stage is a step of its own (`staging`), so the passes of one mesh plan it. What is added here is what a stage costs as
+part of a pipeline: seconds of each of its segments, and bytes that depend on how many micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.options import Sharded
+from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments
+from alpa_lite.passes.grouping import Grouping
+from alpa_lite.passes.keys import Keys
+from alpa_lite.passes.local_program import LocalProgram
+from alpa_lite.passes.search import Found
+from alpa_lite.passes.segments import Segment, Segments
+from alpa_lite.passes.staging import StageGraph
+from alpa_lite.program import Submesh, buffer
+from alpa_lite.strategy import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStage:
+    """A stage, solved and cut.
+
+    Attributes:
+      graph, rules, grouping, found, program: what each pass made of it.
+      segments: what a schedule runs.
+      cluster: the devices of its submesh, as a cluster.
+    """
+
+    graph: StageGraph
+    rules: Mapping[Any, Rule]
+    grouping: Grouping
+    found: Found
+    program: LocalProgram
+    segments: Segments
+    cluster: Cluster
+
+    @cached_property
+    def seconds(self) -> dict[Segment, float]:
+        """Predicted seconds of one run of each segment."""
+        cost = MeshCost(self.cluster, self.found.mesh)
+        return {s: segment_costs.seconds(self.segments, s, cost, self.rules) for s in self.segments.items}
+
+    @cached_property
+    def temporary(self) -> dict[Segment, int]:
+        """Predicted bytes per device that one run of each segment needs besides inputs and outputs."""
+        return {s: segment_costs.temporary_bytes(self.segments, s) for s in self.segments.items}
+
+    def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
+        """Bytes per device of a segment's input or output."""
+        shape, dtype, layout = self.segments.type_of(segment, position, output=output)
+        return buffer(0, Submesh(self.found.mesh, 0), layout, shape, dtype).bytes
+
+
+def plan(
+    graph: StageGraph,
+    cluster: Cluster,
+    method: Sharded,
+    *,
+    budget: float,
+    time_limit: float,
+    split_weights: bool,
+) -> PlannedStage:
+    """Plans a stage on its submesh.
+
+    Args:
+      cluster: the submesh's devices as a cluster.
+      method: which logical meshes are allowed.
+      budget: bytes per device.
+      split_weights: as for `segments.cut`.
+
+    Raises:
+      InfeasibleError: nothing fits the budget.
+    """
+    traced = graph.traced
+    rules = factors.rules(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    found = search.search(traced, groups, rules, cluster, method, budget=budget, time_limit=time_limit)
+    program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+    cut = segments.cut(graph, program, split_weights=split_weights)
+    return PlannedStage(graph, rules, groups, found, program, cut, cluster)
+
+
+def digest(graph: StageGraph) -> str:
+    """Equal for stages that are planned alike: the same operations wired the same way, arguments of the same roles."""
+    traced = graph.traced
+    roles = ",".join(a.role for a in traced.arguments)
+    ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))
+    return f"{Keys().block(traced.graph.block, traced.graph.values.__getitem__)} {roles} {ports} {traced.state}"
