@@ -1,0 +1,222 @@
+"""Timelines as traces and drawings: nothing lost, nothing that overlaps, legible within the width."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_lite.passes import schedules, simulation
+from alpa_lite.report import text
+from alpa_lite.report import timeline as report
+from alpa_lite.timeline import Event, Timeline
+from tests.pipelines import every, toy
+
+
+def example() -> Timeline:
+    made = schedules.schedule("1f1b", 3, 4)
+    program = toy(made, forward=0.001, backward=0.001, weight=0.001, prologue=0.0005, update=0.002, transfer=0.0003)
+    return simulation.simulate(program)
+
+
+def complete(trace: dict) -> list[dict]:
+    return [e for e in trace["traceEvents"] if e["ph"] == "X"]
+
+
+def names(trace: dict, kind: str) -> dict[tuple[int, int], str]:
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == kind}
+
+
+def test_trace_holds_every_event_in_microseconds() -> None:
+    timeline = example()
+    trace = report.trace_events(timeline)
+    tracks = names(trace, "thread_name")
+    found = sorted((tracks[e["pid"], e["tid"]], e["name"], e["cat"], e["ts"], e["dur"]) for e in complete(trace))
+    expected = sorted(
+        (
+            f"submesh {e.mesh}" + ", transfers" * (e.kind == "transfer"),
+            e.name,
+            e.kind,
+            round(e.start * 1e9) / 1e3,
+            (round(e.end * 1e9) - round(e.start * 1e9)) / 1e3,
+        )
+        for e in timeline.events
+    )
+    assert found == expected
+    first = next(e for e in complete(trace) if e["name"] == "forward 0")
+    assert (first["ts"], first["dur"], first["args"]) == (500.0, 1000.0, {"stage": 0, "microbatch": 0})
+    sent = next(e for e in complete(trace) if e["cat"] == "transfer" and e["name"] == "backward 1")
+    assert sent["args"] == {"stage": 1, "microbatch": 1, "source": 1, "destination": 0, "bytes": 0}
+    update = next(e for e in complete(trace) if e["cat"] == "update")
+    assert update["args"] == {"stage": 0}
+
+
+def test_tracks_are_in_order_and_only_those_needed() -> None:
+    trace = report.trace_events(example())
+    order = {
+        (e["pid"], e["tid"]): e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"
+    }
+    tracks = names(trace, "thread_name")
+    assert [tracks[key] for key in sorted(tracks, key=lambda key: order[key])] == [
+        "submesh 0",
+        "submesh 0, transfers",
+        "submesh 1",
+        "submesh 1, transfers",
+        "submesh 2",
+        "submesh 2, transfers",
+    ]
+    both = (
+        Event(1, 0.0, 2.0, "forward 3", "transfer", 1, 3, 2),
+        Event(1, 1.0, 3.0, "backward 0", "transfer", 1, 0, 0),
+        Event(1, 2.0, 4.0, "forward 4", "transfer", 1, 4, 2),
+    )
+    trace = report.trace_events(Timeline(both, 3))
+    tracks = names(trace, "thread_name")
+    assert [(tracks[e["pid"], e["tid"]], e["name"]) for e in complete(trace)] == [
+        ("submesh 1, transfers", "forward 3"),
+        ("submesh 1, transfers", "forward 4"),
+        ("submesh 1, transfers (2)", "backward 0"),
+    ]
+    alone = report.trace_events(Timeline((), 1, "nothing"))
+    assert list(names(alone, "thread_name").values()) == ["submesh 0"]
+
+
+times = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), times, times, st.booleans()), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_nothing_overlaps_on_a_track_whatever_was_measured(spans: list[tuple[int, float, float, bool]]) -> None:
+    events = tuple(
+        Event(mesh, start, start + length, "forward 1", "transfer" if sent else "forward", 0, 1)
+        for mesh, start, length, sent in spans
+    )
+    found = complete(report.trace_events(Timeline(events, 3)))
+    assert len(found) == len(events)
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for e in found:
+        start, length = round(e["ts"] * 1000), round(e["dur"] * 1000)
+        tracks.setdefault((e["pid"], e["tid"]), []).append((start, start + length))
+    for spans_of_track in tracks.values():
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans_of_track)))
+
+
+def test_two_timelines_lie_side_by_side_in_a_file(tmp_path: Path) -> None:
+    predicted = example()
+    executed = Timeline(predicted.events[:-1], 3, "executed")
+    report.write(tmp_path / "both.json", predicted, executed)
+    trace = json.loads((tmp_path / "both.json").read_text(encoding="utf-8"))
+    assert trace == report.trace_events(predicted, executed)
+    assert names(trace, "process_name") == {(0, 0): "predicted", (1, 0): "executed"}
+    counts = [sum(e["pid"] == process for e in complete(trace)) for process in (0, 1)]
+    assert counts == [len(predicted.events), len(predicted.events) - 1]
+    labels = [e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"]
+    assert labels[0].startswith(report.units.seconds(predicted.seconds))
+
+
+def cells(drawing: str, mesh: int) -> str:
+    """The cells of one row."""
+    line = next(line for line in drawing.splitlines() if line.startswith(f"submesh {mesh} "))
+    return line.removeprefix(f"submesh {mesh} ").rsplit(maxsplit=2)[0]
+
+
+def test_a_schedule_by_hand() -> None:
+    drawing = report.draw(schedules.schedule("1f1b", 2, 3), width=41).plain
+    assert drawing.splitlines() == [
+        "1f1b: 2 submeshes, 3 micro-batches, idle 25 %",
+        "submesh 0 0░1░····0▓▓▓2░1▓▓▓··2▓▓▓  25 %",
+        "submesh 1 ··0░0▓▓▓1░1▓▓▓2░2▓▓▓····  25 %",
+        "3░ forward 3  3▓ backward 3",
+        "· idle, at the right in all",
+    ]
+
+
+def test_kinds_differ_without_colour_and_with_it() -> None:
+    drawing = report.draw(schedules.schedule("zb-h1", 2, 3), width=60)
+    assert cells(drawing.plain, 0) == "0░░░1░░░····0▓▓▓0▒▒▒2░░░1▓▓▓1▒▒▒2▓▓▓2▒▒▒"
+    styles = {drawing.plain[s.start : s.end][1]: s.style for s in drawing.spans if s.end - s.start == 4}
+    assert len({styles[shade] for shade in "░▓▒"}) == 3
+
+
+def test_every_task_is_drawn_where_there_is_room() -> None:
+    for made in every((1, 2, 3), (1, 2, 3)):
+        drawing = report.draw(made, width=400).plain
+        assert "⋯" not in drawing
+        for mesh, tasks in enumerate(made.tasks):
+            drawn = [c for c in cells(drawing, mesh) if c.isdigit()]
+            assert drawn == [str(task.microbatch) for task in tasks]
+
+
+@pytest.mark.parametrize("width", [40, 72, 100, 137])
+def test_no_row_is_wider_than_asked(width: int) -> None:
+    for made in every((1, 4, 16), (1, 16, 64)):
+        lines = report.draw(made, width).plain.splitlines()
+        rows = [line for line in lines if line.startswith("submesh")]
+        assert len(rows) == made.num_meshes
+        assert len({len(row) for row in rows}) == 1
+        assert max(map(len, rows)) <= width
+        if width >= 100:
+            assert max(map(len, lines)) <= width
+
+
+def test_the_middle_is_left_out_and_that_is_said() -> None:
+    lines = report.draw(schedules.schedule("1f1b", 4, 64)).plain.splitlines()
+    assert lines[1].startswith("submesh 0 0░░1░░2░░3░░··················0▓▓▓▓▓4░░")
+    assert lines[1].endswith("▓63░60▓▓▓▓···61▓▓▓▓···62▓▓▓▓···63▓▓▓▓   4 %")
+    assert all(line.count(" ⋯ ") == 1 for line in lines[1:5])
+    said = lines[-1]
+    assert said == "⋯ 87 % of the step left out, and with it all of micro-batches 5 to 58"
+    # 67 units of three columns each; 82 less the three of the gap are drawn.
+    assert round(100 * (67 * 3 * 3 - (100 - 10 - 6 - 3)) / (67 * 3 * 3)) == 87
+    shown = {int(n) for line in lines[1:5] for n in "".join(c if c.isdigit() else " " for c in line[10:-6]).split()}
+    assert shown == {0, 1, 2, 3, 4, 60, 61, 62, 63}  # of 59 a cut cell is seen, without its number
+
+
+def test_a_number_is_never_cut() -> None:
+    """Whatever the border cuts, a number in the drawing is that of a micro-batch that runs on that submesh there."""
+    made = schedules.schedule("gpipe", 2, 64)
+    for width in range(40, 120):
+        line = cells(report.draw(made, width).plain, 0)
+        left, right = line.split("⋯")
+        numbers = [int(n) for n in "".join(c if c.isdigit() else " " for c in left).split()]
+        assert numbers == list(range(len(numbers)))
+        numbers = [int(n) for n in "".join(c if c.isdigit() else " " for c in right).split()]
+        assert numbers == list(range(64 - len(numbers), 64))
+
+
+def test_a_timeline_shows_its_seconds_and_what_is_no_task() -> None:
+    drawing = report.draw(example()).plain
+    lines = drawing.splitlines()
+    assert lines[0].startswith("predicted: 3 submeshes, 4 micro-batches, ")
+    assert report.units.seconds(example().seconds) in lines[0]
+    assert cells(drawing, 2).startswith("P")
+    assert "U" in cells(drawing, 0)
+    assert "P- prologue  U- update" in drawing
+    assert "transfer" not in drawing
+
+
+def test_uneven_tasks_keep_their_proportions() -> None:
+    events = (
+        Event(0, 0.0, 1.0, "forward 0", "forward", 0, 0),
+        Event(0, 2.0, 5.0, "backward 0", "backward", 0, 0),
+    )
+    assert cells(report.draw(Timeline(events, 1)).plain, 0) == "0░░░░░░░" + "·" * 8 + "0" + "▓" * 23
+
+
+def test_nothing_to_draw() -> None:
+    assert (
+        report.draw(Timeline((), 2, "empty")).plain.splitlines()[0]
+        == "empty: 2 submeshes, 0 micro-batches, 0 s, idle 0 %"
+    )
+
+
+def test_too_narrow() -> None:
+    with pytest.raises(ValueError, match="width=39 is too narrow"):
+        report.draw(example(), 39)
+
+
+def test_prints_as_it_is() -> None:
+    drawing = report.draw(schedules.schedule("interleaved-1f1b", 4, 16, virtual=2))
+    assert text.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
