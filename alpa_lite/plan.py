@@ -29,7 +29,7 @@ from alpa_lite.errors import PlanError
 if TYPE_CHECKING:
     from alpa_lite.cluster import Cluster
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
@@ -156,10 +156,39 @@ class Solver:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """A whole step, as predicted: where its seconds go, and its bytes.
+
+    Attributes:
+      compute_seconds, communication_seconds: their sum is the step.
+      latency_seconds: the part of the communication that faster links do not shorten.
+      batch_seconds: the part of the step that is proportional to the batch, to first order.
+      bytes_sent: per device and step, the payload of all collectives.
+      bytes_per_device: the peak of memory.
+      changed: in how many decisions it differs from the plan, tied ones counted once and its own included.
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    latency_seconds: float
+    batch_seconds: float
+    bytes_sent: int
+    bytes_per_device: int
+    changed: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute_seconds + self.communication_seconds
+
+
+@dataclass(frozen=True)
 class Alternative:
     """One strategy that an operation could have taken, the chosen one included.
 
-    The seconds are per step and for all `Decision.count` tied operations together.
+    The seconds are per step and for all `Decision.count` tied operations together. `step` is a plan that was found, not
+    one that is proven the best: no plan with this alternative is faster than `bound_seconds`, and the best one lies
+    between the two. All is for the mesh, and within the method, of the plan.
 
     Attributes:
       strategy: the mesh axes of each factor.
@@ -167,11 +196,12 @@ class Alternative:
       compute_seconds: the roofline time of the operation itself.
       communication_seconds: collectives of the operation itself (reductions).
       transfer_seconds: resharding of its operands and results, given the neighbours' chosen strategies.
-      bytes_per_device: what its results and saved operands take.
-      total_seconds: the objective when this alternative is forced and everything else is chosen anew; None if unknown.
-      total_communication_seconds: the communication in `total_seconds`; None if unknown.
-      batch_seconds: the part of compute, communication and transfer seconds that grows with the batch; None if unknown.
-      feasible: whether a plan with it fits the memory budget.
+      bytes_per_device: what one of its results takes; zero if it has none of its own.
+      bound_seconds: a lower bound of the whole step within the memory budget, by message passing.
+      step: the best whole step that descent found with this alternative. It fits the memory budget if `fits` is true;
+        otherwise none that fits was found, and it is the fastest of all.
+      fits: whether `step` fits the memory budget.
+      roomy: where `step` fits, a faster one that was found and does not; None if there is none.
       partial: as `Decision.partial`.
     """
 
@@ -181,10 +211,10 @@ class Alternative:
     communication_seconds: float
     transfer_seconds: float
     bytes_per_device: int
-    total_seconds: float | None = None
-    total_communication_seconds: float | None = None
-    batch_seconds: float | None = None
-    feasible: bool = True
+    bound_seconds: float
+    step: Outcome
+    fits: bool
+    roomy: Outcome | None = None
     partial: tuple[str, ...] = ()
 
     @property
@@ -210,7 +240,8 @@ class Decision:
       factors: a size for each factor, or for an argument for each dim.
       strategy: the mesh axes that shard each factor, major to minor.
       seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
-      alternatives: the strategies there were, the chosen one included, cheapest first.
+      alternatives: the chosen strategy and the most promising others: those that fit the budget first, then by the
+        seconds of the whole step.
       paths: for arguments, the paths of all that are tied; empty for operations.
       partial: the axes over which an addition's operands and result stay partial sums.
     """

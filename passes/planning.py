@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,17 +16,21 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes import lowering, strategies
-from alpa_lite.passes.grouping import Group, Grouping
+from alpa_lite.passes import alternatives, lowering, strategies
+from alpa_lite.passes.alternatives import Weighed
+from alpa_lite.passes.grouping import Dims, Group, Grouping
 from alpa_lite.passes.local_effects import needs_outside
 from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.passes.outcomes import Outcomes
 from alpa_lite.passes.search import Found
-from alpa_lite.passes.strategies import Node, Space
+from alpa_lite.passes.sharding_problem import from_graph
+from alpa_lite.passes.strategies import Node, Space, Strategy
 from alpa_lite.plan import Alternative, Collective, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
 from alpa_lite.strategy import Rule
 
-KEPT_ALTERNATIVES = 6
-"""How many alternatives of each decision a plan keeps, cheapest first, besides the chosen one."""
+KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
+"""How many alternatives of each kind of decision a plan keeps besides the chosen one: those of the least bounds."""
+_KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 
 def write(
@@ -83,7 +88,7 @@ def write(
             solution.seconds,
             solution.variables,
         ),
-        decisions=_decisions(traced, grouping, rules, found),
+        decisions=_decisions(traced, grouping, rules, found, cost, budget),
         replicated=_replicated(traced, grouping, rules, cost),
         candidates=found.candidates,
         notes=(*traced.notes, *_ordered(grouping, found.mesh), *notes),
@@ -202,15 +207,20 @@ def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
 # -- decisions ------------------------------------------------------------------------------------------------------
 
 
-def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found) -> tuple[Decision, ...]:
+def _decisions(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found, cost: MeshCost, budget: float
+) -> tuple[Decision, ...]:
     nodes, choice = found.space.nodes, found.solution.choice
     touching: dict[int, list[int]] = {}
-    example: dict[int, int] = {}
-    for value, home in grouping.homes.items():
-        example.setdefault(home.group, value)
     for number, transfer in enumerate(found.space.program.transfers):
         for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
             touching.setdefault(node, []).append(number)
+    problem = from_graph(replace(found.space.program, budget=budget))
+    kept = [KEPT_ALTERNATIVES.get(grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
+    weighed = alternatives.weigh(problem, choice, kept)
+    sizes = alternatives.Sizes(problem, list(choice))
+    outcomes = Outcomes(traced, grouping, rules, cost, found.space, choice, sizes)
+    layouts = _Layouts(traced, grouping, found.mesh)
     paths = _paths(traced, grouping)
     out = []
     for number, (node, chosen) in enumerate(zip(nodes, choice, strict=True)):
@@ -218,7 +228,6 @@ def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], fo
             continue
         group = grouping.groups[node.group]
         moved = _transfer_seconds(found, number, touching.get(number, ()))
-        alternatives = _alternatives(traced, grouping, node, chosen, moved, found.mesh, example.get(node.group))
         own = tuple(paths[m] for m in node.members if m in paths)
         first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
         out.append(
@@ -230,7 +239,7 @@ def _decisions(traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], fo
                 factors=tuple(f.size for f in group.factors),
                 strategy=node.strategies[chosen].axes,
                 seconds=float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen]),
-                alternatives=alternatives,
+                alternatives=_alternatives(node, weighed[number], moved, outcomes, layouts),
                 paths=own,
                 partial=node.strategies[chosen].partial,
             )
@@ -269,38 +278,62 @@ def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.
 
 
 def _alternatives(
-    traced: Traced,
-    grouping: Grouping,
-    node: Node,
-    chosen: int,
-    moved: np.ndarray,
-    mesh: LogicalMesh,
-    value: int | None,
+    node: Node, weighed: Sequence[Weighed], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
 ) -> tuple[Alternative, ...]:
-    local = (node.compute + node.communication) * len(node.members) + moved
-    order = [int(s) for s in np.argsort(local, kind="stable") if math.isfinite(local[s])]
-    kept = order[:KEPT_ALTERNATIVES]
-    if chosen not in kept:
-        kept.append(chosen)
+    """The weighed strategies of a node: those that fit first, then by the seconds of the whole step."""
     out = []
-    for s in kept:
-        strategy = node.strategies[s]
-        layout, size = "", 0.0
-        if value is not None:
-            placed = strategies.layout_of(grouping.homes[value].dims, strategy, strategy.partial)
-            layout, size = str(placed), traced.graph.values[value].nbytes / lowering.block_count(placed, mesh)
+    for one in weighed:
+        strategy = node.strategies[one.strategy]
+        step = outcomes.of(one.fastest if one.fitting is None else one.fitting)
+        fastest = outcomes.of(one.fastest) if one.fitting != one.fastest and one.fitting is not None else step
+        layout, size = layouts.of(node, strategy)
         out.append(
             Alternative(
                 strategy=strategy.axes,
                 layout=layout,
-                compute_seconds=float(node.compute[s] * len(node.members)),
-                communication_seconds=float(node.communication[s] * len(node.members)),
-                transfer_seconds=float(moved[s]),
-                bytes_per_device=int(size),
+                compute_seconds=float(node.compute[one.strategy] * len(node.members)),
+                communication_seconds=float(node.communication[one.strategy] * len(node.members)),
+                transfer_seconds=float(moved[one.strategy]),
+                bytes_per_device=size,
+                bound_seconds=one.bound,
+                step=step,
+                fits=one.fitting is not None,
+                roomy=fastest if fastest.seconds < step.seconds else None,
                 partial=strategy.partial,
             )
         )
-    return tuple(out)
+    return tuple(sorted(out, key=lambda a: (not a.fits, a.step.seconds)))
+
+
+class _Layouts:
+    """What the strategies of a group mean for its tensors."""
+
+    def __init__(self, traced: Traced, grouping: Grouping, mesh: LogicalMesh) -> None:
+        self._traced, self._grouping, self._mesh = traced, grouping, mesh
+        self._result: dict[int, int] = {}
+        for value, home in grouping.homes.items():
+            self._result.setdefault(home.group, value)
+        self._operands: dict[int, dict[int, Dims]] = {}
+        for demand in grouping.demands:
+            if demand.op >= 0 and grouping.groups[demand.group].kind == "heavy":
+                self._operands.setdefault(demand.group, {}).setdefault(demand.operand, demand.dims)
+
+    def of(self, node: Node, strategy: Strategy) -> tuple[str, int]:
+        """The layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
+        group = self._grouping.groups[node.group]
+        value = self._result.get(node.group)
+        if value is None:
+            return "", 0
+        partial = strategy.partial
+        if group.kind == "heavy":
+            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+            partial = tuple(a for a in self._mesh.axis_names if a in sums)
+        placed = strategies.layout_of(self._grouping.homes[value].dims, strategy, partial)
+        size = int(self._traced.graph.values[value].nbytes / lowering.block_count(placed, self._mesh))
+        operands = [
+            strategies.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())
+        ]
+        return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size
 
 
 def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:

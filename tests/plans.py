@@ -14,6 +14,7 @@ from alpa_lite.plan import (
     Decision,
     Leaf,
     Memory,
+    Outcome,
     Plan,
     Replicated,
     Solver,
@@ -98,6 +99,12 @@ def gpt_collectives(layers: int = LAYERS) -> tuple[tuple[Collective, ...], tuple
     return tuple(c for c, _ in entries), tuple(s for _, s in entries)
 
 
+def _outcome(seconds: float, communication: float, *, batch: float, size: int, changed: int = 1) -> Outcome:
+    """A whole step that sends a gigabyte for every ten milliseconds of communication."""
+    sent = round(communication * 1e11)
+    return Outcome(seconds - communication, communication, 0.5e-3, batch, sent, size, changed)
+
+
 def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
     """Decisions for the MLP's first product and its weight, and one whose alternatives were not kept."""
     product = Decision(
@@ -116,9 +123,9 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
                 communication_seconds=0.0,
                 transfer_seconds=4e-4,
                 bytes_per_device=1_207_959_552,
-                total_seconds=41.3e-3,
-                total_communication_seconds=12.1e-3,
-                batch_seconds=8.1e-3,
+                bound_seconds=41.2e-3,
+                step=_outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0),
+                fits=True,
             ),
             Alternative(
                 strategy=(("data", "model"), (), (), ()),
@@ -127,9 +134,9 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
                 communication_seconds=2.3e-3,
                 transfer_seconds=0.0,
                 bytes_per_device=1_264_582_656,
-                total_seconds=43.0e-3,
-                total_communication_seconds=13.8e-3,
-                batch_seconds=7.9e-3,
+                bound_seconds=41.5e-3,
+                step=_outcome(43.0e-3, 13.8e-3, batch=36.0e-3, size=9_000_000_000),
+                fits=True,
             ),
             Alternative(
                 strategy=(("data",), (), ("model",), ()),
@@ -138,9 +145,9 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
                 communication_seconds=6.8e-3,
                 transfer_seconds=1.7e-3,
                 bytes_per_device=2_415_919_104,
-                total_seconds=48.9e-3,
-                total_communication_seconds=19.7e-3,
-                batch_seconds=15.9e-3,
+                bound_seconds=48.9e-3,
+                step=_outcome(48.9e-3, 19.7e-3, batch=45.0e-3, size=8_100_000_000),
+                fits=True,
             ),
             Alternative(
                 strategy=((), (), (), ()),
@@ -149,7 +156,9 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
                 communication_seconds=0.0,
                 transfer_seconds=9.1e-3,
                 bytes_per_device=9_663_676_416,
-                feasible=False,
+                bound_seconds=96.0e-3,
+                step=_outcome(105.0e-3, 20.0e-3, batch=100.0e-3, size=90_000_000_000),
+                fits=False,
             ),
         ),
     )
@@ -162,9 +171,39 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=((), ("model",)),
         seconds=2.1e-4,
         alternatives=(
-            Alternative(((), ("model",)), "[None, model]", 1e-4, 0.0, 1.1e-4, 56_623_104, 41.3e-3, 12.1e-3, 0.0),
-            Alternative((("data",), ("model",)), "[data, model]", 1e-4, 0.0, 3.3e-4, 14_155_776, 41.5e-3, 12.3e-3, 0.0),
-            Alternative(((), ()), "[None, None]", 2e-4, 0.0, 0.0, 113_246_208, 41.9e-3, 11.9e-3, 0.0),
+            Alternative(
+                ((), ("model",)),
+                "[None, model]",
+                1e-4,
+                0.0,
+                1.1e-4,
+                4_718_592,
+                41.2e-3,
+                _outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0),
+                True,
+            ),
+            Alternative(
+                (("data",), ("model",)),
+                "[data, model]",
+                1e-4,
+                0.0,
+                3.3e-4,
+                1_179_648,
+                41.4e-3,
+                _outcome(41.5e-3, 12.3e-3, batch=38.0e-3, size=7_900_000_000),
+                True,
+            ),
+            Alternative(
+                ((), ()),
+                "[None, None]",
+                2e-4,
+                0.0,
+                0.0,
+                9_437_184,
+                41.6e-3,
+                _outcome(41.9e-3, 11.9e-3, batch=38.0e-3, size=8_100_000_000),
+                True,
+            ),
         ),
         paths=tuple(f"state['params']['h_{i}']['mlp']['up']['kernel']" for i in range(layers)),
     )

@@ -22,6 +22,7 @@ from alpa_lite.plan import (
     Decision,
     Leaf,
     Memory,
+    Outcome,
     Plan,
     Replicated,
     Solver,
@@ -57,8 +58,9 @@ def tuples(items: st.SearchStrategy, size: int = 2) -> st.SearchStrategy:
 
 leaves = st.builds(Leaf, texts, shapes, texts, sizes, st.sampled_from(["state", "batch", "other"]), specs)
 strategy = tuples(axes)
+outcomes = st.builds(Outcome, times, times, times, times, sizes, sizes, sizes)
 alternatives = st.builds(
-    Alternative, strategy, texts, times, times, times, sizes, st.none() | times, st.none() | times, st.none() | times
+    Alternative, strategy, texts, times, times, times, sizes, times, outcomes, st.booleans(), st.none() | outcomes
 )
 decisions = st.builds(
     Decision, texts, texts, texts, sizes, shapes, strategy, times, tuples(alternatives), tuples(texts)
@@ -141,7 +143,8 @@ def test_bytes_per_device_divides_by_the_axes_of_the_spec() -> None:
 
 
 def test_chosen_tells_alternatives_with_equal_axes_apart() -> None:
-    whole = Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1)
+    step = Outcome(1.0, 0.0, 0.0, 1.0, 0, 1, 0)
+    whole = Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1, 1.0, step, True)
     partial = dataclasses.replace(whole, partial=("y",))
     decision = Decision("k", "add", "", 1, (8,), (("x",),), 1.0, (whole, partial), partial=("y",))
     assert decision.chosen is partial

@@ -1,13 +1,16 @@
-"""Why this sharding: the alternatives, what each would cost, and what would have to change for it to win.
+"""Why this sharding: the alternatives, what the whole step would cost with each, and what would have to change.
 
-Let an alternative a cost T_a = R_a + C_a seconds a step, C_a of them communication, and the chosen strategy c likewise.
-With links x times as fast the alternative wins where
+For every alternative the plan holds a whole step in which it is forced and the others adapt (`plan.Outcome`). Of its T
+seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
+large, this step takes
 
-    R_a + C_a / x  <  R_c + C_c / x,   that is for   x > (C_a - C_c) / (R_c - R_a)   if the chosen one computes longer,
-                                       and for       x < (C_c - C_a) / (R_a - R_c)   if it communicates longer.
+    T(x) = T - V + V / x          T(b) = T - G + b G
 
-Likewise for a batch b times as large, where of its own seconds S_a grow with the batch and F_a do not:
-F_a + b S_a < F_c + b S_c. These are first-order answers: everything else in the plan stays as it is.
+and so does the plan with its own T, V and G. Where the two lines cross, the alternative begins to beat the plan:
+
+    x = (V_a - V_c) / ((T_c - V_c) - (T_a - V_a))          b = ((T_a - G_a) - (T_c - G_c)) / (G_c - G_a)
+
+These are predictions to first order: neither step adapts further on the way, and a third may win before.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Alternative, Decision, Leaf, Plan, Replicated, Stage
+from alpa_lite.plan import Alternative, Decision, Leaf, Outcome, Plan, Replicated, Stage
 from alpa_lite.report import grouping, text, units
 
 _IN_FULL = 4  # matches that are explained in full before they are only listed
 _LISTED = 40
+_SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
+_REACH = 1e3  # factors of link speed and batch beyond which nobody can go
 _RANGE = re.compile(r"\\\{(.*?)\\\}")
 
 
@@ -135,11 +140,12 @@ def _unknown(plan: Plan, name: str) -> str:
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
     """The subjects in one table; those that agree in all that it shows are one row."""
     rows = Counter((subject.name, _where(subject), _choice(subject)) for subject in subjects)
-    out = text.table("name and place", "", "chosen", wide=0)
+    out = text.table("name, place and what was chosen", "", wide=0)
     for (title, where, choice), count in list(rows.items())[:_LISTED]:
-        text.add(out, f"{title}\n  {where}" if where else title, f"x {count}" if count > 1 else "", choice)
+        lines = [title, *(f"  {line}" for line in (where, choice) if line)]
+        text.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
     if len(rows) > _LISTED:
-        text.add(out, f"and {len(rows) - _LISTED} more", "", "")
+        text.add(out, f"and {len(rows) - _LISTED} more", "")
     head = f"{len(subjects)} arguments or operations match {name!r}; name one of them for its alternatives."
     return text.section(head, out)
 
@@ -173,7 +179,7 @@ def _full(plan: Plan, subject: _Subject) -> RenderableType:
     elif decision:
         lines.append(f"operation at {decision.where}: {_choice(subject)}")
     if decision and decision.count > 1:
-        lines.append(f"decided once for {decision.count} alike ones; costs below are for all of them together")
+        lines.append(f"decided once for {decision.count} alike ones; what stands below is for all of them together")
     if subject.replicated:
         row = subject.replicated
         size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} a step"
@@ -183,13 +189,18 @@ def _full(plan: Plan, subject: _Subject) -> RenderableType:
         lines.append("no alternatives are known: the method fixed it, or there was no other strategy")
         return text.section(subject.name, *lines)
     chosen = decision.chosen
-    others = [(f"{letter}", a) for letter, a in _lettered(decision) if a is not chosen]
     verdicts = text.table("", "", wide=1)
-    for letter, other in others:
-        text.add(verdicts, letter, _verdict(plan, other, chosen))
+    for letter, other in _lettered(decision):
+        if other is not chosen:
+            text.add(verdicts, letter, _verdict(plan, other, chosen))
+    stage = plan.stages[0]
+    where = f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}"
+    scaled = "predicted, both steps otherwise as they are"
     return Group(
-        text.section(subject.name, *lines, "", _alternatives(decision)),
-        text.section("What would have to change for another to win", verdicts),
+        text.section(subject.name, *lines),
+        text.section(f"The whole step with each choice, the rest adapted to it (predicted, {where})", _steps(decision)),
+        text.section("The choice by itself, nothing else adapted", _local(decision)),
+        text.section(f"What would have to change for another to win ({scaled})", verdicts),
     )
 
 
@@ -199,71 +210,129 @@ def _lettered(decision: Decision) -> list[tuple[str, Alternative]]:
     return [(">" if a is decision.chosen else next(letters), a) for a in decision.alternatives]
 
 
-def _alternatives(decision: Decision) -> RenderableType:
+def _steps(decision: Decision) -> RenderableType:
+    """What the whole step would be with each alternative."""
     out = text.table(
-        "", "layout", "compute", "reduce", "reshard", "bytes/device", "whole step", right=(2, 3, 4, 5, 6), wide=1
+        "", "layout", "step", "compute", "communication", "sent", "peak", "fits", right=(2, 3, 4, 5, 6), wide=1
     )
     for letter, a in _lettered(decision):
-        step = "does not fit" if not a.feasible else "" if a.total_seconds is None else units.seconds(a.total_seconds)
+        step = a.step
+        costs = [units.seconds(s) for s in (step.seconds, step.compute_seconds, step.communication_seconds)]
+        sizes = [units.nbytes(size) for size in (step.bytes_sent, step.bytes_per_device)]
+        style = "bold" if a is decision.chosen else ""
+        text.add(out, letter, a.layout, *costs, *sizes, "yes" if a.fits else "no", style=style)
+    return out
+
+
+def _local(decision: Decision) -> RenderableType:
+    """What each alternative costs where it stands."""
+    out = text.table("", "layout", "compute", "reduce", "reshard", "a result", right=(2, 3, 4, 5), wide=1)
+    for letter, a in _lettered(decision):
         costs = (units.seconds(s) for s in (a.compute_seconds, a.communication_seconds, a.transfer_seconds))
         style = "bold" if a is decision.chosen else ""
-        text.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), step, style=style)
+        text.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), style=style)
     return out
 
 
 def _verdict(plan: Plan, other: Alternative, chosen: Alternative) -> str:
-    """How much worse `other` is, and under which conditions it would win."""
-    more = other.bytes_per_device - chosen.bytes_per_device
-    if not other.feasible:
-        need = f"at least {units.nbytes(more)} more" if more > 0 else "more"
-        return f"no plan with it fits {units.nbytes(plan.memory_per_device)} per device; it needs {need}."
-    delta, communication, scope = _difference(other, chosen)
-    if abs(delta) <= 1e-9 * max(plan.step_seconds, abs(delta)):
-        return f"costs the same {scope}: either would do."
+    """How much worse `other` is, and under which conditions it would beat the plan."""
+    delta = other.step.seconds - chosen.step.seconds
+    if not other.fits:
+        return f"{_too_large(plan, other.step, chosen)}."
+    parts = [_difference(plan, other, chosen, delta)]
+    changes = []
+    if delta > _SAME * plan.step_seconds:
+        changes = [*_links(other.step, chosen.step), *_batch(plan, other.step, chosen.step)]
+    changes += _memory(plan, other, chosen)
+    if changes:
+        parts.append("would win " + ", or ".join(changes))
+    elif delta > _SAME * plan.step_seconds:
+        parts.append("batch size, link speed or memory alone does not make it win")
+    return "; ".join(parts) + "."
+
+
+def _difference(plan: Plan, other: Alternative, chosen: Alternative, delta: float) -> str:
+    """What the step with `other` costs more, and why."""
+    if abs(delta) <= _SAME * plan.step_seconds:
+        return "the step takes as long: either would do"
     if delta < 0:
-        reason = "the whole plan is what counts" if scope == "by itself" else "within the solver's gap"
-        return f"costs {units.seconds(-delta)} less {scope}; {reason}."
-    out = [f"costs {units.seconds(delta)} more {scope}", *_links(delta, communication), *_batch(other, chosen)]
-    if len(out) == 1:
-        out.append("no link speed and no batch size alone changes that")
-    if more < 0:
-        out.append(f"takes {units.nbytes(-more)} less per device, which a tighter memory budget may need")
-    return "; ".join(out) + "."
+        gap = plan.solver.objective - plan.solver.bound
+        reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the best"
+        return f"the step takes {units.seconds(-delta)} less: {reason}"
+    more = f"{units.seconds(delta)} ({_share(delta, plan.step_seconds)}) more a step"
+    compute = other.step.compute_seconds - chosen.step.compute_seconds
+    causes = [
+        f"{units.seconds(abs(value))} {'more' if value > 0 else 'less'} {name}"
+        for name, value in (("computing", compute), ("communicating", delta - compute))
+        if abs(value) > 0.01 * delta
+    ]
+    if len(causes) > 1:
+        more += f" ({', '.join(causes)})"
+    elif abs(compute) > 0.5 * delta:
+        more += ", computing"
+    else:
+        sent = other.step.bytes_sent - chosen.step.bytes_sent
+        more += ", communicating"
+        more += f" {units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'}" if sent else ""
+    least = other.bound_seconds - chosen.step.seconds
+    if least > _SAME * plan.step_seconds and least < 0.9 * delta:
+        more += f"; at least {units.seconds(least)} more in any plan"
+    return more
 
 
-def _difference(other: Alternative, chosen: Alternative) -> tuple[float, float, str]:
-    """Seconds that `other` costs more, those of them that are communication, and what was compared."""
-    totals = (other.total_seconds, chosen.total_seconds)
-    parts = (other.total_communication_seconds, chosen.total_communication_seconds)
-    if totals[0] is not None and totals[1] is not None:
-        local = other.local_seconds - other.compute_seconds - (chosen.local_seconds - chosen.compute_seconds)
-        known = parts[0] is not None and parts[1] is not None
-        return totals[0] - totals[1], parts[0] - parts[1] if known else local, "per step"  # type: ignore[operator]
-    communication = other.communication_seconds + other.transfer_seconds
-    communication -= chosen.communication_seconds + chosen.transfer_seconds
-    return other.local_seconds - chosen.local_seconds, communication, "by itself"
+def _share(part: float, whole: float) -> str:
+    """A small share of the step in percent, with two digits."""
+    share = 100 * part / whole if whole > 0 else 0.0
+    return "under 0.01 %" if share < 0.01 else f"{share:.2g} %" if share < 100 else f"{share:,.0f} %"
 
 
-def _links(delta: float, communication: float) -> list[str]:
-    """The link speed from which, or below which, an alternative that costs `delta` seconds more wins."""
-    rest = delta - communication
-    if abs(rest) <= 1e-9 * max(abs(delta), abs(communication)):  # they compute equally long; the rest is rounding
+def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
+    """What is known of an alternative with which no plan was found that fits."""
+    delta = step.seconds - (chosen.roomy or chosen.step).seconds
+    pace = f"{units.seconds(abs(delta))} a step {'more' if delta > 0 else 'less'} than the chosen one"
+    head = f"no plan with it was found that fits {units.nbytes(plan.memory_per_device)} per device"
+    return f"{head}; the fastest needs {units.nbytes(step.bytes_per_device)} and takes {pace}" + (
+        ": with that memory it would win" if delta < 0 else ": more memory does not make it win"
+    )
+
+
+def _links(other: Outcome, chosen: Outcome) -> list[str]:
+    """The link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
+    spent = [step.communication_seconds - step.latency_seconds for step in (other, chosen)]
+    rest = [step.seconds - on_links for step, on_links in zip((other, chosen), spent, strict=True)]
+    at = _ratio(spent[0] - spent[1], rest[1] - rest[0])
+    if at is None:
         return []
-    if communication > 0 > rest:
-        return [f"wins with links more than {units.factor(communication / -rest)} as fast"]
-    if communication < 0 < rest:
-        return [f"wins with links less than {units.factor(-communication / rest)} as fast"]
-    return []
+    return [f"with links {'over' if at > 1 else 'under'} {units.factor(at)} as fast"]
 
 
-def _batch(other: Alternative, chosen: Alternative) -> list[str]:
-    """The batch size from which, or below which, `other` wins by its own costs."""
-    if other.batch_seconds is None or chosen.batch_seconds is None or other.local_seconds <= chosen.local_seconds:
+def _batch(plan: Plan, other: Outcome, chosen: Outcome) -> list[str]:
+    """The batch from which, or below which, `other` is faster; nothing if that is out of reach."""
+    fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
+    at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
+    if at is None:
         return []
-    growing = other.batch_seconds - chosen.batch_seconds
-    fixed = other.local_seconds - chosen.local_seconds - growing
-    if growing < 0 < fixed:
-        return [f"wins with a batch more than {units.factor(fixed / -growing)} as large"]
-    if fixed < 0 < growing:
-        return [f"wins with a batch less than {units.factor(-fixed / growing)} as large"]
-    return []
+    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
+    now = sizes.pop() if len(sizes) == 1 else None
+    named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
+    return [f"with a batch {'over' if at > 1 else 'under'} {units.factor(at)} as large{named}"]
+
+
+def _ratio(above: float, below: float) -> float | None:
+    """above / below where the lines cross within a factor of a thousand of what is now; None where they do not."""
+    if above == 0 or below == 0 or not 1 / _REACH <= above / below <= _REACH:
+        return None
+    return above / below
+
+
+def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
+    """The memory budgets under which `other` is faster than the plan, or fits where the plan does not."""
+    out = []
+    low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
+    if low < 0.999 * high:
+        out.append(f"where {units.nbytes(high)} per device do not fit but {units.nbytes(low)} do")
+    best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
+    if other.roomy is not None and other.roomy.seconds < best * (1 - _SAME):
+        less = units.seconds(best - other.roomy.seconds)
+        out.append(f"with {units.nbytes(other.roomy.bytes_per_device)} per device, by {less} a step")
+    return out

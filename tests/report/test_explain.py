@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Alternative, Decision
+from alpa_lite.plan import Alternative, Decision, Outcome, Solver
 from tests.plans import gpt_plan
 
 PATH = "state['params']['h_3']['mlp']['up']['kernel']"
@@ -14,12 +14,18 @@ PATH = "state['params']['h_3']['mlp']['up']['kernel']"
 def _verdict(chosen: Alternative, other: Alternative) -> str:
     """What explain says of `other`."""
     decision = Decision("k", "matmul", "m.py:1", 1, (8,), chosen.strategy, 1.0, (chosen, other))
-    plan = dataclasses.replace(gpt_plan(1), decisions=(decision,))
+    seconds = chosen.step.seconds
+    solver = Solver("optimal", seconds, seconds - 1e-4, 1e-4 / seconds, 0.1, 10)
+    plan = dataclasses.replace(gpt_plan(1), decisions=(decision,), step_seconds=seconds, solver=solver)
     return " ".join(plan.explain("matmul").split("another to win")[1].split())
 
 
-def _alternative(axes: str, compute: float, communication: float, **more) -> Alternative:
-    return Alternative(((axes,),), f"[{axes}]", compute, communication, 0.0, more.pop("size", 100), **more)
+def _alternative(axes: str, compute: float, links: float, *, latency: float = 0.0, batch: float = 0.0, **more):
+    """A step of so many seconds computing, and so many waiting for links besides latency."""
+    size, fits = more.pop("size", 100), more.pop("fits", True)
+    step = Outcome(compute, links + latency, latency, batch, round(1e6 * links), size, 1)
+    bound = more.pop("bound", step.seconds)
+    return Alternative(((axes,),), f"[{axes}]", 1.0, 0.0, 0.0, 10, bound, step, fits, **more)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +49,8 @@ def test_a_path_ends_at_a_key() -> None:
 def test_an_operation_is_found_by_name_or_place(name: str) -> None:
     printed = gpt_plan().explain(name)
     assert "operation at gpt.py:68" in printed
-    assert "does not fit" in printed
-    assert "needs at least 7.88 GiB more" in " ".join(printed.split())
+    assert "no plan with it was found that fits" in " ".join(printed.split())
+    assert "the fastest needs 83.8 GiB and takes 63.7 ms a step more" in " ".join(printed.split())
 
 
 def test_what_is_not_distributed_says_why() -> None:
@@ -88,39 +94,82 @@ def test_everything_fits_a_hundred_columns() -> None:
         assert max(map(len, gpt_plan().explain(name).splitlines())) <= 100
 
 
+def test_alternatives_come_with_whole_steps_and_with_their_own_costs() -> None:
+    lines = [" ".join(line.split()) for line in gpt_plan().explain(PATH).splitlines()]
+    assert "> [None, model] 41.3 ms 29.2 ms 12.1 ms 1.13 GiB 7.45 GiB yes" in lines
+    assert "a [data, model] 41.5 ms 29.2 ms 12.3 ms 1.15 GiB 7.36 GiB yes" in lines
+    assert "a [data, model] 100 µs 0 s 330 µs 1.12 MiB" in lines
+
+
 def test_links_that_would_have_to_be_faster() -> None:
     # 4 + 6/x < 9 + 0/x where x > 6/5
     said = _verdict(_alternative("a", 9.0, 0.0), _alternative("b", 4.0, 6.0))
-    assert "costs 1.00 s more by itself; wins with links more than 1.20 times as fast" in said
+    assert "1.00 s (11 %) more a step (5.00 s less computing, 6.00 s more communicating)" in said
+    assert "would win with links over 1.20 times as fast." in said
 
 
 def test_links_that_would_have_to_be_slower() -> None:
     # 10 + 0/x < 4 + 3/x where x < 3/6
     said = _verdict(_alternative("a", 4.0, 3.0), _alternative("b", 10.0, 0.0))
-    assert "wins with links less than 0.50 times as fast" in said
+    assert "would win with links under 0.50 times as fast." in said
+
+
+def test_faster_links_do_not_shorten_latency() -> None:
+    # 5 + 6/x < 7 + 0/x where x > 3, of which the 5 are 1 of latency
+    said = _verdict(_alternative("a", 7.0, 0.0), _alternative("b", 4.0, 6.0, latency=1.0))
+    assert "would win with links over 3.00 times as fast." in said
 
 
 def test_batches_that_would_have_to_be_larger_or_smaller() -> None:
-    # chosen 1 + 4 b; other 5 + 2 b wins where b > 2
-    said = _verdict(_alternative("a", 5.0, 0.0, batch_seconds=4.0), _alternative("b", 7.0, 0.0, batch_seconds=2.0))
-    assert "wins with a batch more than 2.00 times as large" in said
+    # chosen 1 + 4 b; other 5 + 2 b wins where b > 2; the plan's batch is 64
+    said = _verdict(_alternative("a", 5.0, 0.0, batch=4.0), _alternative("b", 7.0, 0.0, batch=2.0))
+    assert "would win with a batch over 2.00 times as large (above 128 examples)." in said
     # chosen 4 + 1 b; other 1 + 5 b wins where b < 3/4
-    said = _verdict(_alternative("a", 5.0, 0.0, batch_seconds=1.0), _alternative("b", 6.0, 0.0, batch_seconds=5.0))
-    assert "wins with a batch less than 0.75 times as large" in said
+    said = _verdict(_alternative("a", 5.0, 0.0, batch=1.0), _alternative("b", 6.0, 0.0, batch=5.0))
+    assert "would win with a batch under 0.75 times as large (below 48.0 examples)." in said
 
 
-def test_whole_step_costs_win_over_local_ones() -> None:
-    chosen = _alternative("a", 1.0, 1.0, total_seconds=10.0, total_communication_seconds=4.0)
-    other = _alternative("b", 1.0, 0.5, total_seconds=11.0, total_communication_seconds=6.0)
-    # 5 + 6/x < 6 + 4/x where x > 2
-    assert "costs 1.00 s more per step; wins with links more than 2.00 times as fast" in _verdict(chosen, other)
+def test_what_nobody_can_reach_is_not_offered() -> None:
+    # 5 + 5000/x < 6 + 0/x where x > 5000; batches likewise
+    said = _verdict(_alternative("a", 6.0, 0.0), _alternative("b", 5.0, 5000.0))
+    assert "batch size, link speed or memory alone does not make it win" in said
 
 
-def test_what_is_worse_in_everything_never_wins() -> None:
-    said = _verdict(_alternative("a", 1.0, 1.0), _alternative("b", 1.0, 2.0, size=40))
-    assert "no link speed and no batch size alone changes that; takes 60 B less per device" in said
+def test_a_smaller_budget_may_favour_what_takes_less() -> None:
+    said = _verdict(_alternative("a", 1.0, 1.0, size=100), _alternative("b", 1.0, 2.0, size=40))
+    assert "would win where 100 B per device do not fit but 40 B do." in said
 
 
-def test_ties_and_local_gains_are_named() -> None:
-    assert "costs the same by itself" in _verdict(_alternative("a", 1.0, 1.0), _alternative("b", 2.0, 0.0))
-    assert "the whole plan is what counts" in _verdict(_alternative("a", 1.0, 1.0), _alternative("b", 1.0, 0.0))
+def test_a_larger_budget_may_favour_what_does_not_fit() -> None:
+    roomy = Outcome(1.0, 0.5, 0.0, 0.0, 0, 300, 1)
+    said = _verdict(_alternative("a", 2.0, 0.0), _alternative("b", 3.0, 0.0, roomy=roomy))
+    assert "would win with 300 B per device, by 500 ms a step." in said
+    gains = dataclasses.replace(_alternative("a", 2.0, 0.0), roomy=dataclasses.replace(roomy, compute_seconds=0.4))
+    said = _verdict(gains, _alternative("b", 3.0, 0.0, roomy=roomy))
+    assert "memory alone does not make it win" in said
+    slower = dataclasses.replace(roomy, compute_seconds=2.0)
+    said = _verdict(_alternative("a", 2.0, 0.0), _alternative("b", 3.0, 0.0, roomy=slower))
+    assert "memory alone does not make it win" in said
+
+
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    chosen = _alternative("a", 2.0, 0.0)
+    said = _verdict(chosen, _alternative("b", 1.0, 0.0, size=2**30, fits=False))
+    assert "the fastest needs 1.00 GiB and takes 1.00 s a step less than the chosen one: with that memory it" in said
+    said = _verdict(chosen, _alternative("b", 3.0, 0.0, size=2**30, fits=False))
+    assert "takes 1.00 s a step more than the chosen one: more memory does not make it win." in said
+
+
+def test_a_bound_below_the_step_that_was_found_is_told() -> None:
+    chosen = _alternative("a", 2.0, 0.0)
+    assert "at least 400 ms more in any plan" in _verdict(chosen, _alternative("b", 3.0, 0.0, bound=2.4))
+    assert "in any plan" not in _verdict(chosen, _alternative("b", 3.0, 0.0, bound=3.0))
+    assert "in any plan" not in _verdict(chosen, _alternative("b", 3.0, 0.0, bound=1.9))
+
+
+def test_ties_and_better_steps_are_named() -> None:
+    assert "takes as long: either would do" in _verdict(_alternative("a", 1.0, 1.0), _alternative("b", 2.0, 0.0))
+    said = _verdict(_alternative("a", 2.0, 0.0), _alternative("b", 1.0, 0.0))
+    assert "the step takes 1.00 s less: this plan is not the best" in said
+    said = _verdict(_alternative("a", 2.0, 0.0), _alternative("b", 2.0 - 1e-5, 0.0))
+    assert "the step takes 10.0 µs less: within the solver's gap of 100 µs" in said
