@@ -309,8 +309,11 @@ def _check_transfers(program: Program) -> None:
             raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
 
 
-def live_bytes(program: Program) -> Iterator[tuple[int, int, int]]:
-    """After every instruction in `order`: (submesh, position, bytes per device of the buffers live there)."""
+def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """After every instruction in `order`: (submesh, position, bytes per device of live buffers on every submesh).
+
+    What a transfer brings takes memory from its send on: it may arrive at any time from then, wanted or not.
+    """
     held = [0] * len(program.submeshes)
 
     def add(buffers: Iterable[int], sign: int) -> None:
@@ -323,20 +326,20 @@ def live_bytes(program: Program) -> Iterator[tuple[int, int, int]]:
             case Run() as item:
                 add(item.outputs, 1)
                 add(program.consumed(item), -1)
-            case Receive(transfer=number):
+            case Send(transfer=number):
                 add(program.transfers[number].received, 1)
             case Free(buffers=buffers):
                 add(buffers, -1)
-        yield mesh, position, held[mesh]
+        yield mesh, position, tuple(held)
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
-    """For each submesh the most bytes per device that buffers take between two instructions."""
+    """For each submesh the most bytes per device that buffers take between two instructions of `order`."""
     peaks = [0] * len(program.submeshes)
     for number in _given(program):
         peaks[program.buffers[number].mesh] += program.buffers[number].bytes
-    for mesh, _, held in live_bytes(program):
-        peaks[mesh] = max(peaks[mesh], held)
+    for _, _, held in live_bytes(program):
+        peaks = list(map(max, peaks, held))
     return tuple(peaks)
 
 

@@ -171,6 +171,26 @@ def test_constants_are_never_ended(small: Program) -> None:
         programs.check(constant)
 
 
+def test_what_is_sent_counts_where_it_goes_from_its_send_on(small: Program) -> None:
+    sizes = {"value to of stage 0": 3, "value of stage 1": 7}
+    buffers = tuple(dataclasses.replace(b, bytes=sizes.get(b.name, 0)) for b in small.buffers)
+    sized = dataclasses.replace(small, buffers=buffers)
+    held = {(mesh, position): held for mesh, position, held in programs.live_bytes(sized)}
+    assert list(held) == list(programs.order(sized))
+    before, there = (0, 0), 0
+    for (mesh, position), now in held.items():
+        item = sized.lists[mesh][position]
+        if isinstance(item, Send) and mesh == 0:
+            assert now == (before[0], before[1] + 7)
+            there += 1
+        elif isinstance(item, Receive):
+            assert now == before
+        before = now
+    assert there == 3
+    assert before == (0, 0)
+    assert programs.peak_bytes(sized) == tuple(max(now[mesh] for now in held.values()) for mesh in (0, 1))
+
+
 def test_shared_arguments_count_once(small: Program) -> None:
     buffers = tuple(dataclasses.replace(b, bytes=0) for b in small.buffers)
     buffers = (dataclasses.replace(buffers[0], bytes=10), *buffers[1:])
