@@ -1,10 +1,15 @@
 """What a call with 300 leaves costs more than under `jax.jit` or `nnx.jit` with equal shardings and donation.
 
 The step is nearly empty, so that what is timed is the call: from calling until it returns, without waiting for the
-devices, which are idle at every start. The contestants take turns in one process, in random order; the result is the
-difference of the medians. `noise_us` is that difference between two identical `jit`s.
+devices, which are idle at every start. The contestants take turns in one process, in random order: ours, called as
+`parallelize` returns it, the `jit`, and the same `jit` again on a state of its own.
 
-    python benchmarks/overhead.py --rounds 1500
+Where its 300 arrays happen to lie in memory makes a call up to 100 us faster or slower, so all is repeated with fresh
+states. `more_us` is the median over the repetitions of the difference of the medians, `more_us_of_each` are these
+differences, and `noise_us` is what the same `jit` again makes of it. The devices of a CPU compete with the call for its
+cores; `more_cpu_us` is the difference in time that the calling thread was running.
+
+    python benchmarks/overhead.py
 
 writes benchmarks/results/overhead.json. Run it on an idle machine: the numbers are tens of microseconds.
 """
@@ -20,7 +25,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +35,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite import parallelize
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.evaluation import evaluate_block
 from alpa_lite.passes.tracing import trace
 from alpa_lite.runtime.executor import Executable, mesh_of
 
+Calls = dict[str, Callable[[], Any]]
 LAYERS = 100  # of three leaves each
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 
@@ -43,7 +49,8 @@ RESULTS = Path(__file__).parent / "results" / "overhead.json"
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 8])
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(arguments.devices))
@@ -51,7 +58,13 @@ def main() -> None:
     for devices in arguments.devices:
         mesh = mesh_of(LogicalMesh((devices,), ("d",)))
         for name, contest in (("dict", dict_contest), ("nnx", nnx_contest)):
-            rows.append({"arguments": name, "devices": devices, **measure(contest(mesh), arguments.rounds)})
+            rows.append(
+                {
+                    "arguments": name,
+                    "devices": devices,
+                    **measure(contest(mesh), arguments.repetitions, arguments.rounds),
+                }
+            )
             print(rows[-1])
     RESULTS.parent.mkdir(exist_ok=True)
     machine = {
@@ -60,6 +73,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "rounds": arguments.rounds,
+        "repetitions": arguments.repetitions,
         "leaves": 3 * LAYERS,
     }
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -67,35 +81,56 @@ def main() -> None:
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def measure(contest: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median microseconds of each contestant's call; differences, also of 10th percentiles (less moved by load)."""
-    for call in contest.values():
-        for _ in range(5):
-            jax.block_until_ready(call())
-    times: dict[str, list[float]] = {name: [] for name in contest}
-    names = list(contest)
-    gc.collect()
-    gc.disable()
-    order = random.Random(0)
-    for _ in range(rounds):
-        order.shuffle(names)  # what runs before a call changes its time
-        for name in names:
-            start = time.perf_counter()
-            result = contest[name]()
-            times[name].append(time.perf_counter() - start)
-            jax.block_until_ready(result)
-    gc.enable()
-    medians = {name: 1e6 * statistics.median(found) for name, found in times.items()}
-    ours, theirs = medians["ours"], medians["jit"]
+def measure(contest: Callable[[], Calls], repetitions: int, rounds: int) -> dict[str, Any]:
+    """Microseconds of a call, and how many more ours takes (the module's docstring says how).
+
+    Args:
+      contest: makes the contestants, each with a state of its own.
+      repetitions: how often they are made.
+      rounds: how often each is called.
+    """
+    found = [_medians(contest(), rounds, seed) for seed in range(repetitions)]
+
+    def more(name: str, clock: int) -> list[float]:
+        return [1e6 * (medians[name][clock] - medians["jit"][clock]) for medians in found]
+
     return {
-        **{f"{name}_us": round(value, 1) for name, value in medians.items()},
-        "more_us": round(ours - theirs, 1),
-        "noise_us": round(medians["jit again"] - theirs, 1),
-        "more_p10_us": round(1e6 * float(np.percentile(times["ours"], 10) - np.percentile(times["jit"], 10)), 1),
+        "ours_us": round(1e6 * statistics.median(medians["ours"][0] for medians in found), 1),
+        "jit_us": round(1e6 * statistics.median(medians["jit"][0] for medians in found), 1),
+        "more_us": round(statistics.median(more("ours", 0)), 1),
+        "noise_us": round(statistics.median(more("jit again", 0)), 1),
+        "more_cpu_us": round(statistics.median(more("ours", 1)), 1),
+        "noise_cpu_us": round(statistics.median(more("jit again", 1)), 1),
+        "more_us_of_each": [round(value) for value in more("ours", 0)],
+        "noise_us_of_each": [round(value) for value in more("jit again", 0)],
     }
 
 
-def dict_contest(mesh: Any) -> dict[str, Callable[[], Any]]:
+def _medians(calls: Calls, rounds: int, seed: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of each contestant's calls: by the clock, and of the calling thread."""
+    for call in calls.values():
+        for _ in range(5):
+            jax.block_until_ready(call())
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names = list(calls)
+    gc.collect()
+    gc.disable()
+    order = random.Random(seed)
+    for _ in range(rounds):
+        order.shuffle(names)  # what runs before a call changes its time
+        for name in names:
+            start, busy = time.perf_counter(), time.thread_time()
+            result = calls[name]()
+            times[name].append((time.perf_counter() - start, time.thread_time() - busy))
+            jax.block_until_ready(result)
+    gc.enable()
+    return {
+        name: (statistics.median(wall for wall, _ in taken), statistics.median(cpu for _, cpu in taken))
+        for name, taken in times.items()
+    }
+
+
+def dict_contest(mesh: Any) -> Callable[[], Calls]:
     """A state in nested dicts, as Flax linen has them, and a placed batch."""
 
     def step(state: Any, batch: Any) -> Any:
@@ -106,14 +141,12 @@ def dict_contest(mesh: Any) -> dict[str, Callable[[], Any]]:
         layer = {"attention": {"kernel": np.ones((8, 8), np.float32), "bias": np.ones(8, np.float32)}}
         return {f"layer_{i}": layer | {"norm": {"scale": np.ones(8, np.float32)}} for i in range(LAYERS)}
 
-    ours, shardings, batch = executable(mesh, step, make(), np.ones((8, 8), np.float32))
+    ours, place, shardings, batch = parallel(mesh, step, make(), np.ones((8, 8), np.float32))
     outputs = (shardings[0], NamedSharding(mesh, P()))
-
-    def jitted() -> Any:
-        return jax.jit(partial(step), donate_argnums=0, in_shardings=shardings, out_shardings=outputs)
+    jitted = jax.jit(step, donate_argnums=0, in_shardings=shardings, out_shardings=outputs)
 
     def contestant(run: Any) -> Callable[[], Any]:
-        state = ours.place(make(), batch)[0]
+        state = place(make(), batch)[0]
 
         def call() -> Any:
             nonlocal state
@@ -122,7 +155,7 @@ def dict_contest(mesh: Any) -> dict[str, Callable[[], Any]]:
 
         return call
 
-    return {"ours": contestant(ours), "jit": contestant(jitted()), "jit again": contestant(jitted())}
+    return lambda: {"ours": contestant(ours), "jit": contestant(jitted), "jit again": contestant(jitted)}
 
 
 class Layer(nnx.Module):
@@ -141,7 +174,7 @@ class Model(nnx.Module):
         self.layers = nnx.List([Layer() for _ in range(LAYERS)])
 
 
-def nnx_contest(mesh: Any) -> dict[str, Callable[[], Any]]:
+def nnx_contest(mesh: Any) -> Callable[[], Calls]:
     """A model that the step updates in place."""
 
     def step(model: Any, batch: Any) -> Any:
@@ -149,26 +182,29 @@ def nnx_contest(mesh: Any) -> dict[str, Callable[[], Any]]:
         nnx.update(model, jax.tree.map(lambda leaf: leaf + total, nnx.state(model)))
         return total
 
-    ours, _, batch = executable(mesh, step, Model(), np.ones((8, 8), np.float32))
-
-    def jitted() -> Any:
-        return nnx.jit(partial(step), donate_argnums=0)
+    ours, place, _, batch = parallel(mesh, step, Model(), np.ones((8, 8), np.float32))
+    jitted = nnx.jit(step, donate_argnums=0)
 
     def contestant(run: Any) -> Callable[[], Any]:
-        model = ours.place(Model(), batch)[0]
+        model = place(Model(), batch)[0]
         return lambda: run(model, batch)
 
-    return {"ours": contestant(ours), "jit": contestant(jitted()), "jit again": contestant(jitted())}
+    return lambda: {"ours": contestant(ours), "jit": contestant(jitted), "jit again": contestant(jitted)}
 
 
-def executable(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Executable, Any, Any]:
-    """The executor on a step, with every array sharded by its leading dim, and the shardings of (state, batch)."""
+def parallel(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+    """The step with every array sharded by its leading dim: the step, its `place`, the shardings, and a placed batch.
+
+    Not planned, so that the shardings are the `jit`'s.
+    """
     traced = trace(step, (state, batch), {})
     inputs = [P("d")] * len(traced.arguments)
     outputs = [P("d") if output.role == "state" else P() for output in traced.outputs]
     run = Executable(traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, inputs, outputs)
+    ours = parallelize(step)
+    ours._current = run
     sharding = NamedSharding(mesh, P("d"))
-    return run, (jax.tree.map(lambda _: sharding, state), sharding), jax.device_put(batch, sharding)
+    return ours, run.place, (jax.tree.map(lambda _: sharding, state), sharding), jax.device_put(batch, sharding)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,26 @@
 
 The executable takes flat arrays, in two groups: those that are donated, and the rest. Flattening and unflattening are
 JAX's, in C++, and replace those that `jax.jit` would do on the pytrees, so a call costs what the same `jax.jit` costs.
+To call a `jax.jit` with the pytrees themselves would cost more: what is donated must be looked at leaf by leaf, which
+means to flatten a second time. And it would compile the step anew for a batch in NumPy arrays, for one on no certain
+device, and for one on the mesh, because the sharding is part of an array's type; the executable takes them all.
 
 What a call must make sure of:
 
 1. *The signature is the planned one.* The structure is compared with the traced one; shapes and dtypes are compared by
-   the executable itself, which refuses others. Either way `NewSignature` is raised, and the caller plans anew.
+   the executable itself, which refuses others; weak types, which it does not look at, are compared here. Each of them
+   raises `NewSignature`, and the caller plans anew.
 2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that are not placed as planned are copied
    (`placement`), and so is an array that occurs twice, since no buffer can be donated twice (JAX 0.10 crashes on it).
 
 The second check costs a few microseconds when the state is, leaf for leaf, what the last call returned: then it is
 placed, and no leaf occurs twice. To compare, the outputs of the last call are remembered; they are forgotten when the
 last of them is garbage, so that a state that the user has dropped is not kept alive.
+
+Flattening *along* the traced structure (`flatten_up_to`) takes half the time of flattening and comparing: 27 of 62
+microseconds for 300 leaves in 200 dicts. But if the structure differs, its error message holds the `repr` of what it
+met, for which JAX would fetch whole states from the devices. So only arguments that the last call returned are
+flattened so: their structure differs only if they were changed in place.
 
 Donated "auto" are the state leaves whose output has their sharding: exactly those whose buffer XLA can reuse.
 """
@@ -123,6 +132,10 @@ class Executable:
         specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
         self._constant_shardings = [NamedSharding(mesh, spec) for spec in specs]
         self._donated = _donated(traced, in_specs, out_specs, donate)
+        state = {argument for _, argument in traced.state}
+        ranges = _ranges(traced)
+        self._state_positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
+        self._arity = len(ranges) if state.isdisjoint(range(ranges[-1].stop if ranges else 0, count)) else -1
         self._kept = [i for i in range(count) if i not in set(self._donated)]
         self._pick_donated, self._pick_kept = _picker(self._donated), _picker(self._kept)
         new_value = {argument: output for output, argument in traced.state}
@@ -134,6 +147,8 @@ class Executable:
         self._constants: tuple[jax.Array, ...] = ()
         self._canary: weakref.ref[Any] | None = None  # to the last of what the last call returned for donated arguments
         self._last: Sequence[Any] = ()  # all others of them
+        self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given anew
+        self._kept_weak = [self._spec(i).weak_type for i in self._kept]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -146,10 +161,12 @@ class Executable:
                 raise NewSignature
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
-            return self._out_tree.unflatten(self._run((args, kwargs)))
+            out = self._out_tree.unflatten(self._run(self._leaves_along(args, kwargs)))
+            self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
+            return out
         with modules.updating(self):
             pure = modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
-            out = self._run(pure)
+            out = self._run(self._leaves(pure))
             return modules.merge_results(self._out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,14 +240,31 @@ class Executable:
         aval = self._traced.graph.values[self._traced.graph.block.inputs[number]].aval
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
-    def _run(self, pure: Any) -> list[Any]:
-        """The flat outputs."""
+    def _leaves(self, pure: Any) -> list[Any]:
         leaves, tree = jax.tree_util.tree_flatten(pure)
         if tree != self._in_tree:
             raise NewSignature
+        return leaves
+
+    def _leaves_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat arguments, in the faster way if the state, all positional, is what the last call returned.
+
+        Where an array should be, the faster way also takes a pytree. The executable refuses it as it refuses a string.
+        """
+        if len(args) == self._arity and self._returned.issuperset([id(args[i]) for i in self._state_positions]):
+            try:
+                return self._in_tree.flatten_up_to((args, kwargs))
+            except Exception:  # a pytree of the user's own may raise anything
+                self._returned = frozenset()
+        return self._leaves((args, kwargs))
+
+    def _run(self, leaves: list[Any]) -> list[Any]:
+        """The flat outputs."""
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         if donated and not self._is_last(donated):
             donated = self._settled(donated)
+        if list(map(_is_weak, kept)) != self._kept_weak:
+            raise NewSignature
         executable = self._executable or self.compiled()
         try:
             out = executable(donated, kept, self._constants)
@@ -272,15 +306,23 @@ class Executable:
         return ready if isinstance(kept, list) else tuple(ready)
 
     def _check(self, numbers: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Raises NewSignature unless the leaves have the shapes and dtypes of these arguments."""
+        """Raises NewSignature unless the leaves have the shapes, dtypes and weak types of these arguments."""
         for number, leaf in zip(numbers, leaves, strict=True):
             spec = self._spec(number)
             try:
                 aval = jax.typeof(leaf)
             except TypeError:
                 raise NewSignature from None
-            if aval.shape != spec.shape or aval.dtype != spec.dtype:
+            if (aval.shape, aval.dtype, _is_weak(leaf)) != (spec.shape, spec.dtype, spec.weak_type):
                 raise NewSignature
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether the dtype of an array or scalar yields to that of what it meets (the `weak_type` of `jax.typeof`)."""
+    weak = getattr(leaf, "weak_type", None)
+    if weak is None:
+        return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+    return weak
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -326,19 +368,25 @@ def _donated(
 def _leaves_of(traced: Traced, positions: Sequence[int]) -> list[int]:
     """The numbers of the leaves of these positional arguments."""
     calling: Calling = traced.extra["calling"]
-    starts, start = {}, 0
-    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
-    for position, tree in zip(calling.dynamic, jax.tree_util.treedef_children(args_tree), strict=True):
-        starts[position] = range(start, start + tree.num_leaves)
-        start += tree.num_leaves
+    ranges = dict(zip(calling.dynamic, _ranges(traced), strict=True))
     count = len(calling.names)
     for position in positions:
-        if position % max(count, 1) not in starts or not -count <= position < count:
+        if position % max(count, 1) not in ranges or not -count <= position < count:
             raise OptionError(
                 f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
                 f"with {count} positional arguments"
             )
-    return sorted({leaf for position in positions for leaf in starts[position % count]})
+    return sorted({leaf for position in positions for leaf in ranges[position % count]})
+
+
+def _ranges(traced: Traced) -> list[range]:
+    """The numbers of the leaves of each positional argument that is not static."""
+    out, start = [], 0
+    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
+    for tree in jax.tree_util.treedef_children(args_tree):
+        out.append(range(start, start + tree.num_leaves))
+        start += tree.num_leaves
+    return out
 
 
 def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:

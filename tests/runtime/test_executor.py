@@ -315,6 +315,70 @@ def test_new_signatures_are_refused_before_anything_is_donated():
     run(state, make_batch())
 
 
+class Costly(list):
+    """A state that counts how often its text is asked for: for arrays, that would fetch them."""
+
+    asked = 0
+
+    def __repr__(self):
+        Costly.asked += 1
+        return super().__repr__()
+
+
+jax.tree_util.register_pytree_node(Costly, lambda node: (tuple(node), len(node)), lambda _, leaves: Costly(leaves))
+
+
+def test_a_state_of_another_structure_is_refused_without_reading_it():
+    def fun(state, batch):
+        return Costly(leaf + batch.sum() for leaf in state), 0
+
+    batch = np.ones(8, np.float32)
+    run = executable(fun, Costly([jnp.ones(8), jnp.ones(8)]), batch, state=fsdp)
+    state, _ = run(Costly([jnp.ones(8), jnp.ones(8)]), batch)
+    for other in (Costly([jnp.ones(8)]), {"w": Costly([jnp.ones(8)])}):
+        with pytest.raises(NewSignature):
+            run(other, batch)
+    with pytest.raises(NewSignature):
+        run(state, batch, 1)
+    assert Costly.asked == 0
+    assert_close(list(run(state, batch)[0]), [np.full(8, 17.0)] * 2)
+
+
+def test_a_returned_state_whose_structure_was_changed_in_place():
+    run = executable(step, make_state(), make_batch(), state=fsdp)
+    state, _ = run(make_state(), make_batch())
+    whole = dict(state["params"])
+    for change in [{"w": {"deeper": whole["w"]}}, {"w": [whole["w"]]}, {"w": None}, {"w": ()}, {"more": whole["w"]}]:
+        state["params"].update(change)
+        with pytest.raises(NewSignature):
+            run(state, make_batch())
+        state["params"].clear()
+        state["params"].update(whole)
+    for wrong in [{"x": {"deeper": make_batch()["x"]}}, {"x": None}, {"x": [make_batch()["x"]]}]:
+        with pytest.raises(NewSignature):
+            run(state, {**make_batch(), **wrong})
+    state, _ = run(state, make_batch())
+    assert int(state["step"]) == 2
+
+
+def test_weak_types_belong_to_the_signature():
+    def fun(state, rate, batch):
+        return {"w": state["w"] * rate, "n": state["n"] + 1}, batch.sum()
+
+    half, batch = jnp.ones(8, jnp.bfloat16), np.ones(8, np.float32)
+    run = executable(fun, {"w": half, "n": 0}, 0.5, batch, state=fsdp, batch_argnums=2)
+    state, _ = run({"w": half, "n": 0}, 0.5, batch)
+    state, _ = run(state, jnp.asarray(0.25), batch)  # as weak as the Python number
+    assert state["n"].weak_type and state["w"].dtype == jnp.bfloat16
+    for strong in (np.float32(0.5), jnp.float32(0.5)):
+        with pytest.raises(NewSignature):  # the step would return float32
+            run(state, strong, batch)
+    with pytest.raises(NewSignature):
+        run({"w": half, "n": jnp.int32(0)}, 0.5, batch)
+    state, _ = run(state, 0.5, batch)
+    assert float(state["w"][0]) == 0.0625 and int(state["n"]) == 3
+
+
 def test_static_arguments_and_keywords():
     def fun(state, rate, *, batch, mode):
         new = jax.tree.map(lambda w: w - rate * batch["x"].sum(), state)
