@@ -31,7 +31,7 @@ Changes = Mapping[int, int]
 
 SWEEPS = 4
 """Message passing sweeps: bounds of whole models are then within about one part in 1e3 of the optimum."""
-_STEPS = 12  # prices of memory tried where the budget binds
+_STEPS = 6  # prices of memory tried where the budget binds
 _BINDING = 1e-3  # share of the objective by which a choice must exceed the bound without memory for a price to be tried
 _RAISES = 3  # times that the price of memory is doubled for a plan that does not fit
 _VISITS = 300  # of nodes in one descent
