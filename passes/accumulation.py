@@ -78,7 +78,7 @@ def accumulate(
         except MicrobatchError as error:
             refusals.append(error)
             continue
-        if found is None or (len(analysis.local), -analysis.work) < (len(found[0].local), -found[0].work):
+        if found is None or _better(analysis, found[0]):
             found = analysis, candidate
         if not analysis.local and all(dim == 0 for dim in candidate[1].values()):
             break
@@ -91,6 +91,13 @@ def accumulate(
         raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
     notes = _notes(traced, analysis, size, dims)
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
+
+
+def _better(new: Analysis, old: Analysis) -> bool:
+    """Whether a choice of the batch beats an earlier one: more exact, unless it leaves the work out of the loop."""
+    if bool(new.local) != bool(old.local):
+        return new.work > old.work // 2 if old.local else new.work // 2 > old.work
+    return new.work > old.work
 
 
 def batch_dims(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int) -> dict[str, int] | None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.accumulation_rows import aligned_form
 from alpa_lite.passes.accumulation_states import (
     AFTER,
     AXIS,
@@ -133,6 +134,7 @@ class Analysis:
         if AFTER in states and self._sink(op):
             states = [self.of(a) for a in op.operands]
         if AFTER in states:
+            self._decline_chain(op, states)
             self._after(op, None)
             return
         found = self.classify(op, states)
@@ -141,7 +143,7 @@ class Analysis:
             self.free.update(op.results)
             if isinstance(found, Failure) or (PARTIAL in found.results and not op.has_effects):
                 self.ahead.append(op)
-                found = self._whole(op)
+                found = self._ahead(op, states)
         if isinstance(found, Failure):
             if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):
                 found = Decision("copy", tuple(states), (LOCAL,) * len(op.results))
@@ -152,7 +154,7 @@ class Analysis:
             self._declined[op.index] = found
             self._after(op, None)
             return
-        if found.kind in ("scan", "while", "cond"):
+        if found.kind in ("scan", "map", "while", "cond"):
             results = tuple(INNER if s == WHOLE else s for s in found.results)
             found = Decision(found.kind, found.operands, results, None, found.inner, found.scale, found.length)
         self._decide(op, found)
@@ -169,6 +171,29 @@ class Analysis:
 
     def _whole(self, op: Op) -> Decision:
         return Decision("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
+
+    def _ahead(self, op: Op, states: Sequence[State]) -> Decision:
+        """Computed before the loop; what still holds single examples is cut, so that what follows is in the loop."""
+        carried = {i: self._examples(a) for i, a in enumerate(op.operands)}
+        cut = []
+        for i, value in enumerate(op.results):
+            dims = self._result_examples(op, carried, i)
+            if op.name == "gather" and states[0].kind == "sliced":
+                shape, size = self.values[value].shape, self._shape(op.operands[0])[states[0].dim]
+                dims = {d for d, n in enumerate(shape) if n == size and d not in self._window_dims(op)}
+            fits = [d for d in sorted(dims) if self.values[value].shape[d] % self.parts == 0]
+            cut.append(sliced(fits[0]) if fits and not op.bodies else WHOLE)
+        return Decision("whole", (WHOLE,) * len(op.operands), tuple(cut))
+
+    def _window_dims(self, op: Op) -> Sequence[int]:
+        return op.params["dimension_numbers"].offset_dims
+
+    def outside(self, value: int) -> bool:
+        """Whether a value is computed before the loop, or is an argument."""
+        if value not in self.producers:
+            return True
+        decision = self.decisions.get(self.producers[value][0].index)
+        return decision is not None and decision.kind == "whole"
 
     def _barrier(self, op: Op, states: Sequence[State]) -> None:
         """Each result is in the state of its operand."""
@@ -257,6 +282,16 @@ class Analysis:
                 self._decide(inner, self._declined[inner.index])
         return True
 
+    def _decline_chain(self, op: Op, states: Sequence[State]) -> None:
+        """Notes an operation that could be in the loop if the linear operations before it were."""
+        made = [a for a in op.operands if not isinstance(a, Lit)]
+        if op.name in _CHAIN and all(
+            a in self.producers and self.producers[a][0].index in self._declined for a in made
+        ):
+            found = self.classify(op, [PARTIAL if s == AFTER else s for s in states])
+            if isinstance(found, Decision):
+                self._declined[op.index] = found
+
     def _chain(self, atom: Atom) -> list[Op] | None:
         """The linear operations between a value and a sum, all read once; None if there is no such chain."""
         chain: list[Op] = []
@@ -304,11 +339,16 @@ class Analysis:
         rule = self.rules[op.key]
         factors = rule.operands[number][state.dim]
         failure = Failure(op, rule.reason or "it works across the examples of the batch")
-        if not factors:
-            return failure
-        form = self.form(op, factors[0])
-        if form is None:
-            return failure
+        forms = [aligned_form(op, self.values, self.producers, self.parts)]
+        forms += [self.form(op, factors[0])] if factors else []
+        for form in forms:
+            found = None if form is None else self._fits(op, states, form)
+            if found is not None:
+                return found
+        return failure
+
+    def _fits(self, op: Op, states: Sequence[State], form: LocalForm) -> Decision | None:
+        """The decision for a form, if the operands can be had as it wants them."""
         wanted = []
         for layout, given in zip(form.operands, states, strict=True):
             want = state_of(layout)
@@ -316,11 +356,11 @@ class Analysis:
                 want = given
             single = self.parts == 1 and given == LOCAL
             if want != given and not single and not self.can_block(op.operands[len(wanted)], want.dim):
-                return failure
+                return None
             wanted.append(want)
         results = tuple(state_of(layout) for layout in form.results)
         if WHOLE in results:
-            return failure
+            return None
         scale = op.index in self.local and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
@@ -414,7 +454,7 @@ class Analysis:
         consts, carries = op.params["num_consts"], op.params["num_carry"]
         split = consts + carries
         if any(s == sliced(0) for s in states[split:]):
-            return Failure(op, "it loops over the examples of the batch")
+            return self._map(op, states)
         xs = [shifted(s, -1) for s in states[split:]]
         atoms = [*op.operands[:consts], *[None] * carries, *op.operands[split:]]
 
@@ -429,6 +469,35 @@ class Analysis:
         self._pass_roots(op, body.outputs)
         operands = (*states[:consts], *carry, *states[split:])
         return Decision("scan", operands, results, inner=(*carry, *ys), length=op.params["length"])
+
+    def _map(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        """A scan over the examples: a micro-batch scans over its own, if all that it carries are sums over examples."""
+        (body,) = op.bodies
+        consts, carries = op.params["num_consts"], op.params["num_carry"]
+        split = consts + carries
+        failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
+        if op.params["length"] % self.parts or any(s not in (WHOLE, sliced(0)) for s in states[split:]):
+            return failure
+        if any(s.kind in ("sliced", "partial") for s in states[:consts]):
+            return Failure(op, "it loops over the examples of the batch, and each needs all of them", self._roots(op))
+        uses = Counter(a for inner in body.ops for a in inner.operands if not isinstance(a, Lit))
+        uses.update(a for a in body.outputs if not isinstance(a, Lit))
+        carried = []
+        for value, out, state in zip(body.inputs[consts:split], body.outputs, states[consts:split], strict=False):
+            add = self.producers[out][0] if isinstance(out, int) and out in self.producers else None
+            if out == value and uses[value] == 1 and state.kind in ("whole", "inner"):
+                carried.append(state)
+            elif add and add.name in ("add", "add_any") and value in add.operands and uses[value] == uses[out] == 1:
+                if state.kind == "sliced":
+                    return failure
+                carried.append(PARTIAL)
+            else:
+                return failure
+        count = len(op.operands) - split
+        operands = (*states[:consts], *carried, *[sliced(0)] * count)
+        results = (*carried, *[sliced(0)] * (len(op.results) - carries))
+        self.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
+        return Decision("map", operands, results, length=op.params["length"] // self.parts)
 
     def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
         for value, atom in zip(op.results, outputs, strict=True):

@@ -190,7 +190,6 @@ class _Outside:
         self._blocks: dict[tuple[int, int], int] = {}
         self._counter: int | None = None
         self.block = self.analysis.graph.block
-        self._inputs = {*self.block.inputs}
 
     def need(self, value: int) -> int:
         """Makes sure that a value is computed, for the whole batch, before the loop."""
@@ -260,7 +259,7 @@ class _Outside:
         def read(atom: Atom) -> None:
             if isinstance(atom, Lit):
                 return
-            if analysis.state[atom] == WHOLE or atom in self._inputs:
+            if analysis.state[atom] == WHOLE or analysis.outside(atom):
                 self._mark(atom, late)
             elif analysis.state[atom] != AFTER:
                 loop.export(atom)
@@ -456,6 +455,10 @@ class _Scope:
             case "copy":
                 operands = [self.fetch(a, s) for a, s in zip(op.operands, decision.operands, strict=True)]
                 self.ops.append(self.builder.copied(op, operands, self._define(op, decision)))
+            case "map":
+                operands = [self.fetch(a, s) for a, s in zip(op.operands, decision.operands, strict=True)]
+                params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": decision.length}
+                self.ops.append(self.builder.copied(op, operands, self._define(op, decision), params))
             case "barrier":
                 self.emit_barrier(op, decision)
             case _:
@@ -643,9 +646,8 @@ class _Loop(_Scope):
             if self._is_source(value):
                 return None
             return self._const(self.outside.need(value))
-        outer = value not in analysis.producers
-        if want.kind == "sliced" and (outer or analysis.state[value] == WHOLE):
-            found = None if outer else self._local_block(value, want.dim)
+        if want.kind == "sliced" and (analysis.outside(value) or analysis.state[value] == WHOLE):
+            found = self._local_block(value, want.dim) if analysis.state[value] == WHOLE else None
             return found if found is not None else self._scanned(self.outside.blocks(value, want.dim))
         return None
 

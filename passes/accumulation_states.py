@@ -78,16 +78,17 @@ class Decision:
 
     Attributes:
       kind: "whole": it stays outside of the loop; "form": its local form; "copy": the operation itself, on values that
-        are not sliced or on summands that it is linear in; "barrier"; "scan", "while", "cond": itself, on other bodies.
+        are not sliced or on summands that it is linear in; "barrier"; "scan", "while", "cond": itself, on other bodies;
+        "map": a scan over the examples, itself over fewer.
       operands: the state in which each operand is wanted.
       results: the state of each result.
       form: for "form".
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
-      length: for "scan", its length in a micro-batch.
+      length: for "scan" and "map", the length in a micro-batch.
     """
 
-    kind: Literal["whole", "form", "copy", "barrier", "scan", "while", "cond"]
+    kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
     operands: tuple[State, ...]
     results: tuple[State, ...]
     form: LocalForm | None = None
