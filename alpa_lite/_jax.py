@@ -163,3 +163,23 @@ def unordered(params: Mapping[str, Any]) -> dict[str, Any]:
     if "effect" in out:
         out["effect"] = _debugging.debug_effect
     return out
+
+
+# --- layering: what derivatives leave in name stacks ------------------------------------------------------------------
+
+
+def derivative(source: Any) -> str | None:
+    """Either "jvp" for an operation of a differentiated function, "transpose" for one of its reverse pass, else None.
+
+    Of nested derivatives the outermost counts. The elements of a name stack are private types; a user's scope may be
+    called "jvp" too, so only transforms are looked at.
+    """
+    for element in source.name_stack.stack:
+        if isinstance(element, _source_info_util.Transform) and element.name in ("jvp", "transpose"):
+            return element.name
+    return None
+
+
+def scopes(source: Any) -> tuple[str, ...]:
+    """The named scopes of an operation, outermost first, without transforms."""
+    return tuple(e.name for e in source.name_stack.stack if isinstance(e, _source_info_util.Scope))
