@@ -71,12 +71,14 @@ def search(
     """
     tried = []
     shapes = meshes(cluster, method)
+    shared = strategies.Shared(traced, grouping)
     quick = time_limit if len(shapes) == 1 else _QUICK
     for mesh in shapes:
         progress(f"relaxing mesh {_by(mesh)}")
         allowed = limits(traced, grouping, method, mesh)
         cost = MeshCost(cluster, mesh)
-        build = partial(strategies.build, traced, grouping, rules, cost, budget=budget, allowed=allowed)
+        known = {"budget": budget, "allowed": allowed, "shared": shared}
+        build = partial(strategies.build, traced, grouping, rules, cost, **known)
         problem = _Problem(mesh, cluster.platform, build)
         space = problem.build()
         tried.append((sharding.solve(replace(space.program, budget=None), time_limit=quick), problem, space))

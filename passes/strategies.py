@@ -20,22 +20,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Traced, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.passes.grouping import Demand, Dims, Group, Grouping
+from alpa_lite.passes.grouping import Dims, Group, Grouping
 from alpa_lite.passes.local_forms import LocalForm, local_form
 from alpa_lite.passes.strategy_prices import combinable, divides, pairs, work
 from alpa_lite.passes.strategy_space import Move, Node, Space, Strategy, assignments, layout_of
-from alpa_lite.strategy import Buffers, Rule, StrategyGraph, Transfer
+from alpa_lite.passes.strategy_tables import Passage, Shared, Tables, fullest_point, smallest, state_kinds
+from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
 
 __all__ = [
     "Move",
     "Node",
+    "Shared",
     "Space",
     "Strategy",
     "assignments",
@@ -57,6 +58,7 @@ def build(
     budget: float | None = None,
     allowed: Mapping[int, Sequence[Layout]] | None = None,
     regather: bool = False,
+    shared: Shared | None = None,
 ) -> Space:
     """Builds the integer program of a grouped step on the mesh of `cost`.
 
@@ -65,40 +67,9 @@ def build(
       allowed: group -> the layouts that it may have, for leaves that a method fixes.
       regather: state that is used before and after the fullest point of the program is resharded twice instead of being
         kept, so that its whole copy does not live between.
+      shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
     """
-    builder = _Builder(traced, grouping, rules, cost, allowed or {}, regather)
-    return builder.space(budget)
-
-
-def state_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
-    """Argument number -> "params" or "optimizer", for state arguments.
-
-    State that influences an output which is not state (the loss) is a parameter; what only influences the next state
-    (moments, counters) belongs to the optimizer.
-    """
-    block = traced.graph.block
-    updated = {out for out, _ in traced.state}
-    needed = {a for i, a in enumerate(block.outputs) if i not in updated and not isinstance(a, Lit)}
-    for op in reversed(block.ops):
-        if any(v in needed for v in op.results):
-            needed.update(a for a in op.operands if not isinstance(a, Lit))
-    arguments = {argument for _, argument in traced.state}
-    return {i: "params" if block.inputs[i] in needed else "optimizer" for i in arguments}
-
-
-def fullest_point(traced: Traced, grouping: Grouping) -> int:
-    """The program point at which most bytes of intermediate values live, were nothing sharded."""
-    values = traced.graph.values
-    change = np.zeros(grouping.points + 2)
-    last: dict[int, int] = {}
-    for demand in grouping.demands:
-        last[demand.value] = max(last.get(demand.value, 0), demand.position)
-    inputs = set(traced.graph.block.inputs)
-    for value, end in last.items():
-        if value not in inputs and value in grouping.defined:
-            change[grouping.defined[value]] += values[value].nbytes
-            change[end + 1] -= values[value].nbytes
-    return int(np.argmax(np.cumsum(change)))
+    return _Builder(rules, cost, allowed or {}, shared or Shared(traced, grouping)).space(budget, regather)
 
 
 def _busiest(found: list[Strategy]) -> list[Strategy]:
@@ -107,42 +78,59 @@ def _busiest(found: list[Strategy]) -> list[Strategy]:
     return [s for s, n in zip(found, used, strict=True) if n == max(used)]
 
 
+class _Choices:
+    """The strategies of a node as arrays: `parts[s, f]` is into how many parts strategy s cuts factor f.
+
+    Nodes whose strategies are equal share one of these, and with it the layouts that they lead to.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], factors: int, mesh: LogicalMesh):
+        self.strategies = tuple(strategies)
+        sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
+        self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
+        self._layouts: dict[tuple[Dims, bool], tuple[tuple[Layout, ...], np.ndarray]] = {}
+
+    def cut(self, dims: Dims) -> np.ndarray:
+        """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
+        return self.parts[:, [f for dim in dims for f in dim]].prod(1)
+
+    def layouts(self, dims: Dims, partial: bool) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The layouts of a tensor, and which of them each strategy leads to; `partial`: with the strategy's sums."""
+        key = dims, partial
+        if key not in self._layouts:
+            found = [layout_of(dims, s, s.partial if partial else ()) for s in self.strategies]
+            self._layouts[key] = _classify(found)
+        return self._layouts[key]
+
+
+def _classify(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
+    seen: dict[Layout, int] = {}
+    classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
+    return tuple(seen), classes
+
+
 class _Builder:
     """Collects strategies, costs, transfers and buffers, class by class."""
 
-    def __init__(self, traced, grouping: Grouping, rules, cost: MeshCost, allowed, regather: bool):
-        self.traced = traced
-        self.values: tuple[Value, ...] = traced.graph.values
-        self.grouping = grouping
+    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, allowed: Mapping, shared: Shared):
+        self.traced, self.grouping, self.shared = shared.traced, shared.grouping, shared
+        self.values: tuple[Value, ...] = self.traced.graph.values
         self.rules = rules
         self.cost = cost
         self.mesh: LogicalMesh = cost.mesh
         self.allowed = allowed
         self.forms: dict[object, LocalForm | None] = {}
         self.part_counts: dict[Layout, int] = {}
-        self.escaping: dict[int, bool] = {}
-        self.late_from = fullest_point(traced, grouping) if regather else None
-        self.leaf_groups = set(grouping.leaves)
-        self.arriving: dict[int, list[Demand]] = {}
-        self.uses: dict[int, list[Demand]] = {}
-        for demand in grouping.demands:
-            self.arriving.setdefault(demand.group, []).append(demand)
-            self.uses.setdefault(demand.value, []).append(demand)
-        self.inputs = set(traced.graph.block.inputs)
-        self.homes_of: dict[int, list[int]] = {}
-        for value, home in grouping.homes.items():
-            self.homes_of.setdefault(home.group, []).append(value)
+        self.inputs = set(self.traced.graph.block.inputs)
+        self.spaces: dict[object, _Choices] = {}
+        self.heavy: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
 
-    def space(self, budget: float | None) -> Space:
-        nodes: list[Node] = []
-        node_of = [0] * len(self.grouping.groups)
-        for members in self.classes():
-            node = self.node(members)
-            for member in members:
-                node_of[member] = len(nodes)
-            nodes.append(node)
-        moves, transfers = self.transfers(nodes, node_of)
-        buffers, held = self.buffers(nodes, node_of, moves)
+    def space(self, budget: float | None, regather: bool) -> Space:
+        tables = self.shared.of(tuple(self.classes()), regather)
+        choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
+        nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
+        moves, transfers, spans = self.transfers(tables, choices)
+        buffers, held = self.buffers(tables, choices, moves, spans)
         program = StrategyGraph(
             node_cost=tuple((n.compute + n.communication) * len(n.members) for n in nodes),
             transfers=tuple(transfers),
@@ -150,7 +138,8 @@ class _Builder:
             budget=budget,
             names=tuple(self.grouping.groups[n.group].name for n in nodes),
         )
-        return Space(self.mesh, program, tuple(nodes), tuple(node_of), tuple(moves), self.late_from, held, self.shares)
+        shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
+        return Space(self.mesh, program, tuple(nodes), tables.node_of, tuple(moves), tables.late_from, held, shares)
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""
@@ -161,56 +150,54 @@ class _Builder:
                 parts.setdefault(None if limit is None else tuple(limit), []).append(member)
             yield from (tuple(part) for part in parts.values())
 
-    # -- nodes ----------------------------------------------------------------------------------------------------
+    # -- strategies -----------------------------------------------------------------------------------------------
 
-    def node(self, members: tuple[int, ...]) -> Node:
-        group = self.grouping.groups[members[0]]
-        strategies = self.strategies(group)
-        compute, communication = np.zeros(len(strategies)), np.zeros(len(strategies))
-        if group.kind != "fixed":
-            for i, strategy in enumerate(strategies):
-                seconds, sent = self.price(group, strategy)
-                compute[i], communication[i] = seconds * group.trips, sent * group.trips
-        return Node(group.index, members, tuple(strategies), compute, communication)
-
-    def strategies(self, group: Group) -> list[Strategy]:
+    def choices(self, group: Group) -> _Choices:
+        """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
         if group.kind == "fixed":
-            return [Strategy(())]
-        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.homes_of.get(group.index, ())):
-            return [Strategy(((),) * len(group.factors))]  # collectives do not take random keys
+            return _Choices([Strategy(())], 0, self.mesh)
+        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.shared.homes_of.get(group.index, ())):
+            # Collectives do not take random keys.
+            return _Choices([Strategy(((),) * len(group.factors))], len(group.factors), self.mesh)
         if group.kind == "heavy":
-            found = [
-                Strategy(axes) for axes in assignments(group.factors, self.mesh) if self.form(group, axes) is not None
-            ]
-            return self.without_waste(group, found)
+            found = self.heavy_strategies(group)
+            return self.spaces.setdefault(("heavy", *found), _Choices(found, len(group.factors), self.mesh))
+        key = (group.kind, group.factors)
+        if key not in self.spaces:
+            self.spaces[key] = _Choices(self.free_strategies(group), len(group.factors), self.mesh)
+        limit = self.allowed.get(group.index)
+        if limit is None:
+            return self.spaces[key]
+        dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
+        found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
+        return _Choices(found, len(group.factors), self.mesh)
+
+    def heavy_strategies(self, group: Group) -> list[Strategy]:
+        """The assignments that have a local form; for products, those that leave the fewest axes idle.
+
+        The others repeat the same work.
+        """
+        found = [Strategy(a) for a in assignments(group.factors, self.mesh) if self.form(group, a) is not None]
+        product = self.grouping.ops[group.ops[0]].name in ("dot_general", "conv_general_dilated")
+        return _busiest(found) if product else found
+
+    def free_strategies(self, group: Group) -> list[Strategy]:
+        """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
         if group.kind == "linear":
-            return list(self.linear_strategies(group))
+            return list(self.linear_strategies(group.factors))
         cube = sum(size > 1 for size in self.mesh.shape) > 2
         orders = cube and len(group.factors) <= 2
         found = [Strategy(axes) for axes in assignments(group.factors, self.mesh, orders=orders)]
-        if cube and group.kind == "light" and len(group.factors) > 2:
-            found = _busiest(found)
-        limit = self.allowed.get(group.index)
-        if limit is not None:
-            value = self.homes_of[group.index][0]
-            dims = self.grouping.homes[value].dims
-            found = [s for s in found if layout_of(dims, s) in limit]
-        return found
+        return _busiest(found) if cube and group.kind == "light" and len(group.factors) > 2 else found
 
-    def linear_strategies(self, group: Group) -> Iterator[Strategy]:
+    def linear_strategies(self, factors: tuple[Factor, ...]) -> Iterator[Strategy]:
         axes = [a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1]
+        every = list(assignments(factors, self.mesh))
         for size in range(len(axes) + 1):
             for partial in itertools.combinations(axes, size):
-                for assigned in assignments(group.factors, self.mesh):
+                for assigned in every:
                     if not any(a in partial for axes_ in assigned for a in axes_):
                         yield Strategy(assigned, partial)
-
-    def without_waste(self, group: Group, found: list[Strategy]) -> list[Strategy]:
-        """Drops strategies of products that leave axes idle, where others use every axis: they repeat the same work."""
-        (number,) = group.ops
-        if self.grouping.ops[number].name not in ("dot_general", "conv_general_dilated"):
-            return found
-        return _busiest(found)
 
     def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
         """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
@@ -228,74 +215,92 @@ class _Builder:
             self.forms[key] = form
         return self.forms[key]
 
-    def produced(self, value: int, strategy: Strategy) -> Layout:
-        """The layout in which a value is made, given its group's strategy."""
+    def produced(self, value: int, choices: _Choices) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The layouts in which a value may be made, and which of them each strategy of its group leads to."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
-        if group.kind == "linear":
-            return layout_of(home.dims, strategy, strategy.partial)
-        if group.kind == "heavy":
+        if group.kind != "heavy":
+            return choices.layouts(home.dims, group.kind == "linear")
+        key = (home.group, home.slot)
+        if key not in self.heavy:
+            self.heavy[key] = _classify([self.made(value, group, s) for s in choices.strategies])
+        return self.heavy[key]
+
+    def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
+        """The layout in which a heavy group makes a value."""
+        op = self.grouping.ops[group.ops[0]]
+        if value in op.results:
             form = self.form(group, strategy.axes)
             assert form is not None
-            op = self.grouping.ops[group.ops[0]]
-            if value in op.results:
-                return form.results[op.results.index(value)]
-            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-            partial = tuple(a for a in self.mesh.axis_names if a in sums)
-            return layout_of(home.dims, strategy, partial)
-        return layout_of(home.dims, strategy)
+            return form.results[op.results.index(value)]
+        sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+        partial = tuple(a for a in self.mesh.axis_names if a in sums)
+        return layout_of(self.grouping.homes[value].dims, strategy, partial)
 
-    def wanted(self, demand: Demand, strategy: Strategy) -> Layout:
-        """The layout in which a group wants a value."""
-        return layout_of(demand.dims, strategy, strategy.partial)
+    # -- nodes ----------------------------------------------------------------------------------------------------
 
-    def price(self, group: Group, strategy: Strategy) -> tuple[float, float]:
-        """Seconds of (compute, communication inside operations) of one group."""
-        moved, flops, sent, dtype = 0.0, 0.0, 0.0, None
-        for demand in self.arriving.get(group.index, ()):
-            layout = self.wanted(demand, strategy)
-            moved += self.block_bytes(demand.value, layout) if demand.op >= 0 else 0.0
-        for value in self.homes_of.get(group.index, ()):
-            if value in self.grouping.defined and group.ops and self.escapes(value, group.index):
-                moved += self.block_bytes(value, self.produced(value, strategy))
-            if value in self.inputs:
-                # Arguments are read once, and the batch is brought in: a smaller block is the better one.
-                moved += self.block_bytes(value, self.produced(value, strategy))
-        parts = math.prod(self.mesh.product(a) for a in strategy.axes)
+    def node(self, members: tuple[int, ...], choices: _Choices) -> Node:
+        group = self.grouping.groups[members[0]]
+        compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
+        if group.kind != "fixed":
+            compute = self.compute(group, choices) * group.trips
+            communication = self.communication(group, choices) * group.trips
+        return Node(group.index, members, choices.strategies, compute, communication)
+
+    def compute(self, group: Group, choices: _Choices) -> np.ndarray:
+        """[strategies] seconds of the operations of one group: FLOPs, or bytes that enter and leave it."""
+        moved = np.zeros(len(choices.strategies))
+        for demand in self.shared.arriving.get(group.index, ()):
+            if demand.op >= 0:
+                moved += self.values[demand.value].nbytes / choices.cut(demand.dims)
+        for value in self.shared.homes_of.get(group.index, ()):
+            leaves = value in self.grouping.defined and group.ops and self.escapes(value, group.index)
+            # Arguments are read once, and the batch is brought in: a smaller block is the better one.
+            times = bool(leaves) + (value in self.inputs)
+            if times:
+                layouts, klass = self.produced(value, choices)
+                moved += times * (self.values[value].nbytes / np.array([self.parts(la) for la in layouts]))[klass]
+        flops, dtype = 0.0, None
         for number in group.ops:
             op = self.grouping.ops[number]
             dtype = self.values[op.results[0]].dtype if op.results else dtype
-            flops += work(op, self.rules[op.key], self.values) / parts
-        if group.kind == "heavy":
-            form = self.form(group, strategy.axes)
-            assert form is not None
-            for c in form.collectives:
-                alpha, beta = self.cost.coefficients(c.kind, c.axes)
-                sent += alpha + beta * c.bytes
-        efficiency = self.efficiency(group, strategy) if group.kind == "heavy" else None
-        return self.cost.compute(flops, moved, dtype, efficiency) if moved or flops else 0.0, sent
+            flops += work(op, self.rules[op.key], self.values)
+        rate = np.array([self.cost.compute(1.0, 0.0, dtype, e) for e in self.efficiencies(group, choices)])
+        return np.maximum(flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, dtype))
 
-    def efficiency(self, group: Group, strategy: Strategy) -> float | None:
-        """The share of the peak that a product reaches at its local sizes; None for what is no product."""
-        op = self.grouping.ops[group.ops[0]]
-        if op.name not in ("dot_general", "conv_general_dilated"):
-            return None
+    def communication(self, group: Group, choices: _Choices) -> np.ndarray:
+        """[strategies] seconds of the collectives that a heavy operation issues itself."""
+        sent = np.zeros(len(choices.strategies))
+        if group.kind == "heavy":
+            for i, strategy in enumerate(choices.strategies):
+                form = self.form(group, strategy.axes)
+                assert form is not None
+                for c in form.collectives:
+                    alpha, beta = self.cost.coefficients(c.kind, c.axes)
+                    sent[i] += alpha + beta * c.bytes
+        return sent
+
+    def efficiencies(self, group: Group, choices: _Choices) -> Sequence[float | None]:
+        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is no product."""
+        op = self.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
+        if op is None or op.name not in ("dot_general", "conv_general_dilated"):
+            return [None] * len(choices.strategies) if op else [None]
         left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
-        sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
-        for f, (factor, axes) in enumerate(zip(group.factors, strategy.axes, strict=True)):
-            role = "k" if factor.kind == "sum" else "batch" if f in left and f in right else "m" if f in left else "n"
-            sizes[role] *= max(1, factor.size // self.mesh.product(axes))
-        return self.cost.matmul_efficiency(**sizes)
+        out, known = [], {}
+        for row in choices.parts.astype(int).tolist():
+            sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
+            for f, (factor, parts) in enumerate(zip(group.factors, row, strict=True)):
+                both = "batch" if f in left and f in right else "m" if f in left else "n"
+                sizes["k" if factor.kind == "sum" else both] *= max(1, factor.size // parts)
+            key = tuple(sizes.values())
+            if key not in known:
+                known[key] = self.cost.matmul_efficiency(**sizes)
+            out.append(known[key])
+        return out
 
     def escapes(self, value: int, group: int) -> bool:
         """Whether another group uses the value."""
-        found = self.escaping.get(value)
-        if found is None:
-            found = self.escaping[value] = any(d.group != group for d in self.uses.get(value, ()))
-        return found
-
-    def block_bytes(self, value: int, layout: Layout) -> float:
-        return self.values[value].nbytes / self.parts(layout)
+        return any(d.group != group for d in self.shared.uses.get(value, ()))
 
     def parts(self, layout: Layout) -> int:
         """Into how many blocks a layout cuts a tensor."""
@@ -306,66 +311,32 @@ class _Builder:
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
-    def transfers(self, nodes: list[Node], node_of: list[int]) -> tuple[list[Move], list[Transfer]]:
-        table: dict[tuple[Any, ...], list[int]] = {}
-        example: dict[tuple[Any, ...], list[Demand]] = {}
-        homes = self.grouping.homes
-        for value, demands in self.uses.items():
-            home = homes[value]
-            phases: dict[int, list[Demand]] = {}
-            for demand in demands:
-                late = self.late_from is not None and demand.position >= self.late_from
-                split = late and self.is_state_leaf(value)
-                phases.setdefault(int(split), []).append(demand)
-            for phase, some in phases.items():
-                wanting = frozenset((node_of[d.group], d.slot if d.group else 0, d.dims) for d in some)
-                key = (node_of[home.group], home.slot if home.group else value, wanting, phase)
-                table.setdefault(key, []).append(value)
-                example.setdefault(key, some)
-        self.shares = self.latency_shares(table, example)
-        moves, transfers = [], []
-        asked: dict[tuple[int, Dims], list[Layout]] = {}
-        for key, members in table.items():
-            some = example[key]
-            src = node_of[homes[members[0]].group]
-            made = self.classify([self.produced(members[0], s) for s in nodes[src].strategies])
+    def transfers(
+        self, tables: Tables, choices: Sequence[_Choices]
+    ) -> tuple[list[Move], list[Transfer], list[Passage]]:
+        """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
+        moves, transfers, spans = [], [], []
+        for passage in tables.passages:
+            first = passage.values[0]
+            made, made_class = self.produced(first, choices[passage.src])
             ends: dict[tuple[int, bytes], np.ndarray] = {}
             layouts: dict[Layout, int] = {}
-            for demand in some:
-                node = nodes[node_of[demand.group]]
-                named = (node_of[demand.group], demand.dims)
-                if named not in asked:
-                    asked[named] = [self.wanted(demand, s) for s in node.strategies]
-                klass = np.array([layouts.setdefault(layout, len(layouts)) for layout in asked[named]])
-                ends.setdefault((node_of[demand.group], klass.tobytes()), klass)
+            for demand in passage.demands:
+                node = tables.node_of[demand.group]
+                asked, asked_class = choices[node].layouts(demand.dims, True)
+                klass = np.array([layouts.setdefault(layout, len(layouts)) for layout in asked])[asked_class]
+                ends.setdefault((node, klass.tobytes()), klass)
             wanted = tuple(layouts)
-            trips = some[0].trips
-            matrix = self.matrix(self.values[members[0]], made[0], wanted, self.shares.get((members[0], key[3]), 1.0))
+            trips = passage.demands[0].trips
+            matrix = self.matrix(self.values[first], made, wanted, passage.share)
             if not matrix.any():
                 continue
-            moves.append(Move(members[0], src, made[0], wanted, len(members), trips, key[3]))
-            transfers.append(
-                Transfer(
-                    src, made[1], tuple((n, k) for (n, _), k in ends.items()), matrix * (len(members) * trips),
-                    f"value {members[0]}",
-                )
-            )  # fmt: skip
-        self.members = table
-        return moves, transfers
-
-    def latency_shares(
-        self, table: Mapping[Any, list[int]], example: Mapping[Any, list[Demand]]
-    ) -> dict[tuple[int, int], float]:
-        """Gradients on their way to the updates are reduced together, and new state is gathered together."""
-        updates = self.update_groups()
-        together: list[list[tuple[int, int]]] = [[], []]
-        for key, members in table.items():
-            groups = {d.group for d in example[key]}
-            for kind, ends in enumerate((updates, self.leaf_groups)):
-                if groups <= ends:
-                    together[kind] += [(value, key[3]) for value in members]
-                    break
-        return {item: 1.0 / len(items) for items in together for item in items}
+            count = len(passage.values)
+            moves.append(Move(first, passage.src, made, wanted, count, trips, passage.phase))
+            consumers = tuple((n, k) for (n, _), k in ends.items())
+            transfers.append(Transfer(passage.src, made_class, consumers, matrix * (count * trips), f"value {first}"))
+            spans.append(passage)
+        return moves, transfers, spans
 
     def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
         joint, alpha, beta = pairs(self.cost, produced, wanted)
@@ -375,112 +346,41 @@ class _Builder:
                 out[:, j] = math.inf
         return out
 
-    def classify(self, layouts: list[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
-        seen: dict[Layout, int] = {}
-        classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
-        return tuple(seen), classes
-
-    def update_groups(self) -> set[int]:
-        """Groups that compute new state."""
-        outputs = self.traced.graph.block.outputs
-        homes = self.grouping.homes
-        found = set()
-        for number, _ in self.traced.state:
-            atom = outputs[number]
-            if not isinstance(atom, Lit) and atom in homes:
-                found.add(homes[atom].group)
-        return found - self.leaf_groups - {0}
-
-    def is_state_leaf(self, value: int) -> bool:
-        return self.grouping.homes[value].group in self.leaf_groups and value in self.traced.graph.block.inputs
-
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def last_use(self, value: int) -> int:
-        return max((d.position for d in self.uses.get(value, ())), default=self.grouping.defined.get(value, 0))
-
-    def kept(self) -> Iterator[tuple[int, int, int]]:
-        """(value, first point, last point) of everything that takes memory."""
-        end = self.grouping.points - 1
-        for value, home in self.grouping.homes.items():
-            if value in self.inputs:
-                yield value, 0, end
-                continue
-            start = self.grouping.defined.get(value)
-            if start is None:
-                continue
-            last = self.last_use(value)
-            group = self.grouping.groups[home.group]
-            elsewhere = any(d.group != home.group for d in self.uses.get(value, ()))
-            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
-                yield value, start, last
-
-    def buffers(self, nodes: list[Node], node_of: list[int], moves: list[Move]) -> tuple[Buffers, tuple[int, ...]]:
+    def buffers(
+        self, tables: Tables, choices: Sequence[_Choices], moves: Sequence[Move], passages: Sequence[Passage]
+    ) -> tuple[Buffers, tuple[int, ...]]:
+        """Alike buffers that live equally long are one, of their bytes together."""
+        rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
         held: list[int] = []
-        starts, ends, owners, transfer, copy, klass, size = [], [], [], [], [], [], []
-        tables: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-        small = _SMALL * sum(self.values[v].nbytes for v in self.traced.graph.block.inputs)
-        for value, start, end in self.kept():
-            if self.values[value].nbytes < small:
-                continue
-            home = self.grouping.homes[value]
-            node = node_of[home.group]
-            key = (node, home.dims, self.values[value].nbytes)
-            if key not in tables:
-                layouts, classes = self.classify([self.produced(value, s) for s in nodes[node].strategies])
-                tables[key] = classes, np.array([self.block_bytes(value, la) for la in layouts])
-            held.append(value)
-            starts.append(start)
-            ends.append(end)
-            owners.append(node)
-            transfer.append(-1)
-            copy.append(-1)
-            klass.append(tables[key][0])
-            size.append(tables[key][1])
-        for number, (move, members) in enumerate(zip(moves, self.moved(moves), strict=True)):
-            if self.values[move.value].nbytes < small:
+        klass: list[np.ndarray] = []
+        size: list[np.ndarray] = []
+        small = smallest(self.traced)
+        for kept in tables.kept:
+            layouts, classes = self.produced(kept.value, choices[kept.node])
+            nbytes = self.values[kept.value].nbytes * kept.count
+            rows.append((kept.start, kept.end, kept.node, -1, -1))
+            held.append(kept.value)
+            klass.append(classes)
+            size.append(nbytes / np.array([self.parts(la) for la in layouts]))
+        for number, (move, passage) in enumerate(zip(moves, passages, strict=True)):
+            nbytes = self.values[move.value].nbytes
+            if not len(passage.spans):
                 continue
             costly = np.add.reduce(pairs(self.cost, move.produced, move.wanted)) > 0
-            spans = [self.span(value, move.phase) for value in members]
-            for q, wanted in enumerate(move.wanted):
-                bytes_ = self.block_bytes(move.value, wanted)
-                if bytes_ < small:
+            for q in np.flatnonzero(costly.any(0)).tolist():
+                block = nbytes / self.parts(move.wanted[q])
+                if block < small:
                     continue
-                sizes = np.where(costly[:, q], bytes_, 0.0)
-                if not sizes.any():
-                    continue
-                held += members
-                starts += [first for first, _ in spans]
-                ends += [last for _, last in spans]
-                owners += [move.src] * len(members)
-                transfer += [number] * len(members)
-                copy += [q] * len(members)
-                klass += [_EMPTY] * len(members)
-                size += [sizes] * len(members)
-        buffers = Buffers(
-            self.grouping.points, np.array(starts, int), np.array(ends, int), np.array(owners, int),
-            np.array(transfer, int), np.array(copy, int), tuple(klass), tuple(size),
-        )  # fmt: skip
-        return buffers, tuple(held)
-
-    def moved(self, moves: list[Move]) -> Iterator[list[int]]:
-        """The values of each move, in the order of `moves`."""
-        by_first = {(members[0], key[3]): members for key, members in self.members.items()}
-        for move in moves:
-            yield by_first[move.value, move.phase]
-
-    def span(self, value: int, phase: int) -> tuple[int, int]:
-        """The first and the last use of a value in a phase."""
-        points = [d.position for d in self.uses[value] if self.phase(d, value) == phase]
-        return min(points), max(points)
-
-    def phase(self, demand: Demand, value: int) -> int:
-        late = self.late_from is not None and demand.position >= self.late_from
-        return int(late and self.is_state_leaf(value))
+                sizes = np.where(costly[:, q], block, 0.0)
+                for (start, end, count), value in zip(passage.spans.tolist(), passage.holders, strict=True):
+                    rows.append((start, end, move.src, number, q))
+                    held.append(value)
+                    klass.append(_EMPTY)
+                    size.append(sizes * count)
+        start, end, owner, transfer, copy = np.array(rows, dtype=int).reshape(-1, 5).T
+        return Buffers(tables.points, start, end, owner, transfer, copy, tuple(klass), tuple(size)), tuple(held)
 
 
-# A value used again by its own group within so many operations is fused away rather than kept.
-_FUSED = 48
-# Values below this share of the arguments' bytes are left out of the memory constraint.
-_SMALL = 2e-6
 _EMPTY = np.zeros(0, int)

@@ -7,6 +7,7 @@ tensor.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Value
-from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
+from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_moves
 from alpa_lite.strategy import Rule
 
 
@@ -25,34 +26,90 @@ def combinable(cost: MeshCost) -> frozenset[str]:
     return frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
-@functools.lru_cache(maxsize=400_000)
-def _pair(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float]:
+@functools.lru_cache(maxsize=100_000)
+def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial: Axes):
+    src = Layout(tuple([before for before, _ in differ]), src_partial)
+    return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
+
+
+def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float]:
     """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
 
-    The latency is inf where it cannot be done.
+    The latency is inf where it cannot be done. A dim that does not change takes no part in any step: it is left out
+    here, and the seconds per byte are those of a tensor that it does not cut. Nor do the names of the axes matter.
     """
-    moves = reshard_moves(src, dst)
+    names: dict[str, str] = {}
+
+    def renamed(axes: Axes) -> Axes:
+        return tuple([names.setdefault(a, "abcdefghijklmnop"[len(names)]) for a in axes])
+
+    changes = zip(src.dims, dst.dims, strict=True)
+    differ = [(renamed(before), renamed(after)) for before, after in changes if before != after]
+    moves = _moves(tuple(differ), renamed(src.partial), renamed(dst.partial))
     if moves is None:
         return 0.0, math.inf, 0.0
     joins = combinable(cost)
+    real = {short: name for name, short in names.items()}
+    size = {short: cost.mesh.axis_size(name) for short, name in real.items()}
     alpha = [0.0, 0.0]
     beta = 0.0
-    before = src.dims
+    held = tuple([before for before, _ in differ])
     for kind, axes, _, _, after, _ in moves:
         if kind != "slice":
-            dims = before if kind == "reduce_scatter" else after
-            a, b = cost.coefficients(kind, axes)
+            dims = held if kind == "reduce_scatter" else after
+            a, b = cost.coefficients(kind, tuple([real[x] for x in axes]))
             alpha[kind not in joins] += a
-            beta += b / cost.mesh.product(tuple(a for axes in dims for a in axes))
-        before = after
+            beta += b / math.prod([size[x] for some in dims for x in some])
+        held = after
     return alpha[0], alpha[1], beta
+
+
+class _Codes:
+    """Numbers for what decides the coefficients of a pair of layouts on one mesh, and the coefficients by number."""
+
+    def __init__(self, cost: MeshCost) -> None:
+        self.cost = cost
+        names = cost.mesh.axis_names
+        orders = [axes for n in range(len(names) + 1) for axes in itertools.permutations(names, n)]
+        self.names = {axes: i for i, axes in enumerate(orders)}
+        self.parts = np.array([cost.mesh.product(axes) for axes in orders])
+        self.base = len(orders) ** 2 + 1
+        self.known: dict[int, tuple[float, float, float]] = {}
+
+    def of(self, layouts: Sequence[Layout]) -> tuple[np.ndarray, np.ndarray]:
+        """[layouts, dims] the number of each dim's axes, and [layouts] that of the sums."""
+        dims = np.array([[self.names[axes] for axes in layout.dims] for layout in layouts], dtype=np.int64)
+        return dims.reshape(len(layouts), -1), np.array([self.names[layout.partial] for layout in layouts])
+
+
+@functools.lru_cache(maxsize=64)
+def _codes(cost: MeshCost) -> _Codes:
+    return _Codes(cost)
 
 
 @functools.lru_cache(maxsize=20_000)
 def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, ...]:
-    """Coefficients of every pair of layouts: three arrays [P, Q]."""
-    table = np.array([[_pair(cost, p, q) for q in wanted] for p in produced])
-    return table[..., 0], table[..., 1], table[..., 2]
+    """Coefficients of every pair of layouts of one rank: three arrays [P, Q]."""
+    codes = _codes(cost)
+    (sources, before), (goals, after) = codes.of(produced), codes.of(wanted)
+    changes = sources[:, None, :] != goals[None, :, :]
+    unchanged = np.ones(changes.shape[:2])
+    number = before[:, None] * len(codes.names) + after[None, :] + 1
+    for dim in range(sources.shape[1]):  # the sums, then the changes in order, each a digit from 1 to base - 1
+        changed, mine, theirs = changes[..., dim], sources[:, None, dim], goals[None, :, dim]
+        unchanged = np.where(changed, unchanged, unchanged * codes.parts[mine])
+        number = np.where(changed, number * codes.base + mine * len(codes.names) + theirs + 1, number)
+    known = codes.known
+    if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(codes.base) > 62:
+        number, known = np.arange(number.size).reshape(number.shape), {}  # more than an integer can tell apart
+    unique, first, kind = np.unique(number, return_index=True, return_inverse=True)
+    found = []
+    for code, i in zip(unique.tolist(), first.tolist(), strict=True):
+        if code not in known:
+            known[code] = _coefficients(cost, produced[i // len(wanted)], wanted[i % len(wanted)])
+        found.append(known[code])
+    table = np.array(found)[kind.reshape(number.shape)]
+    return table[..., 0], table[..., 1], table[..., 2] / unchanged
 
 
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:

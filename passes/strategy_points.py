@@ -1,0 +1,128 @@
+"""Which program points the memory constraint needs: few, however deep the model.
+
+A buffer is of a type; buffers of one type have equal bytes under every choice. So the bytes at point t are
+
+    bytes(choice)[t] = sum_k n[t, k] size_k(choice),       size_k >= 0,
+
+with n[t, k] the number of live buffers of type k. A point is implied, whatever is chosen, if its counts are at most
+those of another point, or of a convex combination of others:
+
+    n[t] <= (1 - w) n[a] + w n[b]  for some 0 <= w <= 1   implies   bytes[t] <= max(bytes[a], bytes[b]).
+
+Where layers repeat, the counts at corresponding points change by the same amount from layer to layer: going forward
+activations pile up, going backward they make room for gradients. Such a run is implied by its two ends. Of the rest
+only points matter where something has started since anything ended. The largest bytes of every choice, and of every
+type, are those over all points.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+_RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
+_STRIDES = 4
+
+
+def needed_points(
+    start: np.ndarray, end: np.ndarray, kind: np.ndarray, alike: np.ndarray, chunk: int = 512
+) -> np.ndarray:
+    """The program points that imply all others, in order.
+
+    Args:
+      start, end: [buffers] the closed interval of program points over which each buffer lives.
+      kind: [buffers] its type, from 0.
+      alike: [points] a number for each program point; corresponding points of repeated layers should share one. Any
+        numbers are safe: they say only where to look.
+      chunk: columns that are compared at a time.
+    """
+    if not len(start):
+        return np.zeros(1, dtype=np.int64)
+    starts = np.unique(start)
+    points = starts[np.unique(np.searchsorted(starts, np.unique(end), side="right") - 1)]
+    counts = _counts(start, end, kind, points)
+    kept: list[np.ndarray] = []
+    labels = alike[points]
+    order = np.argsort(labels, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        kept.append(rows[_implying(counts[rows])])
+    rows = np.sort(np.concatenate(kept))
+    return points[rows[_undominated(counts[rows], chunk)]]
+
+
+def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """[points, types] how many buffers of each type are live."""
+    change = np.zeros((len(points) + 1, int(kind.max()) + 1), dtype=np.int32)
+    first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right")
+    np.add.at(change, (first, kind), 1)
+    np.add.at(change, (last, kind), -1)
+    return np.cumsum(change, axis=0, dtype=np.int32)[:-1]
+
+
+def _implying(counts: np.ndarray) -> list[int]:
+    """Rows whose convex combinations are at least all rows: the ends of linear runs of every row, second row, ..."""
+    best = list(range(len(counts)))
+    for stride in range(1, _STRIDES + 1):  # a layer may hold several alike operations
+        if len(best) <= 4 * stride:
+            break
+        found = [first + stride * i for first in range(stride) for i in _ends(counts[first::stride])]
+        best = min(best, found, key=len)
+    return best
+
+
+def _ends(counts: np.ndarray) -> Iterator[int]:
+    """The ends of linear runs of rows."""
+    yield 0
+    todo = [(0, len(counts) - 1)]
+    for _ in range(_RUNS):
+        if not todo:
+            return
+        a, b = todo.pop()
+        if a == b:
+            continue
+        inner = np.arange(a + 1, b)
+        weight = (inner - a)[:, None]
+        line = counts[a].astype(np.int64) * (b - a - weight) + counts[b].astype(np.int64) * weight
+        over = np.maximum(counts[inner] * np.int64(b - a) - line, 0).sum(1)
+        above = np.flatnonzero(over)
+        if not len(above):
+            yield b
+            continue
+        # The first and the last layer often differ; else the line breaks where most is above it.
+        breaks = np.unique([a, a + 1 + above[0], a + 1 + over.argmax(), a + 1 + above[-1], b]).tolist()
+        todo += list(itertools.pairwise(breaks))[::-1]
+    for a, b in todo:
+        yield from range(a + 1, b + 1)
+
+
+def _undominated(counts: np.ndarray, chunk: int, near: int = 8) -> np.ndarray:
+    """Mask of the rows that no row close by is at least."""
+    keep = np.ones(len(counts), dtype=bool)
+    for step in [s for k in range(1, near + 1) for s in (k, -k)]:
+        alive = np.flatnonzero(keep)
+        other = np.arange(len(alive)) + step
+        inside = (other >= 0) & (other < len(alive))
+        mine, theirs = alive[inside], alive[other[inside]]
+        lower = np.ones(len(mine), dtype=bool)
+        for low in range(0, counts.shape[1], chunk):
+            some = slice(low, low + chunk)
+            lower &= (counts[mine, some] <= counts[theirs, some]).all(1)
+        keep[mine[lower]] = False  # a row that is dropped leads, in this one direction, to one that stays
+    return keep
+
+
+def compressed(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
+    first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right") - 1
+    return first, last, first <= last
+
+
+def tally(*columns: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the first of each group of equal rows, rows in the group)."""
+    table = np.stack([np.asarray(c, dtype=np.int64) for c in columns], axis=1)
+    if not len(table):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    _, first, count = np.unique(table, axis=0, return_index=True, return_counts=True)
+    return first, count
