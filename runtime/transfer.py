@@ -63,8 +63,12 @@ class Mover:
         self._reshard: Any = None
         self._resharded = [i for i, plan in enumerate(plans) if plan.steps]
         self._targets: list[Any] = []
+        self._expected: list[NamedSharding] = []
+        self._seen: list[Any] = [None] * len(plans)
         if not plans:
             return
+        source = _jax_mesh(plans[0].src_mesh, devices)
+        self._expected = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
         self._mesh = _jax_mesh(plans[0].dst_mesh, devices)
         self._plan_pieces(plans, devices)
         if self._resharded:
@@ -75,7 +79,13 @@ class Mover:
 
         Args:
           arrays: as planned: on the devices of the source's submesh, in its order, each in its `src` layout.
+
+        Raises:
+          ValueError: an array lies otherwise. (It would arrive permuted, or through the host.)
         """
+        for i, array in enumerate(arrays):
+            if array.sharding is not self._seen[i]:
+                self._check(i, array)
         if not self._split and not self._resharded:
             return jax.device_put(list(arrays), self._targets)
         shards = {i: [shard.data for shard in arrays[i].addressable_shards] for i in self._split}
@@ -96,6 +106,16 @@ class Mover:
                 out[i] = array
         return out
 
+    def _check(self, position: int, array: jax.Array) -> None:
+        """Compares an array's sharding with the planned one. Executables hand out one object: it is met once."""
+        expected = self._expected[position]
+        if not array.sharding.is_equivalent_to(expected, array.ndim):
+            raise ValueError(
+                f"arrays[{position}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
+                "executable that makes it these output shardings"
+            )
+        self._seen[position] = array.sharding
+
     def _plan_pieces(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
         """Numbers everything that is put, in the order of `__call__`, and compiles the cuts and joins."""
         source, destination = plans[0].src_mesh, plans[0].dst_mesh
@@ -107,7 +127,8 @@ class Mover:
         for i in self._split:
             for n, move in enumerate(plans[i].moves):
                 k = move.source - source.first
-                if move.ranges == have[i][k] and move.source != move.destination:
+                stays = move.source == move.destination and not plans[i].steps  # steps make new arrays
+                if move.ranges == have[i][k] and not stays:
                     plain.append((i, n))
                 else:
                     cut.setdefault(k, []).append((i, n))

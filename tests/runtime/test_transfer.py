@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.layout import Layout, LogicalMesh, replicated
@@ -21,6 +21,7 @@ from alpa_lite.passes import transfers
 from alpa_lite.passes.local_program import spec_of
 from alpa_lite.passes.transfers import TransferPlan, plan_transfer
 from alpa_lite.program import Submesh
+from alpa_lite.runtime import placement
 from alpa_lite.runtime.executor import mesh_of
 from alpa_lite.runtime.transfer import Mover
 
@@ -71,7 +72,7 @@ def move(plans: list[TransferPlan], values: list) -> list[jax.Array]:
     for plan, value, array in zip(plans, values, moved, strict=True):
         on = plan.dst_mesh
         want = NamedSharding(mesh_of(on.mesh, jax.devices()[on.first :]), spec_of(plan.dst))
-        assert array.sharding.is_equivalent_to(want, array.ndim) and array.sharding.mesh == want.mesh
+        assert placement.is_placed(array, want)
         assert array.shape == plan.shape and array.dtype == plan.dtype
         np.testing.assert_array_equal(bits(array), bits(value))
         index = want.addressable_devices_indices_map(plan.shape)
@@ -114,12 +115,14 @@ def test_pairs_of_layouts(have, want):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("have", "want"), list(itertools.product(SHAPES, SHAPES)))
-def test_all_pairs_of_layouts_in_every_landing(have, want):
+def test_all_pairs_of_layouts(have, want):
+    """Every pair as it is planned (of meshes of three axes 150), and a sample in every landing that was not chosen."""
     source, destination = submesh(have, "s"), submesh(want, "d", last=True)
-    found = dict.fromkeys(
-        p for rank in (1, 2) for plan in pairs(source, destination, rank) for p in every_landing(plan)
-    )
-    plans = list(found)
+    plans = [plan for rank in (1, 2) for plan in pairs(source, destination, rank)]
+    if len(have) == 3 or len(want) == 3:
+        plans = random.Random(0).sample(plans, min(150, len(plans)))
+    sample = random.Random(1).sample(plans, min(20, len(plans)))
+    plans = list(dict.fromkeys([*plans, *(other for plan in sample for other in every_landing(plan))]))
     for start in range(0, len(plans), 100):
         some = plans[start : start + 100]
         values = [np.random.default_rng(start).standard_normal(plan.shape).astype(np.float32) for plan in some]
@@ -141,7 +144,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("want", [(4,), (2, 2), (1,)])
+@pytest.mark.parametrize("want", [(2, 2), (1,)])
 def test_every_kind_of_array(want):
     source, destination = submesh((4,), "s"), submesh(want, "d", last=True)
     last = destination.mesh.axis_names
@@ -246,7 +249,7 @@ def test_an_unequal_put_does_wait():
     timer.join()
 
 
-@pytest.mark.parametrize("first", [0, 2, 4])
+@pytest.mark.parametrize("first", [0, 2])
 def test_what_arrives_may_be_donated(first):
     """Also where source and destination share devices."""
     source, destination = submesh((4,), "s"), Submesh(LogicalMesh((4,), ("d0",)), first)
@@ -289,3 +292,16 @@ def test_plans_of_different_edges_are_refused():
     ]
     with pytest.raises(ValueError, match="make a mover for each pair"):
         Mover(plans, jax.devices())
+
+
+def test_an_array_that_lies_otherwise_is_refused():
+    source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
+    mover = Mover(
+        [plan_transfer((8, 8), F32, Layout((("s0",), ())), source, Layout((("d0",), ())), destination, CLUSTER)],
+        jax.devices(),
+    )
+    with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
+        mover([place(np.zeros((8, 8), np.float32), Layout(((), ("s0",))), source)])
+    backwards = Mesh(np.array(jax.devices()[3::-1]), ("s0",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
+        mover([jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(backwards, PartitionSpec("s0")))])
