@@ -4,14 +4,16 @@ from alpa_lite.api import ParallelStep, make_plan, parallelize
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import (
     AlpaLiteError,
+    ExecutionError,
     InfeasibleError,
+    MicrobatchError,
     OptionError,
     PlanError,
     SignatureError,
     TracingError,
     VerificationError,
 )
-from alpa_lite.options import Auto, DataParallel, Manual, Off, Sharded, TensorParallel, Zero
+from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Collective, Plan
 
 __version__ = "0.1.0"
@@ -22,12 +24,15 @@ __all__ = [
     "Cluster",
     "Collective",
     "DataParallel",
+    "ExecutionError",
     "InfeasibleError",
     "Link",
     "Manual",
+    "MicrobatchError",
     "Off",
     "OptionError",
     "ParallelStep",
+    "Pipeline",
     "Plan",
     "PlanError",
     "Sharded",

@@ -24,21 +24,35 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Method, Off, Options
-from alpa_lite.passes import factors, grouping, lowering, planning, replay, search, tracing, verification
+from alpa_lite.passes import (
+    choice,
+    factors,
+    grouping,
+    lowering,
+    pipeline_planning,
+    pipeline_replay,
+    planning,
+    replay,
+    tracing,
+    verification,
+)
 from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.plan import Plan
-from alpa_lite.report import dump, progress
-from alpa_lite.runtime import executor
+from alpa_lite.report import dump, progress, timeline
+from alpa_lite.runtime import executor, pipeline
 
 logger = logging.getLogger(__name__)
+
+AnyExecutable = executor.Executable | pipeline.PipelineExecutable
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A planned step: what was traced, what each device does, and the plan that says so."""
+    """A planned step: what was traced, what each device or each stage of a pipeline does, and the plan that says so."""
 
     traced: Traced
-    program: LocalProgram
+    program: LocalProgram | FoundPipeline
     plan: Plan
 
 
@@ -66,21 +80,26 @@ def compile_step(
             groups = grouping.group(traced, rules)
             write("groups", groups)
         with clock.lap("search", show):
-            if given is None:
-                found = search.search(
-                    traced, groups, rules, cluster, method, budget=budget,
-                    time_limit=options.solver_time_limit, progress=show.stage,
-                )  # fmt: skip
-            else:
+            if given is not None and given.pipeline is not None:
+                found = pipeline_replay.replayed(traced, rules, cluster, given, allow_inexact=options.allow_inexact)
+            elif given is not None:
                 found = replay.replay(traced, groups, rules, cluster, given, communication=options.communication)
+            else:
+                found = choice.choose(
+                    traced, groups, rules, cluster, method,
+                    num_microbatches=options.num_microbatches, allow_inexact=options.allow_inexact,
+                    budget=budget, time_limit=options.solver_time_limit, progress=show.stage,
+                )  # fmt: skip
             write("solution", found)
+        described = method.describe() if given is None else given.method
+        if isinstance(found, FoundPipeline):
+            return _pipelined(traced, found, cluster, described, budget, options, clock, show, write)
         with clock.lap("lowering", show):
             program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
             write("program", program)
             plan = planning.write(
-                traced, groups, rules, found, program, cluster,
-                method=method.describe() if given is None else given.method,
-                budget=budget, communication=options.communication, replayed=given is not None,
+                traced, groups, rules, found, program, cluster, method=described, budget=budget,
+                communication=options.communication, replayed=given is not None,
             )  # fmt: skip
         with clock.lap("verification", show):
             if options.verify != "off":
@@ -91,16 +110,34 @@ def compile_step(
     return Compiled(traced, program, plan)
 
 
+def _pipelined(
+    traced: Traced, found: FoundPipeline, cluster: Cluster, method: str, budget: float, options: Options,
+    clock: _Clock, show: Any, write: Callable[[str, Any], None],
+) -> Compiled:  # fmt: skip
+    """The last passes of `compile_step` for a pipeline, whose stages the search has lowered."""
+    with clock.lap("lowering", show):
+        write("program", found.pipeline.program)
+        plan = pipeline_planning.write(found.accumulated.traced, found, cluster, method=method, budget=budget)
+    with clock.lap("verification", show):
+        if options.verify != "off":
+            plan = pipeline_planning.verified(plan, found)
+    plan = replace(plan, planning_seconds=dict(clock.laps))
+    write("plan", plan)
+    return Compiled(found.accumulated.traced, found, plan)
+
+
 def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Runs a train step that is written for one device on every device of a cluster.
 
     Args:
       fun: the step: takes training state and a batch, in any order and any pytree, and returns the new state among its
         results. Flax NNX modules and optimizers are updated in place. Without `fun`, returns a decorator.
-      method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel() Manual()`.
+      method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
+        Pipeline() Manual()`.
       cluster: the devices to plan for; by default those that are here.
       memory_per_device: bytes that a plan may fill on each device; by default its memory less a reserve.
-      num_microbatches: 1 or "auto".
+      num_microbatches: how many parts of the batch follow each other; "auto" chooses.
+      allow_inexact: whether micro-batches may change what is computed where a value needs the whole batch.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
@@ -172,7 +209,7 @@ class ParallelStep:
         self._fun = fun
         self._options = options
         self._compiled: dict[Any, Compiled] = {}
-        self._executables: dict[Any, executor.Executable] = {}
+        self._executables: dict[Any, AnyExecutable] = {}
         self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,8 +233,23 @@ class ParallelStep:
         return self._executable(args, kwargs).place(*args, **kwargs)
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """The optimised HLO text of each executable."""
-        return (self._executable(args, kwargs).hlo(),)
+        """The optimised HLO text of each executable; of a pipeline those of every stage."""
+        text = self._executable(args, kwargs).hlo()
+        return text if isinstance(text, tuple) else (text,)
+
+    def trace(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Runs one pipelined step and writes when everything of it ran, with the predicted timeline beside it.
+
+        The file is in the trace-event format, which Perfetto opens. State is copied first: nothing is donated.
+
+        Raises:
+          OptionError: the plan has no pipeline; `jax.profiler` shows what one executable does.
+        """
+        executable = self._executable(args, kwargs)
+        plan = self.plan(*args, **kwargs)
+        if plan.pipeline is None or not isinstance(executable, pipeline.PipelineExecutable):
+            raise OptionError("trace: the plan has one mesh and no pipeline; use jax.profiler.trace for its executable")
+        timeline.write(path, executable.trace(*args, **kwargs), plan.pipeline.timeline)
 
     @property
     def cluster(self) -> Cluster:
@@ -210,10 +262,13 @@ class ParallelStep:
             self._compiled[key] = compile_step(self._fun, args, kwargs, self._options, self.cluster)
         return key, self._compiled[key]
 
-    def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> executor.Executable:
+    def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
         key, compiled = self._compile(args, kwargs)
         if key not in self._executables:
             traced, program, plan = compiled.traced, compiled.program, compiled.plan
+            if isinstance(program, FoundPipeline):
+                self._executables[key] = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
+                return self._executables[key]
             executable = executor.load(traced, program, plan, donate=self._options.donate_argnums)
             if self._options.verify == "hlo":
                 plan = verification.verified_compiled(plan, traced, program, executable.compiled())

@@ -256,7 +256,8 @@ class Options:
       method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
       cluster: what to plan for; a preset's name is looked up; None is `Cluster.local()` when planning.
       memory_per_device: bytes that a plan may fill; None is the cluster's usable memory.
-      num_microbatches: 1 or "auto".
+      num_microbatches: how many parts of the batch follow each other; "auto" chooses.
+      allow_inexact: whether micro-batches may change what is computed where a value needs the whole batch (batch norm).
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program, hashable.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" is the state.
@@ -274,6 +275,7 @@ class Options:
     cluster: Cluster | str | None = None
     memory_per_device: int | None = None
     num_microbatches: int | Literal["auto"] = "auto"
+    allow_inexact: bool = False
     batch_argnums: tuple[int, ...] | Literal["auto"] = "auto"
     batch_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
@@ -309,10 +311,11 @@ def _validate(options: Options) -> None:
     memory = options.memory_per_device
     if memory is not None and (not _is_number(memory) or memory <= 0):
         refuse("memory_per_device", "give bytes above 0, such as 16 * 2**30, or None for the device's memory")
-    if options.num_microbatches != "auto" and (
-        options.num_microbatches != 1 or isinstance(options.num_microbatches, bool)
-    ):
-        refuse("num_microbatches", 'plans with micro-batches are not available; use 1 or "auto"')
+    count = options.num_microbatches
+    if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        refuse("num_microbatches", 'give a positive number, or "auto"')
+    if not isinstance(options.allow_inexact, bool):
+        refuse("allow_inexact", "give True or False")
     if options.communication not in ("explicit", "compiler"):
         refuse("communication", 'use "explicit" or "compiler"')
     if options.verify not in ("shardy", "hlo", "off"):

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
+from alpa_lite.timeline import Timeline
 
 if TYPE_CHECKING:
     from alpa_lite.cluster import Cluster
@@ -133,6 +134,35 @@ class Stage:
     def bytes_per_device(self, leaf: Leaf) -> int:
         """Bytes of one device's block of `leaf`."""
         return -(-leaf.bytes // self.shards(leaf.spec))
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """How a pipelined plan divides the step and the devices.
+
+    Attributes:
+      virtual: the stages of each submesh.
+      num_layers: the layers that the forward pass was cut into; `max_layers` of that cut.
+      max_layers: as above.
+      first_layers: of each stage.
+      submeshes: the submesh of each stage.
+      first_devices: the number of each submesh's first device.
+      remat: what each stage's backward pass computes again: "none", "layer" or "selective".
+      buffer_bytes: per device of each submesh, what buffers take between tasks at their peak.
+      temporary_bytes: likewise, the most that an executable needs besides.
+      timeline: the simulated step.
+    """
+
+    virtual: int
+    num_layers: int
+    max_layers: int
+    first_layers: tuple[int, ...]
+    submeshes: tuple[int, ...]
+    first_devices: tuple[int, ...]
+    remat: tuple[str, ...]
+    buffer_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -327,6 +357,8 @@ class Plan:
       verification: what was checked against the compiler, with the outcome.
       candidates: the mesh shapes and textbook plans that were weighed.
       planning_seconds: what planning took, by pass.
+      pipeline: of a pipelined plan, how it is divided; else None.
+      parts: of a pipelined plan, the plan of each stage as a step of its own; decisions and alternatives are there.
     """
 
     method: str
@@ -350,6 +382,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
     planning_seconds: Mapping[str, float] = field(default_factory=dict)
+    pipeline: PipelineShape | None = None
+    parts: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.collectives) != len(self.collective_seconds):
@@ -383,6 +417,18 @@ class Plan:
         from alpa_lite.report import diff
 
         return diff.diff(self, other)
+
+    def simulate(self, path: str | os.PathLike[str]) -> None:
+        """Writes the predicted timeline of one step as trace events, which Perfetto opens.
+
+        Raises:
+          PlanError: the plan has no pipeline, so there is nothing to lay out in time.
+        """
+        if self.pipeline is None:
+            raise PlanError("the plan has one mesh and no pipeline, so there are no tasks to simulate")
+        from alpa_lite.report import timeline
+
+        timeline.write(path, self.pipeline.timeline)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version."""

@@ -6,9 +6,10 @@ the event: transfers overlap with computation, everything else on one submesh ta
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 EventKind = Literal["prologue", "forward", "backward", "weight", "update", "transfer"]
 
@@ -57,6 +58,29 @@ class Timeline:
     events: tuple[Event, ...]
     num_meshes: int
     name: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values: an event is the list of its fields."""
+        return {
+            "name": self.name,
+            "num_meshes": self.num_meshes,
+            "events": [list(dataclasses.astuple(event)) for event in self.events],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Timeline:
+        """The timeline that `to_json` wrote.
+
+        Raises:
+          ValueError: if the data are damaged.
+        """
+        if not isinstance(data, dict) or set(data) != {"name", "num_meshes", "events"}:
+            raise ValueError("a timeline has a name, num_meshes and events")
+        try:
+            events = tuple(Event(*fields) for fields in data["events"])
+        except TypeError as error:
+            raise ValueError(f"an event of the timeline: {error}") from error
+        return cls(events, int(data["num_meshes"]), str(data["name"]))
 
     @functools.cached_property
     def seconds(self) -> float:

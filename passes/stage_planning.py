@@ -13,6 +13,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
+from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments
 from alpa_lite.passes.grouping import Grouping
@@ -57,7 +58,7 @@ class PlannedStage:
     def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
         """Bytes per device of a segment's input or output."""
         shape, dtype, layout = self.segments.type_of(segment, position, output=output)
-        return buffer(0, Submesh(self.found.mesh, 0), layout, shape, dtype).bytes
+        return bytes_of(self.found.mesh, shape, dtype, layout)
 
 
 def plan(
@@ -87,6 +88,11 @@ def plan(
     program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
+
+
+def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:
+    """Bytes per device of an array without partial sums."""
+    return buffer(0, Submesh(mesh, 0), layout, shape, dtype).bytes
 
 
 def digest(graph: StageGraph) -> str:

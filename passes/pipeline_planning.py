@@ -1,0 +1,244 @@
+"""Writes the plan of a pipeline, and replays one.
+
+A stage is a step of its own, so each has a plan of its own (`Plan.parts`), with the decisions that replaying needs. The
+whole plan counts what the segments of all stages communicate, each as often as the schedule runs it, and what goes
+between stages; its seconds are those of the simulated program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Traced
+from alpa_lite.passes import planning, segments, verification
+from alpa_lite.passes.local_program import Body, collectives, spec_of
+from alpa_lite.passes.pipeline_search import FoundPipeline
+from alpa_lite.passes.segments import Segment
+from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.plan import Candidate, Collective, Memory, PipelineShape, Plan, Solver, Stage
+from alpa_lite.program import Program
+
+MAX_LAYERS = 64
+
+
+def write(traced: Traced, found: FoundPipeline, cluster: Cluster, *, method: str, budget: float) -> Plan:
+    """The plan of a pipeline. `verification` and `planning_seconds` are left empty."""
+    program = found.pipeline.program
+    parts = tuple(
+        planning.write(
+            stage.graph.traced, stage.grouping, stage.rules, stage.found, stage.program, stage.cluster,
+            method=f"stage {number}", budget=budget, communication="explicit",
+        )
+        for number, stage in enumerate(found.stages)
+    )  # fmt: skip
+    listed: list[tuple[Collective, float]] = []
+    for number, stage in enumerate(found.stages):
+        listed += _stage_collectives(number, stage, found)
+    listed += _transfers(program)
+    seconds = found.seconds
+    ingredients = _ingredients(traced, parts, cluster, found)
+    return Plan(
+        method=method,
+        cluster=cluster,
+        num_devices=sum(submesh.mesh.size for submesh in program.submeshes),
+        num_stages=len(found.stages),
+        num_microbatches=program.num_microbatches,
+        schedule=program.schedule,
+        step_seconds=seconds,
+        fingerprint=planning.fingerprint(ingredients),
+        memory_per_device=int(budget),
+        stages=tuple(_stage(number, part, found) for number, part in enumerate(parts)),
+        collectives=tuple(collective for collective, _ in listed),
+        collective_seconds=tuple(cost for _, cost in listed),
+        solver=_solver(found, parts),
+        candidates=_candidates(found),
+        notes=(*traced.notes, *found.accumulated.notes, *_notes(found, cluster)),
+        ingredients=ingredients,
+        pipeline=PipelineShape(
+            virtual=found.slices.virtual,
+            num_layers=len(found.layers.layers),
+            max_layers=MAX_LAYERS,
+            first_layers=tuple(stage.first for stage in found.slices.stages),
+            submeshes=found.pipeline.mesh_of,
+            first_devices=tuple(submesh.first for submesh in program.submeshes),
+            remat=found.remat,
+            buffer_bytes=tuple(pair[0] for pair in found.bytes),
+            temporary_bytes=tuple(pair[1] for pair in found.bytes),
+            timeline=found.timeline,
+        ),
+        parts=parts,
+    )
+
+
+def verified(plan: Plan, found: FoundPipeline) -> Plan:
+    """The plan with the partitioner's word on every segment of every stage, each checked exactly.
+
+    Raises:
+      VerificationError: a segment communicates otherwise than planned.
+    """
+    checked = 0
+    known: set[Any] = set()
+    for stage in found.stages:
+        mesh = stage.found.mesh
+        if mesh.size == 1:
+            continue
+        for segment in stage.segments.items:
+            wanted = segment_collectives(stage, segment)
+            key = (
+                mesh, segment.kind, segment.round, tuple((c.kind, c.axes, c.bytes, c.count) for c in wanted),
+                tuple(item.op.key for item in segment.instructions if hasattr(item, "op")),
+            )  # fmt: skip
+            if key in known:
+                continue
+            known.add(key)
+            verification.check_shardy(_module(stage, segment, plan.cluster.platform), mesh, wanted)
+            checked += 1
+    if not checked:
+        return replace(plan, verification=("every stage has one device: nothing to communicate within a stage",))
+    text = (
+        f"Shardy: each of {checked} distinct stage executables has the planned collectives in its lowered program, and "
+        "no other"
+    )
+    return replace(plan, verification=(text,))
+
+
+def segment_collectives(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
+    """The collectives of one run of a segment."""
+    program = replace(stage.program, body=Body((), segment.instructions, ()))
+    return tuple(collective for collective, _ in collectives(program, stage.graph.traced))
+
+
+def _module(stage: PlannedStage, segment: Segment, platform: str) -> Any:
+    """The lowered program of a segment, on an abstract mesh."""
+    import jax
+
+    count = stage.graph.traced.graph  # the number of micro-batches is the length of the stage's scan
+    length = next((int(op.params["length"]) for op in count.block.ops if op.index == stage.graph.scan), 1)
+    avals, specs, sizes = [], [], []
+    for i, wire in enumerate(segment.inputs):
+        shape, dtype, layout = stage.segments.type_of(segment, i)
+        sizes.append(length if wire.kind == "pieces" else 1)
+        avals += [jax.core.ShapedArray(shape, dtype)] * sizes[-1]
+        specs += [spec_of(layout)] * sizes[-1]
+
+    def make(abstract: Any) -> Any:
+        inner = segments.function_of(stage.segments, segment, abstract)
+
+        def flat(*arrays: Any) -> Any:
+            grouped, start = [], 0
+            for wire, size in zip(segment.inputs, sizes, strict=True):
+                grouped.append(arrays[start : start + size] if wire.kind == "pieces" else arrays[start])
+                start += size
+            return inner(*grouped)
+
+        return flat
+
+    return verification.lowered_module(make, stage.found.mesh, avals, specs, platform)
+
+
+def _stage_collectives(number: int, stage: PlannedStage, found: FoundPipeline) -> list[tuple[Collective, float]]:
+    cost = MeshCost(stage.cluster, stage.found.mesh)
+    out = []
+    for segment in stage.segments.items:
+        runs = found.pipeline.program.num_microbatches if segment.kind in ("forward", "backward", "weight") else 1
+        for c in segment_collectives(stage, segment):
+            whole = replace(c, count=c.count * runs, stage=number)
+            out.append((whole, cost.collective(c.kind, c.axes, c.bytes) * whole.count))
+    return out
+
+
+def _transfers(program: Program) -> list[tuple[Collective, float]]:
+    """What goes between submeshes, equal transfers joined. Bytes are those of one device of the receiver."""
+    found: dict[tuple[int, int, int, str], list[float]] = {}
+    for transfer in program.transfers:
+        size = sum(program.buffers[b].bytes for b in transfer.received)
+        part = "of each micro-batch" if transfer.microbatch >= 0 else "once a step"
+        where = f"submesh {transfer.source} to {transfer.destination}, {len(transfer.sent)} buffers {part}"
+        found.setdefault((transfer.source, transfer.destination, size, where), []).append(transfer.seconds)
+    stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}
+    return [
+        (Collective("transfer", (), size, len(seconds), stage_of.get(source, source), where), sum(seconds))
+        for (source, _, size, where), seconds in found.items()
+    ]
+
+
+def _stage(number: int, part: Plan, found: FoundPipeline) -> Stage:
+    """A stage of the whole plan: its arguments, its seconds of the simulated step, its memory in the program."""
+    planned = found.stages[number]
+    stage = part.stages[0]
+    runs = found.pipeline.program.num_microbatches
+    times = {s: runs if s.kind in ("forward", "backward", "weight") else 1 for s in planned.segments.items}
+    seconds = sum(planned.seconds[s] * n for s, n in times.items())
+    communication = sum(cost for _, cost in _stage_collectives(number, planned, found))
+    mesh = found.pipeline.mesh_of[number]
+    total = sum(found.bytes[mesh])
+    memory = stage.memory
+    rest = total - memory.params - memory.gradients - memory.optimizer
+    inputs = [
+        leaf for leaf, port in zip(stage.arguments, planned.graph.inputs, strict=True) if port.kind == "argument"
+    ]  # fmt: skip
+    outputs = [leaf for leaf, port in zip(stage.results, planned.graph.outputs, strict=True) if port.kind == "argument"]
+    return replace(
+        stage,
+        arguments=tuple(inputs),
+        results=tuple(outputs),
+        memory=Memory(memory.params, memory.gradients, memory.optimizer, max(0, rest), total),
+        seconds=seconds,
+        compute_seconds=max(0.0, seconds - communication),
+        communication_seconds=min(seconds, communication),
+    )
+
+
+def _solver(found: FoundPipeline, parts: Sequence[Plan]) -> Solver:
+    """Seconds of the simulation; the bound is the stage DP's, on its own model of the same costs."""
+    seconds, bound = found.seconds, min(found.bound, found.seconds)
+    return Solver(
+        "feasible", seconds, bound, (seconds - bound) / seconds if seconds else 0.0,
+        sum(part.solver.seconds for part in parts), max(part.solver.variables for part in parts),
+    )  # fmt: skip
+
+
+def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
+    out = []
+    for weighed in found.weighed:
+        name = f"{weighed.schedule}, {weighed.num_microbatches} micro-batches"
+        shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
+        size = None if weighed.bytes is None else int(weighed.bytes)
+        out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))
+    return tuple(out)
+
+
+def _notes(found: FoundPipeline, cluster: Cluster) -> list[str]:
+    notes = ["the gap compares the simulated step with the stage search's bound, on its own model of the same costs"]
+    used = found.slices.devices_used
+    if used < cluster.num_devices:
+        notes.append(
+            f"{used} of {cluster.num_devices} devices are used: every pipeline on all of them is predicted to be slower"
+        )
+    return notes
+
+
+def _ingredients(
+    traced: Traced, parts: Sequence[Plan], cluster: Cluster, found: FoundPipeline
+) -> Mapping[str, str]:  # fmt: skip
+    """What the plan belongs to: the ingredients of its stages, and how the step was divided."""
+    values = traced.graph.values
+    signature = [
+        f"{a.path}: {values[v].dtype}{list(values[v].shape)}"
+        for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+    ]
+    out = {
+        "arguments": "; ".join(signature),
+        "cluster": cluster.fingerprint,
+        "communication": "explicit",
+        "micro-batches": str(found.slices.num_microbatches),
+        "schedule": f"{found.slices.schedule} x {found.slices.virtual}",
+        "stages": str([(s.first, s.stop, s.mesh) for s in found.slices.stages]),
+    }
+    for number, part in enumerate(parts):
+        out[f"stage {number}"] = part.fingerprint
+    return out

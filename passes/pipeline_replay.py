@@ -1,0 +1,96 @@
+"""Replays the plan of a pipeline: the step cut as the plan says, and each stage's own plan, without solving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import PlanError
+from alpa_lite.graph import Traced
+from alpa_lite.passes import (
+    accumulation,
+    factors,
+    grouping,
+    layering,
+    lowering,
+    pipelining,
+    replay,
+    schedules,
+    segments,
+    simulation,
+    staging,
+)
+from alpa_lite.passes.pipeline_search import REMAT, FoundPipeline, bytes_of, seconds_of, transfers_of
+from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.passes.stage_slicing import StageChoice, StageSlices
+from alpa_lite.plan import Plan
+from alpa_lite.program import Submesh
+from alpa_lite.strategy import Rule
+
+
+def replayed(
+    traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, plan: Plan, *, allow_inexact: bool
+) -> FoundPipeline:
+    """What `pipeline_search.search` would return, with the decisions of `plan`.
+
+    Raises:
+      PlanError: the plan is for other arguments, devices or another program; says what differs.
+    """
+    shape = plan.pipeline
+    assert shape is not None
+    if cluster.num_devices != plan.cluster.num_devices:
+        raise PlanError(
+            f"the plan is for a cluster of {plan.cluster.num_devices} devices, and there are {cluster.num_devices}; "
+            "plan again for these."
+        )
+    accumulated = accumulation.accumulate(traced, rules, plan.num_microbatches, allow_inexact=allow_inexact)
+    graph = accumulated.traced.graph
+    layers = layering.layering(
+        accumulated.traced, accumulated.scan, factors.rules(graph.ops(), graph.values), max_layers=shape.max_layers
+    )
+    if len(layers.layers) != shape.num_layers:
+        raise PlanError(
+            f"the plan cuts the step into {shape.num_layers} layers, and this one has {len(layers.layers)}: it is for "
+            "another program or version. Plan again."
+        )
+    graphs = staging.stage_graphs(
+        accumulated.traced, accumulated.scan, layering.assign(layers, shape.first_layers[1:])
+    )  # fmt: skip
+    schedule = schedules.schedule(
+        plan.schedule, len(shape.first_devices), plan.num_microbatches, virtual=shape.virtual
+    )  # fmt: skip
+    stages = []
+    for stage_graph, part in zip(graphs, plan.parts, strict=True):
+        own = stage_graph.traced
+        stage_rules = factors.rules(own.graph.ops(), own.graph.values)
+        groups = grouping.group(own, stage_rules)
+        found = replay.replay(own, groups, stage_rules, part.cluster, part, communication="explicit")
+        program = lowering.lower(own, groups, stage_rules, found.mesh, found.choice, found.space.late_from)
+        cut = segments.cut(stage_graph, program, split_weights=schedule.splits_backward)
+        stages.append(PlannedStage(stage_graph, stage_rules, groups, found, program, cut, part.cluster))
+    submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(shape.first_devices)]
+    pipeline = pipelining.build(
+        accumulated.traced, [s.segments for s in stages], submeshes, schedule,
+        donated=[argument for _, argument in traced.state],
+        segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(cluster),
+    )  # fmt: skip
+    stops = [*shape.first_layers[1:], shape.num_layers]
+    slices = StageSlices(
+        stages=tuple(
+            StageChoice(first, stop, -1, REMAT.index(remat), mesh)
+            for first, stop, remat, mesh in zip(shape.first_layers, stops, shape.remat, shape.submeshes, strict=True)
+        ),
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        virtual=shape.virtual,
+        seconds=plan.step_seconds,
+        devices=tuple(submesh.mesh.size for submesh in submeshes),
+        first_devices=shape.first_devices,
+        bytes=(),
+    )
+    timeline = simulation.simulate(pipeline.program)
+    return FoundPipeline(
+        accumulated, layers, slices, shape.remat, tuple(stages), pipeline, timeline, bytes_of(pipeline, stages),
+        float(plan.memory_per_device), (), timeline.seconds,
+    )  # fmt: skip

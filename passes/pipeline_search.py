@@ -1,0 +1,413 @@
+"""Chooses a pipeline: micro-batches, layers to stages, stages to submeshes, the schedule and rematerialisation.
+
+Every distinct layer is planned as a stage of its own on every kind of submesh, by the same integer program as a step on
+one mesh; repeated layers are planned once. What a range of layers costs is the sum over its layers. The stage DP
+(`stage_slicing`) then chooses the number of micro-batches, the cuts, the submeshes and the schedule together. Seconds
+and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned anew at the
+number that was chosen, so that the choice of stages rests on true sizes.
+
+The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
+simulation's time and the program's own peak of buffers, not the DP's estimate. A stage that exceeds the budget is
+planned again with as much less room as it exceeded it by.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import Layout
+from alpa_lite.options import Pipeline as Method
+from alpa_lite.options import Sharded
+from alpa_lite.passes import (
+    accumulation,
+    factors,
+    layering,
+    pipelining,
+    schedules,
+    simulation,
+    stage_costs,
+    stage_planning,
+    stage_slicing,
+    staging,
+    transfers,
+)
+from alpa_lite.passes.accumulation import Accumulated
+from alpa_lite.passes.layering_types import Layering
+from alpa_lite.passes.pipelining import Pipeline
+from alpa_lite.passes.segments import Segment, Segments
+from alpa_lite.passes.stage_costs import StageCosts
+from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.passes.stage_slicing import SliceOptions, StageSlices, Weighed
+from alpa_lite.program import Buffer, Submesh, peak_bytes
+from alpa_lite.strategy import Rule
+from alpa_lite.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+REMAT = ("none", "layer")
+"""Variants of a stage: what its backward pass computes again."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundPipeline:
+    """A pipeline that fits.
+
+    Attributes:
+      accumulated, layers: the step as a loop over micro-batches, in layers.
+      slices: what the DP chose.
+      remat: of each stage.
+      stages: planned, one for each stage.
+      pipeline: the program and its functions.
+      timeline: the simulated step.
+      bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables.
+      budget: bytes per device.
+      weighed: what the DP compared.
+      bound: no pipeline of the DP's model is faster.
+    """
+
+    accumulated: Accumulated
+    layers: Layering
+    slices: StageSlices
+    remat: tuple[str, ...]
+    stages: tuple[PlannedStage, ...]
+    pipeline: Pipeline
+    timeline: Timeline
+    bytes: tuple[tuple[int, int], ...]
+    budget: float
+    weighed: tuple[Weighed, ...]
+    bound: float
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.seconds
+
+
+def search(
+    traced: Traced,
+    rules: Mapping[Any, Rule],
+    cluster: Cluster,
+    method: Method,
+    *,
+    num_microbatches: int | str,
+    allow_inexact: bool,
+    budget: float,
+    time_limit: float,
+    max_layers: int = 64,
+    progress: Callable[[str], None] = lambda text: None,
+) -> FoundPipeline:
+    """The best pipeline found.
+
+    Args:
+      num_microbatches: a number, or "auto" to choose it.
+      budget: bytes per device.
+      time_limit: seconds for each integer program.
+      max_layers: the most layers that the forward pass is cut into.
+      progress: told what is being done.
+
+    Raises:
+      InfeasibleError: no pipeline fits; names what binds.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
+      OptionError: the method asks for what the cluster or the step does not have.
+    """
+    counts = [num_microbatches] if isinstance(num_microbatches, int) else _counts(traced, rules, cluster, method)
+    reference = counts[len(counts) // 2]
+    slicer = _Slicer(traced, rules, cluster, method, allow_inexact, budget, time_limit, max_layers, progress)
+    coster = slicer.layers(reference)
+    found = slicer.slice([coster.costs(count) for count in counts], counts)
+    if found.num_microbatches != reference:
+        coster = slicer.layers(found.num_microbatches)
+        found = slicer.slice([coster.costs(found.num_microbatches)], [found.num_microbatches])
+    return slicer.realise(coster, found)
+
+
+def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
+    """The numbers of micro-batches worth trying: powers of two that the batch divides into, exactly."""
+    most = min(64, 8 * max(2, method.num_stages or cluster.num_devices))
+    counts = []
+    count = 1
+    while count <= most:
+        if accumulation.batch_dims(traced, rules, count) is None:
+            break
+        counts.append(count)
+        count *= 2
+    if not counts:
+        raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
+    return counts
+
+
+@dataclass(eq=False)
+class _Slicer:
+    """What one search is given, and the stages that it has planned."""
+
+    traced: Traced
+    rules: Mapping[Any, Rule]
+    cluster: Cluster
+    method: Method
+    allow_inexact: bool
+    budget: float
+    time_limit: float
+    max_layers: int
+    progress: Callable[[str], None]
+    weighed: tuple[Weighed, ...] = ()
+    bound: float = 0.0
+
+    def layers(self, count: int) -> _Coster:
+        """The step cut into `count` micro-batches and into layers, each distinct layer planned on every submesh."""
+        self.progress(f"cutting into {count} micro-batches")
+        accumulated = accumulation.accumulate(self.traced, self.rules, count, allow_inexact=self.allow_inexact)
+        graph = accumulated.traced.graph
+        rules = factors.rules(graph.ops(), graph.values)
+        layers = layering.layering(accumulated.traced, accumulated.scan, rules, max_layers=self.max_layers)
+        return _Coster(self, accumulated, layers, count)
+
+    def kinds(self) -> tuple[int, ...]:
+        """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond."""
+        if self.method.submesh_shapes is not None:
+            return tuple(sorted({math.prod(shape) for shape in self.method.submesh_shapes}))
+        node, total = self.cluster.devices_per_node, self.cluster.num_devices
+        inside = [n for n in range(1, node + 1) if node % n == 0 and (n == node or n & (n - 1) == 0)]
+        nodes = [node * n for n in range(2, self.cluster.nodes + 1) if n & (n - 1) == 0 or n == self.cluster.nodes]
+        most = total if self.method.num_stages in (None, 1) else total - (self.method.num_stages - 1)
+        kinds = [n for n in (*inside, *nodes) if n <= most]
+        if self.method.num_stages is not None and self.method.num_stages > 1:
+            need = max(1, total // (2 * self.method.num_stages))  # far smaller ones leave most devices idle
+            kinds = [n for n in kinds if n >= min(need, max(kinds))] or kinds
+        return tuple(kinds)
+
+    def shape_of(self, stage: int, devices: int) -> Sharded:
+        """The logical mesh that a stage may have."""
+        shapes = self.method.submesh_shapes
+        if shapes is not None:
+            shape = shapes[stage % len(shapes)]
+            return Sharded(shape) if len(shape) > 1 else Sharded()
+        return Sharded((1,)) if devices == 1 else Sharded()
+
+    def slice(self, costs: Sequence[StageCosts], counts: Sequence[int]) -> StageSlices:
+        """What the stage DP chooses."""
+        self.progress("choosing stages")
+        method = self.method
+        kinds = costs[0].devices
+        shapes = method.submesh_shapes
+        options = SliceOptions(
+            budget=self.budget,
+            schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),
+            num_stages=method.num_stages,
+            kinds=None if shapes is None else tuple(kinds.index(math.prod(shape)) for shape in shapes),
+            variants=None if method.remat == "auto" else (REMAT.index(method.remat),),
+            gap=0.005,
+        )
+        found = stage_slicing.slice_stages(costs, options)
+        if found.best is None:
+            assert found.infeasible is not None
+            raise InfeasibleError(f"no pipeline with {_list(counts)} micro-batches: {found.infeasible.message}")
+        self.weighed, self.bound = found.weighed, found.bound
+        return found.best
+
+    def realise(self, coster: _Coster, slices: StageSlices) -> FoundPipeline:
+        """Plans the chosen stages whole, writes the program and simulates it."""
+        cuts = [stage.first for stage in slices.stages[1:]]
+        assignment = layering.assign(coster.layering, cuts)
+        graphs = staging.stage_graphs(coster.accumulated.traced, coster.accumulated.scan, assignment)
+        schedule = schedules.schedule(
+            slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual
+        )  # fmt: skip
+        room = [self.budget] * len(graphs)
+        for attempt in range(3):
+            stages = self.plan_stages(graphs, slices, room, schedule.splits_backward)
+            submeshes = [
+                Submesh(stages[m].found.mesh, first) for m, first in enumerate(slices.first_devices)
+            ]  # fmt: skip
+            self.progress("writing the program")
+            pipeline = pipelining.build(
+                coster.accumulated.traced, [s.segments for s in stages], submeshes, schedule,
+                donated=[argument for _, argument in self.traced.state],
+                segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(self.cluster),
+            )  # fmt: skip
+            used = bytes_of(pipeline, stages)
+            over = [sum(pair) - self.budget for pair in used]
+            if max(over) <= 0 or attempt == 2:
+                break
+            logger.info("stages exceed the budget by %s bytes: planning them again", over)
+            room = [
+                r - max(0.0, 1.05 * over[pipeline.mesh_of[s]]) / slices.virtual if r else r for s, r in enumerate(room)
+            ]
+        if max(over) > 0:
+            worst = int(np.argmax(over))
+            raise InfeasibleError(
+                f"the pipeline of {len(graphs)} stages needs {sum(used[worst]):,} bytes per device on submesh {worst}, "
+                f"of {self.budget:,.0f}; allow more memory, more micro-batches or more stages"
+            )
+        remat = tuple(REMAT[stage.variant] for stage in slices.stages)
+        return FoundPipeline(
+            coster.accumulated, coster.layering, slices, remat, stages, pipeline,
+            simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
+        )  # fmt: skip
+
+    def plan_stages(
+        self, graphs: Sequence[staging.StageGraph], slices: StageSlices, room: Sequence[float], split: bool
+    ) -> tuple[PlannedStage, ...]:
+        """Plans every stage; the mesh of the first stage of a submesh binds its others."""
+        stages: list[PlannedStage] = []
+        meshes: dict[int, tuple[int, ...]] = {}
+        for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+            devices = slices.devices[stage.mesh]
+            self.progress(f"planning stage {number} of {len(graphs)}")
+            method = self.shape_of(number, devices)
+            if stage.mesh in meshes:
+                method = Sharded(meshes[stage.mesh])
+            planned = stage_planning.plan(
+                graph, self.cluster.part(devices), method,
+                budget=room[number], time_limit=self.time_limit, split_weights=split,
+            )  # fmt: skip
+            meshes[stage.mesh] = planned.found.mesh.shape
+            stages.append(planned)
+        return tuple(stages)
+
+
+class _Coster:
+    """Costs of the layers at one number of micro-batches."""
+
+    def __init__(self, slicer: _Slicer, accumulated: Accumulated, layers: Layering, count: int) -> None:
+        self.accumulated, self.layering, self.count = accumulated, layers, count
+        self.cluster = slicer.cluster
+        self.devices = slicer.kinds()
+        number = len(layers.layers)
+        assignment = layering.assign(layers, range(1, number))
+        graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
+        shape = number, len(self.devices), len(REMAT)
+        self.forward, self.backward, self.weight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.update, self.fixed, self.inflight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.temporary = np.zeros(shape)
+        known: dict[tuple[str, int], tuple[np.ndarray, ...]] = {}
+        for n, graph in enumerate(graphs):
+            name = stage_planning.digest(graph)
+            for k, size in enumerate(self.devices):
+                if (name, k) not in known:
+                    slicer.progress(f"layer {n} on {size} devices")
+                    known[name, k] = self.price(slicer, graph, n, size)
+                columns = known[name, k]
+                for table, column in zip(self.tables, columns, strict=True):
+                    table[n, k] = column
+
+    @property
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """Seconds forward, backward, weight, update; bytes fixed, in flight, temporary: [layer, kind, variant]."""
+        return self.forward, self.backward, self.weight, self.update, self.fixed, self.inflight, self.temporary
+
+    def price(self, slicer: _Slicer, graph: staging.StageGraph, layer: int, size: int) -> tuple[np.ndarray, ...]:
+        """One layer on one kind of submesh: seconds and bytes of each variant."""
+        try:
+            planned = stage_planning.plan(
+                graph, self.cluster.part(size), slicer.shape_of(0, size),
+                budget=slicer.budget, time_limit=min(slicer.time_limit, 5.0), split_weights=False,
+            )  # fmt: skip
+        except InfeasibleError:
+            return (np.full(len(REMAT), np.inf),) * 4 + (np.full(len(REMAT), np.inf),) * 3
+        once = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
+        temporary = 0
+        saved = entering = 0
+        fixed = 0
+        for segment in planned.segments.items:
+            once[segment.kind] += planned.seconds[segment]
+            temporary = max(temporary, planned.temporary[segment])
+            for i, wire in enumerate(segment.inputs):
+                size_of = planned.wire_bytes(segment, i)
+                if segment.kind == "backward" and wire.kind == "saved":
+                    saved += size_of
+                if segment.kind == "forward" and wire.kind == "crossing":
+                    entering += size_of
+            if segment.kind == "prologue":
+                fixed += sum(planned.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
+        for port, register in zip(graph.inputs, planned.program.body.inputs, strict=False):
+            if port.kind in ("argument", "copy"):
+                shape, dtype, layout = planned.segments.register_type(register)
+                fixed += stage_planning.bytes_of(planned.found.mesh, shape, dtype, layout)
+        forward, backward = once["forward"], once["backward"]
+        again = np.array([0.0, 1.0])
+        return (
+            np.full(2, forward),
+            backward + again * forward,
+            np.full(2, backward / 2),
+            np.full(2, once["update"] + once["prologue"]),
+            np.full(2, float(fixed)),
+            np.array([float(saved + entering), float(entering)]),
+            np.array([float(temporary), float(temporary + saved)]),
+        )
+
+    def costs(self, count: int) -> StageCosts:
+        """The costs for a number of micro-batches, scaled from those of the reference by the size of a micro-batch."""
+        scale = self.count / count
+        layers = len(self.layering.layers)
+        crossing = np.array([0.0, *(layer.bytes_out for layer in self.layering.layers)]) * scale
+        crossing[layers] = 0.0
+        boundary = np.zeros((layers + 1, len(self.devices), len(self.devices)))
+        for a, first in enumerate(self.devices):
+            for b, second in enumerate(self.devices):
+                boundary[:, a, b] = self.link_seconds(crossing, first, second)
+        return stage_costs.from_layers(
+            count,
+            forward=self.forward * scale,
+            backward=self.backward * scale,
+            update=self.update,
+            fixed_bytes=self.fixed,
+            inflight_bytes=self.inflight * scale,
+            boundary_seconds=boundary,
+            boundary_bytes=crossing / max(1, max(self.devices)),
+            devices=self.devices,
+            total_devices=self.cluster.num_devices,
+            devices_per_node=self.cluster.devices_per_node,
+            weight=self.weight * scale,
+            temporary_bytes=self.temporary * scale,
+        )
+
+    def link_seconds(self, crossing: np.ndarray, first: int, second: int) -> np.ndarray:
+        """Seconds of sending bytes from a submesh to the next, sharded over the smaller of the two."""
+        cluster, width = self.cluster, min(first, second)
+        link, node = cluster.node_link, cluster.devices_per_node
+        seconds = link.latency + crossing / (link.bandwidth * width)
+        if first + second > node and cluster.network_link is not None:
+            network = cluster.network_link
+            seconds = network.latency + crossing / (network.bandwidth * max(1.0, width / node))
+        return seconds
+
+
+def seconds_of(stages: Sequence[PlannedStage]) -> Callable[[Segments, Segment], float]:
+    """Predicted seconds of the segments of some stages."""
+    table = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
+    return lambda segments, segment: table[segment]
+
+
+def transfers_of(cluster: Cluster) -> Callable[[Buffer, Submesh, Submesh, Layout], float]:
+    """Predicted seconds of transfers."""
+    known: dict[Any, float] = {}
+
+    def seconds(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
+        key = sent.shape, str(sent.dtype), sent.layout, source, destination, layout
+        if key not in known:
+            known[key] = transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
+        return known[key]
+
+    return seconds
+
+
+def bytes_of(pipeline: Pipeline, stages: Sequence[PlannedStage]) -> tuple[tuple[int, int], ...]:
+    """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries."""
+    peaks = peak_bytes(pipeline.program)
+    most = [0] * len(peaks)
+    for stage, mesh in zip(stages, pipeline.mesh_of, strict=True):
+        most[mesh] = max([most[mesh], *stage.temporary.values()])
+    return tuple(zip(peaks, most, strict=True))
+
+
+def _list(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
