@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +73,8 @@ __all__ = [
     "slice_stages",
 ]
 
-_SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # of the budget, for activations of chunks
+_SCALES = (1.0, 0.97, 0.93, 0.87, 0.8)  # of the budget, for stages that share a submesh with equal ones
+_SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # of the budget, for what is saved in flight
 
 
 def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSlicing:
@@ -313,24 +314,59 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
 
 
 def _minimise(task: _Task, options: SliceOptions, fewer: bool, cutoff: float) -> tuple[Minimum, PathProblem]:
-    """The best of a task, and its graph. With virtual stages: of each alone; if they do not fit together, of shares."""
+    """The best of a task, and its graph.
+
+    With virtual stages: as if each were alone in its memory. If those do not fit together, three ways to a choice that
+    does: each as if the others of its submesh were like it; each with its own share of the budget for what it keeps and
+    for what it saves; the one that takes the least memory of all.
+    """
+    if task.costs.boundary_seconds.ndim == 3 and math.isinf(cutoff):
+        cutoff = _first_guess(task, options, fewer)
+    if task.costs.boundary_seconds.ndim == 3:  # as if every cut were as fast as for its fastest kinds: a smaller graph
+        problem = _problem(_one_kind(task, np.min), options, fewer)
+        found = minimise(problem, cutoff, options.gap)
+        if found.path is None:
+            return Minimum(math.inf, None, found.bound), problem
     problem = _problem(task, options, fewer)
     found = minimise(problem, cutoff, options.gap)
     if task.virtual == 1 or found.path is None or _holds(task, problem, found.path, options):
         return found, problem
     best = Minimum(math.inf, None, found.bound)
-    for share in _SHARES:
-        room = (1 - share) * options.budget / task.virtual
-        latency = np.where(problem.fixed <= room, problem.latency, np.inf)
-        part = replace(problem, latency=latency, fixed=np.zeros_like(problem.fixed), budget=share * options.budget)
+    for part in _alone(problem, task.virtual):
         other = minimise(part, min(cutoff, best.seconds), options.gap)
-        if other.path is not None:
-            best = replace(other, bound=found.bound)
+        if other.path is not None and _holds(task, problem, other.path, options):
+            rows = {len(other.path): (other.seconds, other.path)}
+            best = Minimum(other.seconds, other.path, found.bound, rows)
     least = least_bytes(problem)[1]
     if best.path is None and least is not None and _holds(task, problem, least, options):
         seconds = _seconds(problem, least)
         best = Minimum(seconds, least, found.bound, {len(least): (seconds, least)}) if seconds < cutoff else best
     return best, problem
+
+
+def _first_guess(task: _Task, options: SliceOptions, fewer: bool) -> float:
+    """A little more than what a pipeline takes that is found as if every cut were as slow as for its slowest kinds."""
+    slowest = _one_kind(task, np.max)
+    found, problem = _minimise(slowest, options, fewer, math.inf)
+    if found.path is None:
+        return math.inf
+    return evaluate(task.costs, _slices(slowest, problem, found.path))[0] * (1 + 1e-9)
+
+
+def _one_kind(task: _Task, combine: Any) -> _Task:
+    """The task with transfers that do not depend on the kinds beside a cut."""
+    seconds = combine(task.costs.boundary_seconds, axis=(1, 2))
+    return replace(task, costs=replace(task.costs, boundary_seconds=seconds))
+
+
+def _alone(problem: PathProblem, virtual: int) -> Iterator[PathProblem]:
+    """Problems in which each of `virtual` stages of a submesh has its own part of the budget."""
+    for scale in _SCALES:
+        yield replace(problem, fixed=problem.fixed * virtual, budget=problem.budget * scale)
+    for share in _SHARES:
+        latency = np.where(problem.fixed <= (1 - share) * problem.budget / virtual, problem.latency, np.inf)
+        nothing = np.zeros_like(problem.fixed)
+        yield replace(problem, latency=latency, fixed=nothing, budget=share * problem.budget)
 
 
 def _seconds(problem: PathProblem, path: Path) -> float:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from alpa_lite.errors import OptionError
 from alpa_lite.passes import schedules
 from alpa_lite.passes.stage_costs import StageCosts, from_layers
-from alpa_lite.passes.stage_slicing import SliceOptions, StageChoice, StageSlices, evaluate, place, slice_stages
+from alpa_lite.passes.stage_slicing import (
+    Infeasible,
+    SliceOptions,
+    StageChoice,
+    StageSlices,
+    evaluate,
+    place,
+    slice_stages,
+)
 
 EXACT = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 
@@ -46,6 +54,7 @@ def pipelines(costs, options, fewer):
     if options.variants is not None:
         variants = options.variants
     for name, size in itertools.product(options.schedules, range(1, layers + 1)):
+        assert isinstance(name, str) and isinstance(size, int)
         for v in options.virtual if name == "interleaved-1f1b" else (1,):
             meshes = size // v
             if size % v or (v > 1 and (meshes < 2 or costs.num_microbatches % meshes)):
@@ -73,6 +82,18 @@ def pipelines(costs, options, fewer):
                             seconds, memory = evaluate(costs, slices)
                         if math.isfinite(seconds) and max(memory) <= options.budget:
                             yield seconds
+
+
+def best_of(costs, options) -> StageSlices:
+    found = slice_stages(costs, options).all_devices
+    assert found is not None
+    return found
+
+
+def obstacle(costs, options) -> Infeasible:
+    found = slice_stages(costs, options)
+    assert found.all_devices is None and found.infeasible is not None
+    return found.infeasible
 
 
 def least(costs, options, fewer):
@@ -249,24 +270,24 @@ def lengths(slices):
 
 def test_uniform_layers_give_equal_stages():
     costs = uniform(12, 16, devices=(1,), total=4)
-    found = slice_stages([costs], SliceOptions(math.inf, ("1f1b",)))
-    assert lengths(found.all_devices) == [3, 3, 3, 3]
-    assert found.all_devices.seconds == pytest.approx((16 + 3) * 18.0)
-    assert found.fewer_devices is None
+    found = best_of([costs], SliceOptions(math.inf, ("1f1b",)))
+    assert lengths(found) == [3, 3, 3, 3]
+    assert found.seconds == pytest.approx((16 + 3) * 18.0)
+    assert slice_stages([costs], SliceOptions(math.inf, ("1f1b",))).fewer_devices is None
 
 
 def test_a_heavy_last_layer_is_alone():
     forward = np.full((5, 1, 1), 1.0)
     forward[-1] = 4.0
     costs = uniform(5, 16, devices=(1,), total=2, forward=forward, backward=2 * forward)
-    assert lengths(slice_stages([costs], SliceOptions(math.inf, ("1f1b",))).all_devices) == [4, 1]
+    assert lengths(best_of([costs], SliceOptions(math.inf, ("1f1b",)))) == [4, 1]
 
 
 def test_slow_links_give_fewer_cuts():
     def stages(cut):
         costs = uniform(8, 8, devices=(1, 2, 4, 8), total=8, forward=FALLING, backward=2 * FALLING,
                         boundary_seconds=np.full(9, cut))  # fmt: skip
-        return len(slice_stages([costs], SliceOptions(math.inf, ("1f1b",))).all_devices.stages)
+        return len(best_of([costs], SliceOptions(math.inf, ("1f1b",))).stages)
 
     counts = [stages(cut) for cut in (0.0, 0.3, 1.0, 10.0)]
     assert counts == sorted(counts, reverse=True)
@@ -279,10 +300,9 @@ FALLING = np.broadcast_to(np.asarray([1.0, 0.7, 0.5, 0.35])[None, :, None], (8, 
 
 def test_eager_hides_transfers():
     costs = uniform(4, 32, devices=(1,), total=4, boundary_seconds=np.full(5, 1.0))
-    found = slice_stages([costs], SliceOptions(math.inf, ("1f1b", "eager-1f1b")))
-    assert found.all_devices.schedule == "eager-1f1b"
+    assert best_of([costs], SliceOptions(math.inf, ("1f1b", "eager-1f1b"))).schedule == "eager-1f1b"
     lean = uniform(4, 32, devices=(1,), total=4, boundary_seconds=np.full(5, 1.0), inflight_bytes=np.ones((4, 1, 1)))
-    assert slice_stages([lean], SliceOptions(4.0, ("1f1b", "eager-1f1b"))).all_devices.schedule == "1f1b"
+    assert best_of([lean], SliceOptions(4.0, ("1f1b", "eager-1f1b"))).schedule == "1f1b"
 
 
 def test_tight_memory_takes_the_variant_that_saves_less():
@@ -295,11 +315,10 @@ def test_tight_memory_takes_the_variant_that_saves_less():
     )  # fmt: skip
     variants = {}
     for budget in (100.0, 26.0, 10.0):
-        found = slice_stages([costs], SliceOptions(budget, ("1f1b",)))
-        variants[budget] = [stage.variant for stage in found.all_devices.stages]
+        variants[budget] = [stage.variant for stage in best_of([costs], SliceOptions(budget, ("1f1b",))).stages]
     assert variants[100.0] == [0, 0, 0, 0]
     assert variants[26.0][0] == 1 and variants[26.0][-1] == 0
-    short = slice_stages([costs], SliceOptions(7.0, ("1f1b",))).infeasible
+    short = obstacle([costs], SliceOptions(7.0, ("1f1b",)))
     assert short.constraint == "memory" and short.smallest_budget == 8.0
 
 
@@ -308,7 +327,7 @@ def test_tight_memory_takes_more_stages():
     values = {"forward": FALLING / 2, "backward": FALLING, "fixed_bytes": np.ones((8, 4, 1))}
     costs = uniform(8, 8, devices=(1, 2, 4, 8), total=8, boundary_seconds=np.full(9, 1.0), **values)
     for budget in (8.0, 4.0, 2.0, 1.0):
-        found = slice_stages([costs], SliceOptions(budget, ("1f1b",))).all_devices
+        found = best_of([costs], SliceOptions(budget, ("1f1b",)))
         assert max(lengths(found)) <= budget
         if budget in (1.0, 8.0):
             assert len(found.stages) == 8 / budget
@@ -319,6 +338,7 @@ def test_fewer_devices_where_more_do_not_help():
     update = np.broadcast_to(np.asarray([0.0, 50.0])[None, :, None], (1, 2, 1))
     costs = uniform(1, 1, devices=(1, 2), total=2, update=update)
     found = slice_stages([costs], SliceOptions(math.inf))
+    assert found.all_devices is not None and found.fewer_devices is not None
     assert found.all_devices.devices_used == 2 and found.all_devices.seconds == pytest.approx(53.0)
     assert found.fewer_devices.devices_used == 1 and found.fewer_devices.seconds == pytest.approx(6.0)
     assert found.best == found.fewer_devices
@@ -329,7 +349,7 @@ def test_transfers_by_kind_keep_stages_in_their_node():
     cut = np.zeros((5, 2, 2))
     cut[:, 1, :] = cut[:, :, 1] = 50.0
     costs = uniform(4, 4, devices=(1, 2), total=4, boundary_seconds=cut, node=2)
-    assert {stage.kind for stage in slice_stages([costs], SliceOptions(math.inf, ("1f1b",))).all_devices.stages} == {0}
+    assert {stage.kind for stage in best_of([costs], SliceOptions(math.inf, ("1f1b",))).stages} == {0}
 
 
 def test_weighed_lists_the_schedules():
@@ -343,9 +363,9 @@ def test_weighed_lists_the_schedules():
 
 def test_infeasible_for_other_reasons():
     costs = uniform(4, 4, devices=(2,), total=4)
-    none = slice_stages([costs], SliceOptions(math.inf, ("1f1b",), num_stages=1)).infeasible
+    none = obstacle([costs], SliceOptions(math.inf, ("1f1b",), num_stages=1))
     assert none.constraint == "devices" and none.smallest_budget is None
-    none = slice_stages([costs], SliceOptions(math.inf, ("1f1b",), num_stages=3)).infeasible
+    none = obstacle([costs], SliceOptions(math.inf, ("1f1b",), num_stages=3))
     assert none.constraint == "schedule"
 
 
