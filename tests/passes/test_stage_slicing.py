@@ -165,6 +165,50 @@ def test_equals_brute_force_with_what_is_fixed(instance, data):
     check_against_brute_force(costs, options)
 
 
+def enumerated(costs, budget):
+    """1F1B by a shortest path for every pair of thresholds, as in Alpa's paper, and an update's threshold besides."""
+    layers, count = costs.num_layers, costs.num_microbatches
+    kinds, variants = range(len(costs.devices)), range(costs.forward.shape[3])
+    period = costs.forward + costs.backward
+    period[:, :layers] += 2 * costs.boundary_seconds[None, :layers, None, None]
+
+    def shortest(most, latest):
+        after = [[[math.inf] * (costs.total_devices + 1) for _ in range(layers + 1)]]
+        after[0][layers][0] = 0.0
+        for left in range(1, layers + 1):
+            table = [[math.inf] * (costs.total_devices + 1) for _ in range(layers + 1)]
+            for i in range(layers):
+                for j, k, v in itertools.product(range(i + 1, layers + 1), kinds, variants):
+                    at = i, j, k, v
+                    bytes_ = costs.fixed_bytes[at] + min(left, count) * costs.inflight_bytes[at]
+                    if period[at] > most or costs.update[at] > latest or bytes_ + costs.buffer_bytes(i, j) > budget:
+                        continue
+                    for d in range(costs.devices[k], costs.total_devices + 1):
+                        table[i][d] = min(table[i][d], period[at] + after[-1][j][d - costs.devices[k]])
+            after.append(table)
+        return min(table[0][costs.total_devices] for table in after)
+
+    thresholds = np.unique(period[np.isfinite(period)]), np.unique(costs.update)
+    return min(shortest(a, b) + (count - 1) * a + b for a, b in itertools.product(*thresholds))
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(0, 30.0), (1, 16.0), (2, math.inf)])
+def test_equals_the_enumeration_of_thresholds(seed, budget):
+    """Seven layers on eight devices: too many pipelines to try, few enough thresholds."""
+    rng = np.random.default_rng(seed)
+    shape = (7, 8, 3, 2)
+    costs = StageCosts(
+        4, rng.integers(1, 9, shape) * 1.0, np.zeros(shape), rng.integers(0, 4, shape) * 4.0,
+        rng.integers(1, 12, shape) * 1.0, rng.integers(0, 5, shape) * 1.0, rng.integers(0, 2, 8) * 1.0, np.ones(8),
+        (1, 2, 4), 8, 4,
+    )  # fmt: skip
+    found = slice_stages([costs], SliceOptions(budget, ("1f1b",)))
+    assert seconds_of(found.all_devices) == pytest.approx(enumerated(costs, budget))
+    near = slice_stages([costs], SliceOptions(budget, ("1f1b",), gap=0.2))
+    assert near.best is not None and near.best.seconds <= seconds_of(found.best) / 0.8
+    assert near.bound <= seconds_of(found.best) * (1 + 1e-9) and near.bound >= 0.8 * near.best.seconds * (1 - 1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from((10.0, 20.0, 30.0, math.inf)), st.booleans())
 def test_interleaved_against_brute_force(seed, budget, by_kind):
