@@ -236,6 +236,32 @@ def test_moving_does_not_wait(want, size):
         np.testing.assert_array_equal(np.asarray(moved), np.arange(64, dtype=np.float32).reshape(8, 8))
 
 
+@pytest.mark.parametrize(
+    ("have", "src", "want", "dst"),
+    [
+        ((4,), (("s0",), ()), (2, 2), (("d0", "d1"), ())),
+        ((2, 2), ((), ("s1", "s0")), (2, 2), ((), ("d1", "d0"))),
+        ((2, 2), (("s1",), ()), (2, 2), (("d1",), ())),
+        ((2, 2), ((), ()), (4,), ((), ())),
+    ],
+)
+def test_an_equal_put_does_not_wait(have, src, want, dst):
+    """Also between meshes of different shapes, with axes in another order, and with replicas."""
+    source, destination = submesh(have, "s"), submesh(want, "d", last=True)
+    release = threading.Event()
+    array = transfers._Array((8, 8), F32, Layout(src), source, Layout(dst), destination)
+    plan = transfers._plan(array, Layout(dst), CLUSTER)
+    assert plan.equal
+    mover = Mover([plan], jax.devices())
+    blocked = _blocked(source, Layout(src), release)
+    try:
+        (moved,) = mover([blocked])
+        assert not is_ready(blocked) and not is_ready(moved)
+    finally:
+        release.set()
+    np.testing.assert_array_equal(np.asarray(moved), np.arange(64, dtype=np.float32).reshape(8, 8))
+
+
 def test_an_unequal_put_does_wait():
     """What the mover avoids, and that the test above would see it."""
     source, destination = submesh((2,), "s"), submesh((2,), "d", last=True)
