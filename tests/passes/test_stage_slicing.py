@@ -42,7 +42,7 @@ def random_costs(rng, counts, layers, devices, total, variants, by_kind=False):
         out.append(
             StageCosts(
                 count, forward, rng.integers(1, 17, shape) / count, rng.integers(0, 9, shape) * 1.0, fixed,
-                inflight / count, cut / count, buffers, devices, total, total, forward * rng.random(),
+                inflight, cut / count, buffers, devices, total, total, forward * rng.random(),
             )
         )  # fmt: skip
     return out
