@@ -152,6 +152,14 @@ def test_equals_brute_force(instance):
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(EXACT), st.sampled_from((14.0, 18.0, 22.0, 26.0)))
+def test_equals_brute_force_where_early_stages_hold_more(seed, name, budget):
+    """Five layers on up to five devices: the position of a stage decides whether it fits."""
+    costs = random_costs(np.random.default_rng(seed), (5,), 5, (1,), 5, 2)
+    check_against_brute_force(costs, SliceOptions(budget, (name,)))
+
+
+@settings(max_examples=60, deadline=None)
 @given(instances(), st.data())
 def test_equals_brute_force_with_what_is_fixed(instance, data):
     costs, options = instance
