@@ -359,7 +359,8 @@ def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
     """About the seconds of `_plan`.
 
     Each of the n destinations receives its block of b bytes in k pieces, one for every source block that it meets; each
-    of the m sources sends the m-th part of all. A node's uplink carries its share of what crosses.
+    of the m sources sends n b / m bytes, in n k / m messages. Every link is like the one between the nearest devices of
+    the two submeshes, and the uplinks of the submesh with fewer nodes carry all that crosses.
     """
     src_mesh, dst_mesh, mesh = array.src_mesh, array.dst_mesh, array.dst_mesh.mesh
     steps = reshard_steps(landing, array.dst) or ()
@@ -375,11 +376,9 @@ def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
         whole = whole and wanted <= parts
     senders, receivers = src_mesh.mesh.size, mesh.size
     sent = math.ceil(receivers * pieces / senders)
-    way = route(
-        cluster,
-        src_mesh.devices[-1],
-        dst_mesh.devices[0] if dst_mesh.first != src_mesh.devices[-1] else dst_mesh.devices[-1],
-    )
+    forwards = src_mesh.first <= dst_mesh.first
+    near = (src_mesh.devices[-1], dst_mesh.first) if forwards else (src_mesh.first, dst_mesh.devices[-1])
+    way = route(cluster, *near)
     own = [(slow, latency) for (kind, *_), slow, latency in way if kind in ("send", "link")]
     slowness, latency = max((s for s, _ in own), default=0.0), max((t for _, t in own), default=0.0)
     busiest = max(

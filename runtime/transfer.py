@@ -11,8 +11,8 @@ the work on them is done by small functions on one device each, which start with
 5. *reshard*: one function on the destination's submesh takes all arrays on from there.
 
 Steps that a transfer has no use for are left out: the best case is the put alone. All functions are compiled when the
-mover is made. A piece that stays on its device is copied by the cut, since `device_put` would share its memory, which
-the receiver may donate.
+mover is made. A block that stays on its device, and is not resharded after, is copied by the cut: `device_put` would
+share its memory, which the receiver may donate.
 """
 
 from __future__ import annotations
