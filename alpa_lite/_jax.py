@@ -183,3 +183,10 @@ def derivative(source: Any) -> str | None:
 def scopes(source: Any) -> tuple[str, ...]:
     """The named scopes of an operation, outermost first, without transforms."""
     return tuple(e.name for e in source.name_stack.stack if isinstance(e, _source_info_util.Scope))
+
+
+def rematted(source: Any) -> Any:
+    """The source of a forward operation's copy in the reverse pass, marked as JAX marks those of `jax.checkpoint`."""
+    stack = source.name_stack.stack
+    marked = (_source_info_util.Transform("transpose"), *stack, _source_info_util.Scope("rematted_computation"))
+    return source.replace(name_stack=_source_info_util.NameStack(marked))

@@ -10,6 +10,7 @@ Nothing here depends on a device: seconds are those of a nominal accelerator and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Traced
 from alpa_lite.passes import layering_cuts
 from alpa_lite.passes.layering_cuts import Atom
-from alpa_lite.passes.layering_split import Split, split
+from alpa_lite.passes.layering_split import PARAM, Split, is_heavy, split
 from alpa_lite.passes.layering_stages import assign
 from alpa_lite.passes.layering_types import Assignment, Layer, Layering, reads, scan_op
 from alpa_lite.strategy import Rule
@@ -65,10 +66,15 @@ def layering(
     if hints is None:
         marks = _candidates(order, parts.free, crossing)
         atoms = [
-            Atom(start, stop, sum(s for s, _ in prices[start:stop]), layering_cuts.fingerprint(order[start:stop], values),
-                 int(crossing[stop - 1]) if stop < len(order) else 0)
+            Atom(
+                start,
+                stop,
+                sum(s for s, _ in prices[start:stop]),
+                layering_cuts.fingerprint(order[start:stop], values),
+                int(crossing[stop - 1]) if stop < len(order) else 0,
+            )
             for start, stop in zip([0, *marks], [*marks, len(order)], strict=True)
-        ]  # fmt: skip
+        ]
         ends, at = [], 0
         for count in layering_cuts.cut(atoms, max_layers, tolerance):
             at += count
@@ -85,7 +91,8 @@ def layering(
         )
         for start, stop in zip([0, *ends[:-1]], ends, strict=True)
     )
-    return Layering(traced, scan, parts.forward, layers, tuple(op.index for op in order), parts.free)
+    follows = frozenset(v for v in body.inputs if parts.kinds.get(v, 0) & PARAM)
+    return Layering(traced, scan, parts.forward, layers, tuple(op.index for op in order), parts.free, follows)
 
 
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
@@ -145,12 +152,16 @@ def _only_free(op: Op, defined: Mapping[int, Op], parts: Split) -> bool:
 
 
 def _candidates(order: Sequence[Op], free: frozenset[int], crossing: np.ndarray) -> list[int]:
-    """Ends of atoms: after ops that are not free, where the next such op raises the bytes cut."""
+    """Ends of atoms: after ops that are not free, where the next such op raises the bytes cut, or is heavy."""
     places = [i for i in range(len(order) - 1) if order[i].index not in free]
     if places and all(op.index in free for op in order[places[-1] + 1 :]):
         places.pop()  # what follows would be no layer
-    rises = [crossing[i] < crossing[following] for i, following in zip(places, places[1:], strict=False)]
-    return [place + 1 for place, rise in zip(places, [*rises, True], strict=False) if rise]
+    out = []
+    for i, following in itertools.pairwise([*places, len(order) - 1]):
+        rise = int(crossing[following]) - int(crossing[i]) if following < len(crossing) else 1
+        if rise > 0 or (rise == 0 and is_heavy(order[following])):
+            out.append(i + 1)
+    return out
 
 
 def _hinted(order: Sequence[Op], hints: Sequence[str]) -> list[int]:

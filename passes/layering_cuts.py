@@ -1,7 +1,7 @@
 """Where to cut the forward pass into layers.
 
 Cutting after operation i moves the bytes C(i) of the activations that are made up to i and read after i. A cut is worth
-considering only where the next operation raises C, so that of equal ones the last counts and a cut stands before a heavy
+considering only where the next operation raises C, or is heavy and does not lower it; so a cut stands before a heavy
 operation rather than after it. Between such places lie *atoms*.
 
     repeats     the atoms' fingerprints are a word; its runs of repeated subwords, those that cover most seconds first,
@@ -33,7 +33,7 @@ from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is alike on all accelerators.
 _PEAK, _BANDWIDTH = 1e14, 1e12
-_FREE_SECONDS = 1e-9  # of an operation that moves nothing, so that no layer takes no time
+_FREE_SECONDS = 1e-12  # of an operation that moves nothing, so that no layer takes no time
 
 
 def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tuple[float, float]:

@@ -96,8 +96,7 @@ class _Walk:
             kind = 0
             for value in operands:
                 kind |= self.kinds.get(value, 0)
-            is_heavy = op.has_effects or bool(op.bodies) or op.name in _HEAVY or op.key in self.opaque
-            is_free = kind != ACTIVE and not is_heavy
+            is_free = kind != ACTIVE and not (op.has_effects or is_heavy(op) or op.key in self.opaque)
             if is_free and kind == PARAM:
                 is_free = op.index not in backward and not self._shrinks(op)
             if is_free:
@@ -113,6 +112,11 @@ class _Walk:
             return False
         size = max((_elements(self.values[v].shape) for v in reads(op) if self.kinds.get(v) == PARAM), default=0)
         return sum(_elements(self.values[v].shape) for v in op.results) < size
+
+
+def is_heavy(op: Op) -> bool:
+    """Whether an operation is worth cutting before, and not worth running twice."""
+    return bool(op.bodies) or op.name in _HEAVY
 
 
 def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:

@@ -23,6 +23,7 @@ counter) follows its lowest user. Operations before the scan run where their use
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import OptionError
@@ -42,7 +43,7 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
       OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
     """
     bounds = [0, *cuts, len(layering.layers)]
-    if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
         raise OptionError(
             f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to "
             f"{len(layering.layers) - 1}, for {len(layering.layers)} layers"
@@ -147,23 +148,28 @@ class _Assigner:
                     self.shared.add(op.index)
 
     def find_available(self) -> None:
-        """A(v) for forward values and for the body's inputs, ascending; nothing for what is the same everywhere."""
+        """A(v) for forward values and for parameters, ascending; nothing for what is the same everywhere."""
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
-        inputs = self.body.inputs[: self.consts]
-        made = [value for op in self.body.ops if op.index in forward for value in op.results]
-        for value in (*inputs, *made):
-            where: set[int] = set()
-            op = self.defined.get(value)
-            if op is not None and op.index in forward and op.index not in self.layering.free:
-                where.add(self.stage[op.index])
-            for user in self.users.get(value, ()):
-                if user.index in forward:
-                    if user.index in self.layering.free:
-                        where |= self.stages_of(user, forward)
-                    else:
-                        where.add(self.stage[user.index])
-            if where:
+        for value in (v for v in self.body.inputs[: self.consts] if v in self.layering.parameters):
+            self.available[value] = self.forward_users(value, forward)
+        for op in self.body.ops:
+            for value in op.results if op.index in forward else ():
+                where = set(self.forward_users(value, forward))
+                if op.index not in self.layering.free:
+                    where.add(self.stage[op.index])
+                elif not where:  # only the backward pass reads what is made of these parameters
+                    where = {s for v in reads(op) for s in self.available.get(v, ())}
                 self.available[value] = tuple(sorted(where))
+        self.available = {value: where for value, where in self.available.items() if where}
+
+    def forward_users(self, value: int, forward: set[int]) -> tuple[int, ...]:
+        """The stages whose forward ops read a value, through free ops too."""
+        where: set[int] = set()
+        for user in self.users.get(value, ()):
+            if user.index in forward:
+                is_free = user.index in self.layering.free
+                where |= self.stages_of(user, forward) if is_free else {self.stage[user.index]}
+        return tuple(sorted(where))
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
@@ -238,6 +244,7 @@ class _Assigner:
     def sink(self, owners: Mapping[int, int]) -> None:
         """Moves ops that read no forward value to their users' lower stage where that sends no more bytes."""
         adding = {op.index: (number, value) for number, (op, value) in self.sums.items()}
+        before = dict(self.stage)
         for index, (number, _) in adding.items():
             if index in self.stage and index not in self.layering.forward and number in owners:
                 self.stage[index] = min(self.stage[index], owners[number])
@@ -252,6 +259,7 @@ class _Assigner:
             goal = max(self.stage[u.index] for u in users)
             if goal < here and self.can_sink(op, goal) and self.sent(op, goal) <= self.saved(op):
                 self.stage[op.index] = goal
+        self.rise(before)
         for index, (_, value) in adding.items():
             op = self.defined.get(value)
             if index not in self.dissolved and op is not None and op.index in self.stage:
@@ -267,6 +275,22 @@ class _Assigner:
                     for v in reads(op)
                     if v in self.defined and self.defined[v].index in self.stage
                 )
+
+    def rise(self, before: Mapping[int, int]) -> None:
+        """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
+        reached: dict[int, frozenset[int]] = {}
+        adding = {op.index: number for number, (op, _) in self.sums.items()}
+        for op in reversed(self.backward):
+            users = [u for v in op.results for u in self.users.get(v, ())]
+            found = frozenset().union(*(reached.get(u.index, frozenset({-1})) for u in users))
+            reached[op.index] = frozenset({adding[op.index]}) if op.index in adding else found
+        for op in self.backward:
+            if self.stage.get(op.index) == before.get(op.index):
+                continue
+            made = [self.defined[v].index for v in reads(op) if v in self.defined]
+            stages = [self.stage[i] for i in made if len(reached.get(i, ())) == 1 and i in self.stage]
+            if any(s > self.stage[op.index] for s in stages):
+                self.stage[op.index] = min(stages)
 
     def returned(self, value: int) -> bool:
         """Whether the body returns a value as it is."""

@@ -29,13 +29,21 @@ def prune(graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = N
       keep_inputs: the number of leading block inputs that are the step's arguments and stay even if unused; by default
         all but the constants.
     """
+    return prune_tracked(graph, keys, keep_inputs=keep_inputs)[0]
+
+
+def prune_tracked(
+    graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None
+) -> tuple[Graph, dict[int, int]]:
+    """As `prune`, with the old index of every op by its new index."""
     keep = len(graph.block.inputs) - len(graph.constants) if keep_inputs is None else keep_inputs
     ops, live = _live_ops(graph.block.ops, graph.block.outputs)
     kept_constants = [i for i, value in enumerate(graph.block.inputs[keep:]) if value in live]
     inputs = (*graph.block.inputs[:keep], *(graph.block.inputs[keep + i] for i in kept_constants))
     numbering = _Numbering(graph.values, keys or Keys())
     block = numbering.block(Block(inputs, ops, graph.block.outputs))
-    return Graph(tuple(numbering.values), block, tuple(graph.constants[i] for i in kept_constants))
+    constants = tuple(graph.constants[i] for i in kept_constants)
+    return Graph(tuple(numbering.values), block, constants), numbering.origin
 
 
 def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[int]]:
@@ -153,6 +161,7 @@ class _Numbering:
         self._new: dict[int, int] = {}
         self._keys = keys
         self._ops = 0
+        self.origin: dict[int, int] = {}
 
     def block(self, block: Block) -> Block:
         inputs = tuple(map(self._define, block.inputs))
@@ -165,6 +174,7 @@ class _Numbering:
         results = tuple(map(self._define, op.results))
         index, key = self._ops, op.key
         self._ops += 1
+        self.origin[index] = op.index
         if key is None:
             head = self._keys.head(op.primitive, op.params, structured=bool(bodies))
             described = [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands]
