@@ -54,7 +54,8 @@ class PathProblem:
       sources: the nodes where a path may start.
       devices: D; where `fewer` is true, paths may use fewer.
       budget: bytes per device.
-      count: of (stages left, least number of stages): the micro-batches in flight. Falls with neither.
+      count: of (stages left, least number of stages): the micro-batches in flight. Does not fall as the second
+        rises.
       stages: the least and the largest S.
       exact_count: whether `count` ignores its second argument.
       kinds: the kind of each stage; None for any.
@@ -206,7 +207,8 @@ class _Search:
         self.root = math.inf
         if memory:
             last = (p.head == self.terminal)[:, None]
-            least = np.where(last, p.count(1, p.stages[0]), p.count(2, p.stages[0]))
+            others = [p.count(left, p.stages[0]) for left in range(2, p.stages[1] + 1)]
+            least = np.where(last, p.count(1, p.stages[0]), min(others, default=0))
             usable &= p.fixed + p.each * least <= p.budget
             self.alive = usable
             self._bound(limit)
