@@ -1,7 +1,6 @@
 """Programs as data: what `check` finds, what `order` promises, and how bytes are counted."""
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -199,19 +198,28 @@ def test_shared_arguments_count_once(small: Program) -> None:
     assert programs.peak_bytes(shared)[0] == 10
 
 
-def test_order_is_linear() -> None:
-    def cost(meshes: int, microbatches: int) -> tuple[float, int]:
-        program = toy(schedules.schedule("1f1b", meshes, microbatches))
-        took = []
-        for _ in range(3):
-            start = time.process_time()
-            programs.order(program)
-            took.append(time.process_time() - start)
-        return min(took), sum(map(len, program.lists))
+class Counted(tuple[Instruction, ...]):
+    """A list of instructions that counts how often it is looked at."""
 
-    few, small_count = cost(4, 32)
-    many, large_count = cost(16, 128)
-    assert many / large_count < 2.5 * few / small_count
+    looks = 0
+
+    def __getitem__(self, key):  # type: ignore[override]
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+    def __len__(self) -> int:
+        Counted.looks += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize(("meshes", "microbatches"), [(4, 32), (16, 128)])
+def test_order_is_linear(meshes: int, microbatches: int) -> None:
+    """Looks at the lists a bounded number of times per instruction, however many submeshes there are."""
+    program = toy(schedules.schedule("1f1b", meshes, microbatches))
+    instructions = sum(map(len, program.lists))
+    Counted.looks = 0
+    programs.order(dataclasses.replace(program, lists=tuple(map(Counted, program.lists))))
+    assert instructions < Counted.looks < 4 * instructions
 
 
 def test_text_names_every_instruction(small: Program) -> None:
