@@ -20,7 +20,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Traced
 from alpa_lite.passes import layering_cuts
 from alpa_lite.passes.layering_cuts import Atom
-from alpa_lite.passes.layering_split import PARAM, Split, is_heavy, split
+from alpa_lite.passes.layering_split import Split, is_heavy, split
 from alpa_lite.passes.layering_stages import assign
 from alpa_lite.passes.layering_types import Assignment, Layer, Layering, reads, scan_op
 from alpa_lite.strategy import Rule
@@ -91,8 +91,7 @@ def layering(
         )
         for start, stop in zip([0, *ends[:-1]], ends, strict=True)
     )
-    follows = frozenset(v for v in body.inputs if parts.kinds.get(v, 0) & PARAM)
-    return Layering(traced, scan, parts.forward, layers, tuple(op.index for op in order), parts.free, follows)
+    return Layering(traced, scan, parts.forward, layers, tuple(op.index for op in order), parts.free)
 
 
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:

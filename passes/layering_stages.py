@@ -148,9 +148,9 @@ class _Assigner:
                     self.shared.add(op.index)
 
     def find_available(self) -> None:
-        """A(v) for forward values and for parameters, ascending; nothing for what is the same everywhere."""
+        """A(v) for forward values and the body's inputs, ascending; nothing for what the forward pass does not read."""
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
-        for value in (v for v in self.body.inputs[: self.consts] if v in self.layering.parameters):
+        for value in (*self.body.inputs[: self.consts], *self.body.inputs[self.consts + self.carries :]):
             self.available[value] = self.forward_users(value, forward)
         for op in self.body.ops:
             for value in op.results if op.index in forward else ():

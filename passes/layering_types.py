@@ -39,7 +39,6 @@ class Layering:
       order: the forward ops in the order that layers cut: program order, but operations that need no activation
         (masks, positions, casts of parameters) stand before their first user.
       free: the ops of the top block and of the body that need no activation and are cheap to run again.
-      parameters: the inputs of the body that are made of parameters.
     """
 
     traced: Traced
@@ -48,7 +47,6 @@ class Layering:
     layers: tuple[Layer, ...]
     order: tuple[int, ...]
     free: frozenset[int]
-    parameters: frozenset[int]
 
     @property
     def scan_op(self) -> Op:

@@ -463,8 +463,9 @@ class _Cut:
         ]
         ends = {o for _, _, o in results if not isinstance(o, Lit)}
         before_loop = self._prologue_made()
-        needed = self._needed(_reads(self.late) | ends)
-        items = [item for item in needed if not before_loop.issuperset(writes(item))] + list(self.late)
+        late = self._wanted(ends)
+        needed = self._needed(_reads(late) | ends)
+        items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
         rounds = self._rounds(items)
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
         last = max([0, *rounds, *stage.late_rounds.values()])
@@ -498,6 +499,17 @@ class _Cut:
                     )
                 )
         return segments
+
+    def _wanted(self, ends: set[int]) -> list[Instruction]:
+        """The instructions after the loop that some results need: not those that lay out whole stacks of crossings."""
+        wanted = set(ends)
+        found: list[Instruction] = []
+        for item in reversed(self.late):
+            effects = not isinstance(item, Reshard) and item.op.has_effects
+            if effects or not wanted.isdisjoint(writes(item)):
+                found.append(item)
+                wanted |= _reads([item])
+        return found[::-1]
 
     def _top_wire(self, register: int) -> Wire:
         """The wire of a register that the update reads."""
