@@ -44,6 +44,7 @@ class Rewriter:
         self.keys = Keys()
         self.origin: dict[int, int] = {}
         self.copies: set[int] = set()
+        self.place: dict[int, int] = {}  # set by `finish`: the index of an op before it -> after it
         self._index = 1 + max((op.index for op in traced.graph.ops()), default=0)
 
     def fresh(self, like: int | Value) -> int:
@@ -108,6 +109,7 @@ class Rewriter:
         graph = Graph(tuple(self.values), block, self.traced.graph.constants)
         pruned, old = pruning.prune_tracked(graph, self.keys)
         check(pruned)
+        self.place = {index: new for new, index in old.items()}
         known = {op.index for op in self.traced.graph.ops()}
         origin = {new: self.origin.get(index, index) for new, index in old.items()}
         return Rewritten(
