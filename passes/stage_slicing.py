@@ -345,12 +345,15 @@ def _minimise(task: _Task, options: SliceOptions, fewer: bool, cutoff: float) ->
 
 
 def _first_guess(task: _Task, options: SliceOptions, fewer: bool) -> float:
-    """A little more than what a pipeline takes that is found as if every cut were as slow as for its slowest kinds."""
+    """A cutoff under which a pipeline remains that is found as if every cut were as slow as for its slowest kinds.
+
+    What is within the gap of a cutoff is not wanted, so the cutoff is above that pipeline by the gap and a little more.
+    """
     slowest = _one_kind(task, np.max)
     found, problem = _minimise(slowest, options, fewer, math.inf)
     if found.path is None:
         return math.inf
-    return evaluate(task.costs, _slices(slowest, problem, found.path))[0] * (1 + 1e-9)
+    return evaluate(task.costs, _slices(slowest, problem, found.path))[0] * (1 + 1e-9) / (1 - options.gap)
 
 
 def _one_kind(task: _Task, combine: Any) -> _Task:

@@ -405,6 +405,14 @@ def test_transfers_by_kind_keep_stages_in_their_node():
     assert {stage.kind for stage in best_of([costs], SliceOptions(math.inf, ("1f1b",))).stages} == {0}
 
 
+def test_a_gap_loses_no_pipeline_where_transfers_depend_on_kinds():
+    cut = np.full((5, 2, 2), 1e-3)
+    costs = uniform(4, 4, devices=(1, 2), total=4, boundary_seconds=cut)
+    options = SliceOptions(1e9, ("1f1b",), num_stages=2)
+    best, near = best_of([costs], options), best_of([costs], replace(options, gap=0.01))
+    assert near.seconds <= 1.01 * best.seconds
+
+
 def test_weighed_lists_the_schedules():
     costs = [uniform(4, count, devices=(1, 2), total=4) for count in (2, 8)]
     found = slice_stages(costs, SliceOptions(math.inf))
