@@ -6,9 +6,10 @@ Supported: JAX 0.10.2 (Python 3.11) to 0.12 (Python 3.12+). Nothing else in the 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,7 +108,6 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
     is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`. The public `compute_on`
     is a context manager in 0.10 and a decorator in 0.12; the context that both set is private.
     """
-    bind_params = primitive.get_bind_params(dict(params))
     stack = _source_info_util.current_name_stack() + source.name_stack
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(_source_info_util.user_context(source.traceback, name_stack=stack))
@@ -118,7 +118,34 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
                 contexts.enter_context(_extend_compute_type(ctx.compute_type))
             if ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
                 contexts.enter_context(jax.threefry_partitionable(ctx.threefry_partitionable))
-        results = primitive.bind(*operands, **bind_params)
+        return bind(primitive, params, source, operands)
+
+
+# A callback's parameters, its source and its operands -> other parameters and operands.
+ReplaceCallback = Callable[[Mapping[str, Any], Any, Sequence[Any]], tuple[Mapping[str, Any], Sequence[Any]]]
+_replace_callback: contextvars.ContextVar[ReplaceCallback | None] = contextvars.ContextVar("callback", default=None)
+_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
+
+
+@contextlib.contextmanager
+def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
+    """Gives every callback that its body binds to `replace`, which may wrap the function and add operands.
+
+    Callbacks may take any number of operands, and their primitives pass them all to the parameter `callback`.
+    """
+    token = _replace_callback.set(replace)
+    try:
+        yield
+    finally:
+        _replace_callback.reset(token)
+
+
+def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Sequence[Any]) -> list[Any]:
+    """Binds a primitive by the parameters of its equation; always a list of results. `source` is for callbacks."""
+    replace = _replace_callback.get()
+    if replace is not None and primitive.name in _CALLBACKS:
+        params, operands = replace(params, source, operands)
+    results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]
 
 

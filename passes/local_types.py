@@ -58,9 +58,7 @@ class LocalForm:
 
 def bind(op: Op, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list:
     """Binds the op's primitive inside a form's `run`, with `params` in place of its own; always a list of results."""
-    primitive = op.primitive
-    out = primitive.bind(*operands, **primitive.get_bind_params(dict(op.params if params is None else params)))
-    return list(out) if primitive.multiple_results else [out]
+    return _jax.bind(op.primitive, op.params if params is None else params, op.source, operands)
 
 
 def _run_emitted(op: Op, params: Mapping[str, Any], *operands: Any) -> list:

@@ -263,7 +263,7 @@ class Executable:
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         if donated and not self._is_last(donated):
             donated = self._settled(donated)
-        if list(map(_is_weak, kept)) != self._kept_weak:
+        if list(map(is_weak, kept)) != self._kept_weak:
             raise NewSignature
         executable = self._executable or self.compiled()
         try:
@@ -313,11 +313,11 @@ class Executable:
                 aval = jax.typeof(leaf)
             except TypeError:
                 raise NewSignature from None
-            if (aval.shape, aval.dtype, _is_weak(leaf)) != (spec.shape, spec.dtype, spec.weak_type):
+            if (aval.shape, aval.dtype, is_weak(leaf)) != (spec.shape, spec.dtype, spec.weak_type):
                 raise NewSignature
 
 
-def _is_weak(leaf: Any) -> bool:
+def is_weak(leaf: Any) -> bool:
     """Whether the dtype of an array or scalar yields to that of what it meets (the `weak_type` of `jax.typeof`)."""
     weak = getattr(leaf, "weak_type", None)
     if weak is None:

@@ -4,20 +4,31 @@ Everything is dispatched without waiting: JAX starts a stage's executable when i
 side by side although one thread issues them. An instruction costs one call of a compiled executable or one of a
 transfer; buffers are dropped, or donated, exactly where the program says.
 
-A failure inside an executable names the stage, the micro-batch and the executable. An interrupt waits for what has been
-dispatched, so that no device is left at work, and then goes on.
+*State* that the last call returned is where this one wants it, and needs no check: an update gives each leaf the layout
+that its argument has. To see that it is the same state, its arrays are compared by identity with the remembered ones;
+these are forgotten when the last of them is garbage, so that a state that the user has dropped is not kept alive.
+Other arrays are checked and placed, and what will be donated is copied unless it already lies as planned.
+
+*Errors.* What a compiled executable can raise on a CPU comes from the user's callbacks (`callbacks`). Other failures
+name the instruction that met them, and the lines that its executable was made from.
+
+*Interrupts.* A run that was dispatched cannot be called back. An interrupt waits for what is under way, then goes on;
+arrays that were donated before are gone, and all others can be used.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
@@ -25,17 +36,22 @@ from alpa_lite.passes import modules, segments, transfers
 from alpa_lite.passes.local_program import spec_of
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.program import Free, Program, Run, Send, describe, order
-from alpa_lite.runtime import placement
-from alpa_lite.runtime.executor import NewSignature, mesh_of
+from alpa_lite.runtime import callbacks, placement
+from alpa_lite.runtime.executor import NewSignature, is_weak, mesh_of
+from alpa_lite.runtime.stacked import StackedLeaves
+from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.runtime.transfer import Mover
-from alpa_lite.timeline import Event, Timeline
+from alpa_lite.timeline import Timeline
+
+Watch = Callable[[int, Sequence[Any]], None]
+"""Called after each step of the dispatch loop with its number and all buffers."""
 
 
 class PipelineExecutable:
     """A pipelined step on devices that are here. Call it like the user's function."""
 
     def __init__(self, traced: Traced, pipeline: Pipeline, cluster: Cluster, devices: Sequence[Any] | None = None):
-        """Prepares the executables; they are compiled by the first call, or by `hlo`.
+        """Prepares the executables; they are compiled by the first call, or by `compile`.
 
         Args:
           traced: the step as the user wrote it.
@@ -51,18 +67,29 @@ class PipelineExecutable:
         self._devices = list(jax.devices() if devices is None else devices)
         needed = max(submesh.devices.stop for submesh in self._program.submeshes)
         if len(self._devices) < needed:
-            raise PlanError(f"the plan is for {needed} devices, but there are {len(self._devices)}")
+            raise PlanError(
+                f"the plan's {len(self._program.submeshes)} submeshes have {needed} devices, but there are "
+                f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
+            )
         self._meshes = [
             mesh_of(s.mesh, self._devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
         ]  # fmt: skip
         self._calling = traced.extra["calling"]
         self._match = self._calling.matches if self._calling.has_static else None
-        self._compiled: list[Any] = []
-        self._steps: list[tuple[int, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
-        self._kept: list[tuple[int, Any]] = []
-        self._donated = self._donated_inputs()
         self._shardings: dict[Any, NamedSharding] = {}
-        self._events: list[tuple[float, float, int, str]] | None = None
+        self._compiled: list[Any] = []
+        self._steps: list[tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
+        self._items: list[Run | Send | Free] = []  # the instruction of each step
+        self._numbers: dict[tuple[int, int], int] = {}  # (submesh, micro-batch): a buffer with that number
+        self._empty: list[Any] = []  # all buffers before the arguments are placed
+        self._donated = self._donated_inputs()
+        self._stacked = StackedLeaves(traced, self._program, self._sharding) if "stacked" in traced.extra else None
+        self._state = self._returning_state() if self._stacked is None else []
+        state = {argument for argument, _, _ in self._state}
+        self._rest = [i for i in range(len(traced.arguments)) if i not in state]
+        self._failures = callbacks.Failures()
+        self._canary: weakref.ref[Any] | None = None  # to the last state leaf that the last call returned
+        self._last: list[Any] = []  # the others
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -71,114 +98,150 @@ class PipelineExecutable:
 
         Raises:
           NewSignature: the arguments are not what the step was planned for.
-          ExecutionError: an executable failed; names the stage and the micro-batch.
+          ExecutionError: an executable failed; names the stage, the micro-batch and the source line.
         """
         if self._match is not None:
             if not self._match(args, kwargs):
                 raise NewSignature
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
-            return self._traced.out_tree.unflatten(self._run((args, kwargs)))
+            return self._traced.out_tree.unflatten(self._run(self._leaves((args, kwargs))))
         with modules.updating(self):
             pure = modules.split_arguments((args, kwargs), self)
-            return modules.merge_results(self._traced.out_tree.unflatten(self._run(pure)), self)
+            return modules.merge_results(self._traced.out_tree.unflatten(self._run(self._leaves(pure))), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments on the submeshes that read them first, in buffers of their own. As `Executable.place`."""
         if not self._calling.matches(args, kwargs):
             raise NewSignature
-
-        def placed(leaves: list[Any]) -> list[Any]:
-            self._check(leaves)
-            out = list(leaves)
-            for i, buffers in enumerate(self._program.inputs):
-                if buffers:
-                    (out[i],) = placement.copies([leaves[i]], [self._sharding(buffers[0])])
-            return out
-
-        new_args, new_kwargs = modules.replace_arrays(self._calling.traced(args, kwargs), placed)
+        new_args, new_kwargs = modules.replace_arrays(self._calling.traced(args, kwargs), self._copies)
         whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
         positional = tuple(whole[i] for i in range(len(args)))
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
 
     def hlo(self) -> tuple[str, ...]:
         """The optimised HLO text of each executable, in the program's order."""
-        self.compile()
-        return tuple(compiled.as_text() for compiled in self._compiled)
+        return tuple(compiled.as_text() for compiled in self.compile())
 
     def memory_analysis(self) -> tuple[Any, ...]:
         """The compiler's count of bytes per device of each executable; None where the backend gives none."""
-        self.compile()
-        return tuple(compiled.memory_analysis() for compiled in self._compiled)
+        return tuple(compiled.memory_analysis() for compiled in self.compile())
 
     def trace(self, *args: Any, **kwargs: Any) -> Timeline:
-        """Runs the step once, waiting for every task, and returns when each one ran. The result is dropped."""
+        """Runs the step once on copies of the arguments, and returns when everything of it ran. Results are dropped.
+
+        The step is dispatched as by a call. Its arguments are neither donated nor, if they are modules, updated.
+        """
+        env = self._copied(args, kwargs)
+        jax.block_until_ready([x for x in env if x is not None])
+        with Stopwatch(self._program, self._items, self._sharding) as watch:
+            self._dispatch(env, watch)
+        return watch.timeline()
+
+    def measure_peak(self, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+        """Runs the step once on copies of the arguments, and returns the most bytes that live arrays took of it.
+
+        Every array of the process counts that was not there before, and constants of the step; it waits for each
+        instruction. What `program.peak_bytes` predicts.
+
+        Returns:
+          For each submesh, bytes of the device that holds most.
+        """
         self.compile()
-        self._events = []
-        try:
-            self(*args, **kwargs)
-            events, self._events = self._events, None
-        finally:
-            self._events = None
-        return self._timeline(events)
+        before = _blocks(jax.live_arrays()).keys() - _blocks(x for x in self._empty if x is not None).keys()
+        peaks = [0] * len(self._meshes)
+
+        def count(_: int, env: Sequence[Any]) -> None:
+            jax.block_until_ready([x for x in env if x is not None])
+            held: Counter[int] = Counter()
+            for (device, pointer), size in _blocks(jax.live_arrays()).items():
+                if (device, pointer) not in before:
+                    held[device] += size
+            for mesh, devices in enumerate(self._meshes):
+                peaks[mesh] = max(peaks[mesh], *(held[d.id] for d in devices.devices.flat))
+
+        env = self._copied(args, kwargs)
+        count(-1, env)
+        self._dispatch(env, count)
+        return tuple(peaks)
 
     # -- compiling --------------------------------------------------------------------------------------------
 
-    def compile(self) -> None:
-        """Compiles every executable and transfer, and writes the flat list of steps that a call walks."""
+    def compile(self) -> list[Any]:
+        """The `jax.stages.Compiled` of each executable. Also writes the flat list of steps that a call walks."""
         if self._compiled:
-            return
+            return self._compiled
         program = self._program
         first_run = {item.executable: item for items in program.lists for item in items if isinstance(item, Run)}
-        compiled = [self._compile(number, first_run[number]) for number in range(len(program.executables))]
+        made = [self._compile(number, first_run[number]) for number in range(len(program.executables))]
+        self._empty = self._kept({
+            (program.executables[item.executable].mesh, item.microbatch)
+            for items in program.lists for item in items
+            if isinstance(item, Run) and made[item.executable][1]
+        })  # fmt: skip
         movers: dict[tuple[Any, ...], Mover] = {}
-        steps: list[tuple[int, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
         for mesh, position in order(program):
             item = program.lists[mesh][position]
-            if isinstance(item, Run):
-                dropped = program.consumed(item)
-                steps.append((0, compiled[item.executable], item.inputs, item.outputs, dropped))
-            elif isinstance(item, Send):
-                transfer = program.transfers[item.transfer]
-                plans = transfers.plans_of(program, item.transfer, self._cluster)
-                if plans not in movers:
-                    movers[plans] = Mover(plans, self._devices)
-                steps.append((1, movers[plans], transfer.sent, transfer.received, ()))
-            elif isinstance(item, Free):
-                steps.append((2, None, (), (), item.buffers))
-            else:
-                continue  # a receive: the controller has issued the whole transfer where it was sent
-        self._positions = [(m, p) for m, p in order(program) if isinstance(program.lists[m][p], Run | Send | Free)]
-        self._kept = self._place_kept()
-        self._steps, self._compiled = steps, compiled
+            match item:
+                case Run():
+                    compiled, numbered = made[item.executable]
+                    read = (*item.inputs, self._numbers[mesh, item.microbatch]) if numbered else item.inputs
+                    self._steps.append((True, compiled, read, item.outputs, program.consumed(item)))
+                case Send(transfer=number):
+                    transfer = program.transfers[number]
+                    plans = transfers.plans_of(program, number, self._cluster)
+                    if plans not in movers:
+                        movers[plans] = Mover(plans, self._devices)
+                    self._steps.append((False, movers[plans], transfer.sent, transfer.received, ()))
+                case Free(buffers=buffers):
+                    self._steps.append((False, None, (), (), buffers))
+                case _:
+                    continue  # a receive: the controller has issued the whole transfer where it was sent
+            self._items.append(item)
+        self._compiled = [compiled for compiled, _ in made]
+        return self._compiled
 
-    def _compile(self, number: int, run: Run) -> Any:
-        program = self._program
+    def _compile(self, number: int, run: Run) -> tuple[Any, bool]:
+        """An executable, and whether it takes the number of the micro-batch besides: only if it has callbacks."""
+        program, executable = self._program, self._program.executables[number]
+        function = self._function(number)
+        shardings = [self._sharding(b) for b in run.inputs]
+        specs = [jax.ShapeDtypeStruct(program.buffers[b].shape, program.buffers[b].dtype) for b in run.inputs]
+        wanted = [self._sharding(b) for b in run.outputs]
+        numbered = callbacks.has_callbacks(function, *specs)
+        if numbered:
+            mesh, made = self._meshes[executable.mesh], [sharding.spec for sharding in wanted]
+            function = callbacks.located(function, executable.name, mesh, made, self._failures)
+            shardings.append(NamedSharding(mesh, jax.sharding.PartitionSpec()))
+            specs.append(jax.ShapeDtypeStruct((), np.int32))
+            wanted.append(NamedSharding(mesh, callbacks.per_device(mesh)))
+        function.__name__ = executable.name.replace(" ", "_")
+        jitted = jax.jit(
+            function,
+            in_shardings=tuple(shardings),
+            out_shardings=wanted,
+            donate_argnums=executable.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*specs).compile(), numbered
+
+    def _function(self, number: int) -> Callable[..., Any]:
+        """An executable as a function of flat arrays."""
         stage, position = self._pipeline.functions[number]
         parts = self._pipeline.stages[stage]
         segment = parts.items[position]
-        mesh = self._meshes[program.executables[number].mesh]
-        inner = segments.function_of(parts, segment, mesh)
-        count = program.num_microbatches
-        sizes = [count if wire.kind == "pieces" else 1 for wire in segment.inputs]
+        inner = segments.function_of(parts, segment, self._meshes[self._program.executables[number].mesh])
+        count = self._program.num_microbatches
 
         def flat(*arrays: Any) -> Any:
-            grouped, start = [], 0
-            for wire, size in zip(segment.inputs, sizes, strict=True):
-                grouped.append(arrays[start : start + size] if wire.kind == "pieces" else arrays[start])
-                start += size
+            grouped, rest = [], list(arrays)
+            for wire in segment.inputs:
+                taken = count if wire.kind == "pieces" else 1
+                grouped.append(tuple(rest[:taken]) if wire.kind == "pieces" else rest[0])
+                del rest[:taken]
             return inner(*grouped)
 
-        flat.__name__ = program.executables[number].name.replace(" ", "_")
-        jitted = jax.jit(
-            flat,
-            in_shardings=tuple(self._sharding(b) for b in run.inputs),
-            out_shardings=[self._sharding(b) for b in run.outputs],
-            donate_argnums=program.executables[number].donated,
-            keep_unused=True,
-        )
-        specs = [jax.ShapeDtypeStruct(program.buffers[b].shape, program.buffers[b].dtype) for b in run.inputs]
-        return jitted.lower(*specs).compile()
+        return flat
 
     def _sharding(self, number: int) -> NamedSharding:
         item = self._program.buffers[number]
@@ -187,102 +250,101 @@ class PipelineExecutable:
             self._shardings[key] = NamedSharding(self._meshes[item.mesh], spec_of(item.layout))
         return self._shardings[key]
 
-    def _place_kept(self) -> list[tuple[int, Any]]:
-        """Constants and micro-batch numbers, on their submeshes."""
-        program, out = self._program, []
+    def _kept(self, numbered: set[tuple[int, int]]) -> list[Any]:
+        """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last."""
+        program = self._program
+        out: list[Any] = [None] * len(program.buffers)
         for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
             for number in buffers:
-                out.append((number, *placement.copies([constant], [self._sharding(number)])))
-        for buffers in program.numbers:
+                (out[number],) = placement.copies([constant], [self._sharding(number)])
+        for mesh, buffers in enumerate(program.numbers):
             for i, number in enumerate(buffers):
-                out.append((number, jax.device_put(np.int32(i), self._sharding(number))))
+                out[number] = jax.device_put(np.int32(i), self._sharding(number))
+                self._numbers[mesh, i] = number
+        for mesh, microbatch in sorted(numbered - self._numbers.keys()):
+            self._numbers[mesh, microbatch] = len(out)
+            sharding = NamedSharding(self._meshes[mesh], jax.sharding.PartitionSpec())
+            out.append(jax.device_put(np.int32(microbatch), sharding))
         return out
 
-    # -- running ----------------------------------------------------------------------------------------------
+    # -- placing ----------------------------------------------------------------------------------------------
 
-    def _run(self, pure: Any) -> list[Any]:
-        """The flat outputs."""
+    def _leaves(self, pure: Any) -> list[Any]:
         leaves, tree = jax.tree_util.tree_flatten(pure)
         if tree != self._traced.in_tree:
             raise NewSignature
-        self._check(leaves)
+        return leaves
+
+    def _copies(self, leaves: list[Any]) -> list[Any]:
+        """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
+        leaves = self._apart(leaves)
+        self._check(range(len(leaves)), leaves)
+        out = list(leaves)
+        for i, buffers in enumerate(self._program.inputs):
+            if buffers:
+                (out[i],) = placement.copies([leaves[i]], [self._sharding(buffers[0])])
+        return out if self._stacked is None else self._stacked.together(out, arguments=True)
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """The arguments of the program: stacked leaves in the parts that stages own."""
+        if self._stacked is None:
+            return leaves
+        parts = self._stacked.apart(leaves)
+        leaves.clear()
+        return parts
+
+    def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """All buffers at the start of a step on copies of the arguments."""
+        if not self._calling.matches(args, kwargs):
+            raise NewSignature
+        pure = self._calling.traced(args, kwargs)
+        if self._calling.modules:
+            with modules.updating(self):
+                leaves = self._copies(self._leaves(modules.split_arguments(pure, self)))
+        else:
+            leaves = self._copies(self._leaves(pure))
         self.compile()
-        env: list[Any] = [None] * len(self._program.buffers)
-        for number, array in self._kept:
-            env[number] = array
-        self._put(leaves, env)
-        del leaves
-        number = 0
-        try:
-            if self._events is None:
-                for number, (kind, call, read, made, dropped) in enumerate(self._steps):  # noqa: B007
-                    if kind == 0:
-                        for i, array in zip(made, call(*[env[i] for i in read]), strict=True):
-                            env[i] = array
-                    elif kind == 1:
-                        for i, array in zip(made, call([env[i] for i in read]), strict=True):
-                            env[i] = array
-                    for i in dropped:
-                        env[i] = None
-            else:
-                self._run_timed(env, self._events)
-        except KeyboardInterrupt:
-            jax.block_until_ready([x for x in env if isinstance(x, jax.Array) and not x.is_deleted()])
-            raise
-        except Exception as error:
-            raise self._failure(number, error) from error
-        return [env[i] for i in self._program.outputs]
+        return self._placed(self._apart(leaves))
 
-    def _run_timed(self, env: list[Any], events: list[tuple[float, float, int, str]]) -> None:
-        """As the loop of `_run`, but waits for the outputs of each step and notes when it ran."""
-        jax.block_until_ready([x for x in env if x is not None])
-        begin = time.perf_counter()
-        for number, (kind, call, read, made, dropped) in enumerate(self._steps):
-            start = time.perf_counter()
-            if kind < 2:
-                arrays = [env[i] for i in read]
-                results = call(*arrays) if kind == 0 else call(arrays)
-                jax.block_until_ready(results)
-                for i, array in zip(made, results, strict=True):
-                    env[i] = array
-                events.append((start - begin, time.perf_counter() - begin, number, ""))
-            for i in dropped:
-                env[i] = None
-
-    def _timeline(self, events: Sequence[tuple[float, float, int, str]]) -> Timeline:
-        program, out = self._program, []
-        for start, end, number, _ in events:
-            mesh, position = self._positions[number]
-            item = program.lists[mesh][position]
-            if isinstance(item, Run):
-                executable = program.executables[item.executable]
-                out.append(
-                    Event(mesh, start, end, executable.name, executable.kind, executable.stage, item.microbatch)
-                )  # fmt: skip
-            elif isinstance(item, Send):
-                transfer = program.transfers[item.transfer]
-                out.append(Event(mesh, start, end, describe(program, item), "transfer", -1, transfer.microbatch))
-        return Timeline(tuple(out), len(program.submeshes), "executed")
-
-    def _put(self, leaves: Sequence[Any], env: list[Any]) -> None:
-        """Places the arguments: those that are placed already stay, and what is donated is ours."""
-        buffers, seen = self._program.buffers, set()
+    def _placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate."""
+        env = list(self._empty)
+        if self._is_last(leaves):
+            for argument, number, _ in self._state:
+                env[number] = leaves[argument]
+            places: Sequence[int] = self._rest
+        else:
+            places = range(len(leaves))
+        self._check(places, leaves)
+        groups = [(i, number) for i in places for number in self._program.inputs[i]]
+        moved: list[tuple[Any, int]] = []
         donated: list[list[tuple[Any, int]]] = [[] for _ in self._meshes]  # one executable copies on one submesh
-        for leaf, group in zip(leaves, self._program.inputs, strict=True):
-            for number in group:
-                if number in self._donated and id(leaf) not in seen:
-                    seen.add(id(leaf))
-                    donated[buffers[number].mesh].append((leaf, number))
-                    continue
-                sharding = self._sharding(number)
-                if number in self._donated:  # a second leaf that shares the buffer of one before
-                    (env[number],) = placement.copies([leaf], [sharding])
-                else:
-                    env[number] = leaf if placement.is_placed(leaf, sharding) else jax.device_put(leaf, sharding)
-        for group in donated:
-            ready = placement.settle([leaf for leaf, _ in group], [self._sharding(n) for _, n in group])
-            for (_, number), array in zip(group, ready, strict=True):
+        for i, number in groups:
+            leaf = leaves[i]
+            if number in self._donated:
+                donated[self._program.buffers[number].mesh].append((leaf, number))
+            elif placement.is_placed(leaf, self._sharding(number)):
+                env[number] = leaf
+            else:
+                moved.append((leaf, number))
+        if moved:
+            arrays = jax.device_put([leaf for leaf, _ in moved], [self._sharding(number) for _, number in moved])
+            for (_, number), array in zip(moved, arrays, strict=True):
                 env[number] = array
+        read = Counter(id(leaf) for leaf in leaves)
+        for group in filter(None, donated):
+            self._settle(group, read, env)
+        return env
+
+    def _settle(self, group: Sequence[tuple[Any, int]], read: Counter[int], env: list[Any]) -> None:
+        """Places leaves that are donated on one submesh. What is another argument too is copied."""
+        shardings = [self._sharding(number) for _, number in group]
+        shared = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] > 1]
+        fresh = placement.copies([group[n][0] for n in shared], [shardings[n] for n in shared])
+        alone = [n for n in range(len(group)) if n not in set(shared)]
+        ready = placement.settle([group[n][0] for n in alone], [shardings[n] for n in alone])
+        for n, array in (*zip(shared, fresh, strict=True), *zip(alone, ready, strict=True)):
+            env[group[n][1]] = array
 
     def _donated_inputs(self) -> frozenset[int]:
         """The argument buffers that some run consumes."""
@@ -292,21 +354,127 @@ class PipelineExecutable:
             for b in self._program.consumed(item) if b in given
         )  # fmt: skip
 
-    def _check(self, leaves: Sequence[Any]) -> None:
+    def _returning_state(self) -> list[tuple[int, int, int]]:
+        """(argument, its buffer, output) of the state that comes back where the next call wants it; all, or none."""
+        program, found = self._program, []
+        for output, argument in self._traced.state:
+            group, made = program.inputs[argument], program.outputs[output]
+            if len(group) != 1:
+                continue
+            there, here = program.buffers[group[0]], program.buffers[made]
+            if (there.mesh, there.layout) == (here.mesh, here.layout):
+                found.append((argument, group[0], output))
+        made = [program.outputs[output] for _, _, output in found]
+        return found if len(set(made)) == len(made) else []
+
+    def _is_last(self, leaves: Sequence[Any]) -> bool:
+        """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
+        if self._canary is None:
+            return False
+        arguments = self._state
+        if self._canary() is not leaves[arguments[-1][0]]:
+            return False
+        if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, self._last, strict=False)):
+            return False
+        others = {id(leaves[i]) for i in self._rest}
+        return not any(id(leaves[i]) in others for i, _, _ in arguments)
+
+    def _remember(self, outputs: Sequence[Any]) -> None:
+        if self._state:
+            *rest, (_, _, last) = self._state
+            self._last = [outputs[output] for _, _, output in rest]
+            self._canary = weakref.ref(outputs[last], self._forget)
+
+    def _forget(self, canary: weakref.ref[Any] | None) -> None:
+        if canary is self._canary:
+            self._canary, self._last = None, []
+
+    def _check(self, places: Sequence[int], leaves: Sequence[Any]) -> None:
+        """Raises NewSignature unless these leaves have the planned shapes, dtypes and weak types."""
         values, block = self._traced.graph.values, self._traced.graph.block
         if len(leaves) != len(self._program.inputs):
             raise NewSignature
-        for leaf, value in zip(leaves, block.inputs, strict=False):
-            aval = values[value].aval
+        for i in places:
+            aval = values[block.inputs[i]].aval
             try:
-                have = jax.typeof(leaf)
+                have = jax.typeof(leaves[i])
             except TypeError:
                 raise NewSignature from None
-            if have.shape != aval.shape or have.dtype != aval.dtype:
+            weak = bool(getattr(aval, "weak_type", False))
+            if (have.shape, have.dtype, is_weak(leaves[i])) != (aval.shape, aval.dtype, weak):
                 raise NewSignature
 
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def _run(self, leaves: list[Any]) -> list[Any]:
+        """The flat outputs."""
+        self.compile()
+        self._failures.settle()
+        env = self._placed(leaves)
+        leaves.clear()
+        self._forget(self._canary)
+        self._dispatch(env)
+        outputs = [env[i] for i in self._program.outputs]
+        self._remember(outputs)
+        return outputs if self._stacked is None else self._stacked.together(outputs)
+
+    def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
+        """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""
+        number = 0
+        try:
+            for number, (is_run, call, read, made, dropped) in enumerate(self._steps):
+                if call is not None:
+                    results = call(*[env[i] for i in read]) if is_run else call([env[i] for i in read])
+                    for k, i in enumerate(made):
+                        env[i] = results[k]
+                    results = None
+                for i in dropped:
+                    env[i] = None
+                if watch is not None:
+                    watch(number, env)
+        except KeyboardInterrupt:
+            _drain(env)
+            raise
+        except Exception as error:
+            _drain(env)
+            self._failures.clear()
+            raise self._failure(number, error) from error
+
     def _failure(self, number: int, error: Exception) -> Exception:
-        """The error with the stage and micro-batch in front."""
-        mesh, position = self._positions[number]
-        what = describe(self._program, self._program.lists[mesh][position])
-        return ExecutionError(f"{what} (submesh {mesh}) failed: {error}")
+        """The error with the stage, the micro-batch and the source line in front."""
+        text = str(error)
+        if callbacks.MARKER in text:  # a callback said it, in the last line of the trace that JAX made of it
+            return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
+        item = self._items[number]
+        lines = ""
+        if isinstance(item, Run):
+            stage, position = self._pipeline.functions[item.executable]
+            found = [_line_of(i) for i in self._pipeline.stages[stage].items[position].instructions]
+            found = list(dict.fromkeys(filter(None, found)))
+            lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
+        return ExecutionError(f"{describe(self._program, item)}{lines} failed: {type(error).__name__}: {text}")
+
+
+def _line_of(item: Any) -> str:
+    op = getattr(item, "op", None) or getattr(item, "used_by", None)
+    return _jax.source_line(op.source) if op is not None else ""
+
+
+def _drain(env: Sequence[Any]) -> None:
+    """Waits for what is under way, whether it fails or not."""
+    for array in env:
+        if array is not None and not array.is_deleted():
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+
+
+def _blocks(arrays: Any) -> dict[tuple[int, int], int]:
+    """Bytes of the distinct blocks of arrays, by device and address."""
+    found: dict[tuple[int, int], int] = {}
+    for array in arrays:
+        if array.is_deleted():
+            continue
+        for shard in array.addressable_shards:
+            if shard.data.nbytes:
+                found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return found

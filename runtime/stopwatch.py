@@ -1,0 +1,143 @@
+"""When everything of a running step ran, noted without holding it up.
+
+The dispatch loop goes on at once; for each submesh a thread waits for the results of its runs in their order, and for
+each link one waits for what it brings. A task's end is when its results are ready. Its start is when it could run: when
+it had been dispatched, what it reads was there, and the task before it on its submesh or link had ended.
+
+Results that a later run consumes cannot be waited for: they may be gone. In place of them a function that takes the
+result and does nothing is dispatched behind the task; it can run when the result is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from alpa_lite.passes import simulation
+from alpa_lite.program import Free, Instruction, Program, Run, Send
+from alpa_lite.timeline import Timeline
+
+Track = tuple[int, int]
+"""A submesh and -1, or a link: source and destination."""
+
+
+class Stopwatch:
+    """Watches one dispatch of a program: a context manager, called after every step."""
+
+    def __init__(
+        self, program: Program, items: Sequence[Instruction], sharding_of: Callable[[int], NamedSharding]
+    ) -> None:
+        """Compiles what it dispatches besides.
+
+        Args:
+          program: what runs.
+          items: the instruction of each step of the dispatch loop.
+          sharding_of: of a buffer.
+        """
+        self._program, self._items = program, items
+        consumed = {b for item in items if isinstance(item, Run) for b in program.consumed(item)}
+        self._waited: list[int | None] = []  # of each step, the buffer whose readiness is its end
+        self._peeks: dict[int, Any] = {}
+        known: dict[Any, Any] = {}
+        for item in items:
+            made = self._made(item)
+            lasting = [b for b in made if b not in consumed]
+            chosen = min(lasting or made, key=lambda b: program.buffers[b].bytes, default=None)
+            self._waited.append(chosen)
+            if chosen is not None and not lasting:
+                entry = program.buffers[chosen]
+                key = entry.mesh, entry.layout, entry.shape, str(entry.dtype)
+                if key not in known:
+                    known[key] = _peek(jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding_of(chosen)))
+                self._peeks[chosen] = known[key]
+        self._dispatched = [0.0] * len(items)
+        self._ended = [0.0] * len(items)
+        self._queues: dict[Track, SimpleQueue[tuple[int, Any] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._begin = self._now = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        for track in sorted({self._track(item) for item in self._items if not isinstance(item, Free)}):
+            queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+            thread = threading.Thread(target=self._wait, args=(queue,), daemon=True)
+            self._queues[track] = queue
+            self._threads.append(thread)
+            thread.start()
+        self._begin = self._now = time.perf_counter()
+        return self
+
+    def __call__(self, number: int, env: Sequence[Any]) -> None:
+        """Notes that a step has been dispatched since the last call."""
+        chosen, item = self._waited[number], self._items[number]
+        if not isinstance(item, Free):
+            self._dispatched[number] = self._now
+            array = None
+            if chosen is not None:
+                array = self._peeks[chosen](env[chosen]) if chosen in self._peeks else env[chosen]
+            self._queues[self._track(item)].put((number, array))
+        self._now = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def timeline(self) -> Timeline:
+        """What was noted, with the names that the simulation gives."""
+        makers = simulation.producers(self._program)
+        free: dict[Track, float] = {}
+        ready: dict[int, float] = {}  # buffer -> when it was there
+        events = []
+        for number, item in enumerate(self._items):
+            if isinstance(item, Free):
+                continue
+            track = self._track(item)
+            read = item.inputs if isinstance(item, Run) else self._program.transfers[_number(item)].sent
+            start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])
+            end = max(start, self._ended[number])
+            free[track] = end
+            ready.update(dict.fromkeys(self._made(item), end))
+            times = max(0.0, start - self._begin), max(0.0, end - self._begin)
+            if isinstance(item, Run):
+                events.append(simulation.run_event(self._program, item, *times))
+            else:
+                events.append(simulation.transfer_event(self._program, _number(item), makers, *times))
+        return Timeline(tuple(events), len(self._program.submeshes), "executed")
+
+    def _wait(self, queue: SimpleQueue[tuple[int, Any] | None]) -> None:
+        while (entry := queue.get()) is not None:
+            number, array = entry
+            with contextlib.suppress(Exception):  # the dispatch loop or the reader of the results meets it too
+                jax.block_until_ready(array)
+            self._ended[number] = time.perf_counter()
+            del entry, array
+
+    def _track(self, item: Instruction) -> Track:
+        if isinstance(item, Run):
+            return self._program.executables[item.executable].mesh, -1
+        transfer = self._program.transfers[_number(item)]
+        return transfer.source, transfer.destination
+
+    def _made(self, item: Instruction) -> tuple[int, ...]:
+        if isinstance(item, Run):
+            return item.outputs
+        return self._program.transfers[item.transfer].received if isinstance(item, Send) else ()
+
+
+def _number(item: Instruction) -> int:
+    assert isinstance(item, Send)
+    return item.transfer
+
+
+def _peek(spec: jax.ShapeDtypeStruct) -> Any:
+    """A compiled function that takes an array and does nothing with it."""
+    return jax.jit(lambda array: np.uint8(0), keep_unused=True).lower(spec).compile()
