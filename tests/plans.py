@@ -7,6 +7,7 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.passes import schedules
 from alpa_lite.plan import (
     Alternative,
     Candidate,
@@ -15,6 +16,7 @@ from alpa_lite.plan import (
     Leaf,
     Memory,
     Outcome,
+    PipelineShape,
     Plan,
     Replicated,
     Solver,
@@ -285,3 +287,83 @@ def small_plan() -> Plan:
         notes=(),
         planning_seconds={},
     )
+
+
+def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
+    """The GPT on four submeshes of two devices each, eight micro-batches; the middle stages are alike."""
+    count, meshes, each = 8, 4, LAYERS // (4 * virtual)
+    stages, parts = [], []
+    for number in range(meshes * virtual):
+        stage, part = _stage(number, meshes * virtual, each)
+        stages.append(stage)
+        parts.append(part)
+    schedule = schedules.schedule(name, meshes, count, virtual=virtual)
+    timeline = schedules.simulate(schedule, forward=1e-3, backward=1e-3, weight=1e-3, transfer=1e-4)
+    entries = [
+        (Collective("all_reduce", ("data",), 12 * each * WIDTH**2 * 4, 1, s, f"train.py:31 gradients of h_{s}"), 2e-4)
+        for s in range(len(stages))
+    ]
+    moved = 4 * 1024 * WIDTH * 2
+    for a, b in [(s, s + 1) for s in range(3)] + [(s + 1, s) for s in range(3)]:
+        where = f"submesh {a} to {b}, 1 buffers of each micro-batch"
+        entries.append((Collective("transfer", (), moved, count, a, where), count * 1e-4))
+    plan = gpt_plan()
+    return dataclasses.replace(
+        plan,
+        method="Pipeline()",
+        num_stages=len(stages),
+        num_microbatches=count,
+        schedule=name,
+        step_seconds=timeline.seconds,
+        stages=tuple(stages),
+        parts=tuple(parts),
+        collectives=tuple(c for c, _ in entries),
+        collective_seconds=tuple(seconds for _, seconds in entries),
+        decisions=(),
+        replicated=(),
+        candidates=(Candidate(f"{name}, 8 micro-batches", (4,), timeline.seconds, 3_389_050_880, "chosen"),),
+        pipeline=PipelineShape(
+            virtual=virtual,
+            num_layers=LAYERS,
+            max_layers=64,
+            first_layers=tuple(each * s for s in range(len(stages))),
+            submeshes=tuple(s % meshes for s in range(len(stages))),
+            first_devices=(0, 2, 4, 6),
+            remat=("layer",) * len(stages),
+            buffer_bytes=(2_000_000_000, 1_900_000_000, 1_900_000_000, 1_800_000_000),
+            temporary_bytes=(500_000_000,) * meshes,
+            timeline=timeline,
+        ),
+    )
+
+
+def _stage(number: int, of: int, layers: int) -> tuple[Stage, Plan]:
+    """A stage of the pipeline, and its plan as a step of its own."""
+    here = tuple(f"['h_{i}']" for i in range(number * layers, (number + 1) * layers))
+    ends = {0: ("['wte']", "['wpe']", "['tokens']"), of - 1: ("['ln_f']", "['labels']")}
+    names = (*here, *ends.get(number, ()))
+    leaves = tuple(
+        dataclasses.replace(leaf, spec=P("data") if leaf.role == "batch" else P())
+        for leaf in gpt_leaves()
+        if any(name in leaf.path for name in names)
+    )
+    memory = Memory(400_000_000, 400_000_000, 800_000_000, 900_000_000, 2_500_000_000)
+    stage = Stage((2,), ("data",), leaves, leaves, memory, 24e-3, 23.8e-3, 0.2e-3)
+    weight = dataclasses.replace(
+        gpt_decisions()[1],
+        name=f"state['params']['h_{{{number * layers}-{(number + 1) * layers - 1}}}']['mlp']['up']['kernel']",
+        paths=tuple(f"state['params']{h}['mlp']['up']['kernel']" for h in here),
+    )
+    part = dataclasses.replace(
+        gpt_plan(),
+        method=f"stage {number}",
+        num_devices=2,
+        stages=(stage,),
+        collectives=(),
+        collective_seconds=(),
+        decisions=(gpt_decisions()[0], weight),
+        replicated=(Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),)
+        if number == of - 1
+        else (),
+    )
+    return stage, part

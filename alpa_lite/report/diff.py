@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from alpa_lite.plan import Leaf, Plan, Stage
-from alpa_lite.report import grouping, text, units
+from alpa_lite.plan import Decision, Leaf, Plan, Stage
+from alpa_lite.report import grouping, pipeline, tables, units
 
 _ABSENT = "absent"
 
@@ -30,10 +31,10 @@ def diff(before: Plan, after: Plan) -> str:
         ("Decisions", _decisions(before, after)),
         ("Not distributed", _replicated(before, after)),
     )
-    sections: list[RenderableType] = [text.section(name, *body) for name, body in parts if body]
+    sections: list[RenderableType] = [tables.section(name, *body) for name, body in parts if body]
     if not sections:
         return "The plans do not differ."
-    return text.plain(Group(Text("before -> after", style="bold"), *sections))
+    return tables.plain(Group(Text("before -> after", style="bold"), *sections))
 
 
 def _facts(before: Plan, after: Plan) -> list[RenderableType]:
@@ -41,16 +42,25 @@ def _facts(before: Plan, after: Plan) -> list[RenderableType]:
         ("method", before.method, after.method),
         ("cluster", str(before.cluster), str(after.cluster)),
         ("devices", str(before.num_devices), str(after.num_devices)),
-        ("mesh", _meshes(before), _meshes(after)),
+        ("stages", str(before.num_stages), str(after.num_stages)),
+        ("layers of stages", pipeline.layer_ranges(before), pipeline.layer_ranges(after)),
+        ("mesh", pipeline.meshes(before), pipeline.meshes(after)),
         ("micro-batches", str(before.num_microbatches), str(after.num_microbatches)),
         ("schedule", before.schedule, after.schedule),
+        ("rematerialisation", _remat(before), _remat(after)),
         ("budget", units.nbytes(before.memory_per_device), units.nbytes(after.memory_per_device)),
     )
     return _changes(facts)
 
 
-def _meshes(plan: Plan) -> str:
-    return "; ".join(units.mesh(stage.mesh_shape, stage.axis_names) for stage in plan.stages)
+def _remat(plan: Plan) -> str:
+    """What stages compute again, equal neighbours joined."""
+    if plan.pipeline is None:
+        return "as the step says"
+    found: dict[str, list[int]] = {}
+    for number, what in enumerate(plan.pipeline.remat):
+        found.setdefault(what, []).append(number)
+    return "; ".join(f"{pipeline.named(numbers)}: {what}" for what, numbers in found.items())
 
 
 def _ingredients(before: Plan, after: Plan) -> list[RenderableType]:
@@ -66,67 +76,98 @@ def _changes(facts: Iterable[tuple[str, str, str]]) -> list[RenderableType]:
     rows = [fact for fact in facts if fact[1] != fact[2]]
     if not rows:
         return []
-    out = text.table("", "", wide=1)
+    out = tables.table("", "", wide=1)
     for name, old, new in rows:
-        text.add(out, name, f"{old} -> {new}")
+        tables.add(out, name, f"{old} -> {new}")
     return [out]
 
 
-def _leaves(plan: Plan) -> dict[str, tuple[Stage, Leaf]]:
-    return {leaf.path: (stage, leaf) for stage in plan.stages for leaf in stage.arguments}
+@dataclass(frozen=True)
+class _Placed:
+    """An argument where it lies: by what stages, if there are several; and whether its type is told."""
+
+    stages: tuple[int, ...]
+    stage: Stage
+    leaf: Leaf
+    typed: bool = True
+
+    def text(self) -> str:
+        """Stages, type, sharding and bytes per device."""
+        where = f"{pipeline.named(self.stages)}: " if self.stages else ""
+        kind = f"{tables.type_text(self.leaf)} " if self.typed else ""
+        return f"{where}{kind}{units.spec(self.leaf.spec)} {units.nbytes(self.stage.bytes_per_device(self.leaf))}"
+
+
+def _leaves(plan: Plan) -> dict[str, _Placed]:
+    """By path. An argument that several stages have is said to lie as its first one has it."""
+    out: dict[str, _Placed] = {}
+    for number, stage in enumerate(plan.stages):
+        numbers = (number,) if plan.pipeline is not None else ()
+        for leaf in stage.arguments:
+            placed = out.get(leaf.path, _Placed((), stage, leaf))
+            out[leaf.path] = replace(placed, stages=(*placed.stages, *numbers))
+    return out
 
 
 def _shardings(before: Plan, after: Plan) -> list[RenderableType]:
     """The arguments that lie otherwise, and those that only one of the plans has."""
     old, new = _leaves(before), _leaves(after)
-    sides = {path: _sides(old[path], new[path]) for path in old if path in new}
-    changed = [(path, pair) for path, pair in sides.items() if pair[0] != pair[1]]
+    pairs = {path: (old[path], new[path]) for path in old if path in new}
+    changed = {path: pair for path, pair in pairs.items() if len({replace(p, stages=()).text() for p in pair}) > 1}
+    moved = sum(len({placed.stages for placed in pair}) > 1 for path, pair in pairs.items() if path not in changed)
     out: list[RenderableType] = []
     if changed:
-        out += [_changed_leaves(changed), f"{len(changed)} of {len(sides)} arguments that both have lie otherwise"]
+        out += [_changed_leaves(changed), f"{len(changed)} of {len(pairs)} arguments that both have lie otherwise"]
+    if moved:
+        out.append(f"{moved} of {len(pairs)} lie as before, but on other stages")
     for mine, others, name in ((old, new, "before"), (new, old, "after")):
         alone = Counter(grouping.tokens(path)[0] for path in mine if path not in others)
         out += [f"{root}: {count} leaves, {name} only" for root, count in alone.items()]
     return out
 
 
-def _changed_leaves(changed: list[tuple[str, tuple[str, str]]]) -> RenderableType:
-    sides = dict(changed)
-    out = text.table("argument", "", "before", "after", wide=0)
-    for part in grouping.sections(grouping.group(changed)):
+def _changed_leaves(changed: dict[str, tuple[_Placed, _Placed]]) -> RenderableType:
+    """Arguments that lie otherwise in the same way are one row, whatever their stages."""
+    out = tables.table("argument", "", "before", "after", wide=0)
+    items = [(path, tuple(replace(placed, stages=()).text() for placed in pair)) for path, pair in changed.items()]
+    for part in grouping.sections(grouping.group(items)):
         alone = len(part.rows) == 1
         if not alone:
-            text.add(out, grouping.heading(part.prefix), "", "", "", style="bold")
+            tables.add(out, grouping.heading(part.prefix), "", "", "", style="bold")
         for row in part.rows:
-            name = row.path if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
-            old, new = sides[row.members[0]]
-            text.add(out, name, f"x {len(row.members)}" if len(row.members) > 1 else "", old, new)
+            name = grouping.heading(row.tokens) if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
+            pairs = [changed[path] for path in row.members]
+            texts = _sides(_everywhere(a for a, _ in pairs), _everywhere(b for _, b in pairs))
+            tables.add(out, name, f"x {len(row.members)}" if len(row.members) > 1 else "", *texts)
     return out
 
 
-def _sides(old: tuple[Stage, Leaf], new: tuple[Stage, Leaf]) -> tuple[str, str]:
-    """Sharding and bytes per device on both sides, with the type where that differs."""
-    types = [f"{text.type_text(leaf)} " for _, leaf in (old, new)]
-    if types[0] == types[1]:
-        types = ["", ""]
-    a, b = (
-        f"{kind}{units.spec(leaf.spec)} {units.nbytes(stage.bytes_per_device(leaf))}"
-        for kind, (stage, leaf) in zip(types, (old, new), strict=True)
-    )
-    return a, b
+def _everywhere(alike: Iterable[_Placed]) -> _Placed:
+    """Arguments that lie alike as one, in the stages of all."""
+    rows = list(alike)
+    return replace(rows[0], stages=tuple(sorted({stage for row in rows for stage in row.stages})))
+
+
+def _sides(old: _Placed, new: _Placed) -> tuple[str, str]:
+    """Sharding and bytes per device on both sides, with the type and the stages where those differ."""
+    if tables.type_text(old.leaf) == tables.type_text(new.leaf):
+        old, new = replace(old, typed=False), replace(new, typed=False)
+    if old.stages == new.stages:
+        old, new = replace(old, stages=()), replace(new, stages=())
+    return old.text(), new.text()
 
 
 def _collectives(before: Plan, after: Plan) -> list[RenderableType]:
     old, new = _by_kind(before), _by_kind(after)
     if old == new:
         return []
-    out = text.table("kind", "axes", "count", "bytes", "seconds", right=(2, 3, 4))
+    out = tables.table("kind", "axes", "count", "bytes", "seconds", right=(2, 3, 4))
     zero = (0, 0, 0.0)
     for kind, axes in dict.fromkeys((*old, *new)):
         a, b = old.get((kind, axes), zero), new.get((kind, axes), zero)
         cells = _arrow(f"x {a[0]}", f"x {b[0]}"), _arrow(units.nbytes(a[1]), units.nbytes(b[1]))
         if a != b:
-            text.add(out, kind, units.axes(axes), *cells, _arrow(units.seconds(a[2]), units.seconds(b[2])))
+            tables.add(out, kind, units.axes(axes), *cells, _arrow(units.seconds(a[2]), units.seconds(b[2])))
     return [out]
 
 
@@ -144,36 +185,49 @@ def _arrow(old: str, new: str) -> str:
 
 
 def _memory(before: Plan, after: Plan) -> list[RenderableType]:
+    """The fullest device of each kind of memory."""
     rows = []
-    for kind in ("params", "gradients", "optimizer", "activations", "total"):
-        old, new = (max(getattr(stage.memory, kind) for stage in plan.stages) for plan in (before, after))
-        if old != new:
-            rows.append((kind, units.nbytes(old), units.nbytes(new), _relative(old, new)))
+    old, new = _peaks(before), _peaks(after)
+    for kind in dict.fromkeys((*old, *new)):
+        a, b = old.get(kind), new.get(kind)
+        if a != b:
+            texts = ("" if size is None else units.nbytes(size) for size in (a, b))
+            rows.append((kind, *texts, "" if a is None or b is None else _relative(a, b)))
     return _comparison(rows)
+
+
+def _peaks(plan: Plan) -> dict[str, int]:
+    """By kind; a pipeline tells buffers between tasks from what executables need besides."""
+    if plan.pipeline is None:
+        memory = plan.stages[0].memory
+        return {kind: getattr(memory, kind) for kind in ("params", "gradients", "optimizer", "activations", "total")}
+    rows = pipeline.memory(plan, plan.pipeline)
+    kinds = {"params": "params", "gradients": "gradients", "optimizer": "optimizer"}
+    kinds |= {"in flight": "in_flight", "temporaries": "temporaries", "total": "peak"}
+    return {name: max(getattr(row, kind) for row in rows) for name, kind in kinds.items()}
 
 
 def _seconds(before: Plan, after: Plan) -> list[RenderableType]:
+    """Of the step, and where those of an average device go."""
+    old, new = pipeline.spent(before), pipeline.spent(after)
     rows = []
-    for name, old, new in (
+    for name, a, b in (
         ("step", before.step_seconds, after.step_seconds),
-        ("compute", _sum(before, "compute_seconds"), _sum(after, "compute_seconds")),
-        ("communication", _sum(before, "communication_seconds"), _sum(after, "communication_seconds")),
+        ("compute", old.compute, new.compute),
+        ("communication", sum(old.communication.values()), sum(new.communication.values())),
+        ("idle", old.idle, new.idle),
     ):
-        if old != new:
-            rows.append((name, units.seconds(old), units.seconds(new), _relative(old, new)))
+        if a != b:
+            rows.append((name, units.seconds(a), units.seconds(b), _relative(a, b)))
     return _comparison(rows)
-
-
-def _sum(plan: Plan, name: str) -> float:
-    return sum(getattr(stage, name) for stage in plan.stages)
 
 
 def _comparison(rows: list[tuple[str, str, str, str]]) -> list[RenderableType]:
     if not rows:
         return []
-    out = text.table("", "before", "after", "", right=(1, 2, 3))
+    out = tables.table("", "before", "after", "", right=(1, 2, 3))
     for row in rows:
-        text.add(out, *row)
+        tables.add(out, *row)
     return [out]
 
 
@@ -187,14 +241,14 @@ def _relative(old: float, new: float) -> str:
 
 def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
     """How many operations are decided otherwise; the arguments among them stand under shardings."""
-    old = {d.key: d for d in before.decisions if not d.paths}
-    new = {d.key: d for d in after.decisions if not d.paths}
+    apart = len(before.parts) == len(after.parts)
+    old, new = _operations(before, apart), _operations(after, apart)
     both = [key for key in old if key in new and old[key].strategy != new[key].strategy]
     lines: list[RenderableType] = []
     if both:
-        out = text.table("operation", "where", "before", "after", wide=1)
+        out = tables.table("operation", "where", "before", "after", wide=1)
         for key in both[:12]:
-            text.add(out, old[key].name, old[key].where, _strategy(old[key].strategy), _strategy(new[key].strategy))
+            tables.add(out, old[key].name, old[key].where, _strategy(old[key].strategy), _strategy(new[key].strategy))
         lines.append(out)
         if len(both) > 12:
             lines.append(f"and {len(both) - 12} more")
@@ -204,13 +258,23 @@ def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
     return lines
 
 
+def _operations(plan: Plan, apart: bool) -> dict[tuple[int, str], Decision]:
+    """The decisions on operations by stage and key; by key alone unless stages are told `apart`."""
+    out: dict[tuple[int, str], Decision] = {}
+    for number, part in enumerate(plan.parts or (plan,)):
+        for decision in part.decisions:
+            if not decision.paths:
+                out.setdefault((number if apart else 0, decision.key), decision)
+    return out
+
+
 def _strategy(strategy: tuple[tuple[str, ...], ...]) -> str:
     """The axes of each factor, such as "data - - model"."""
     return " ".join("+".join(axes) or "-" for axes in strategy)
 
 
 def _replicated(before: Plan, after: Plan) -> list[RenderableType]:
-    old, new = ({(r.name, r.where): r.reason for r in plan.replicated} for plan in (before, after))
+    old, new = ({(r.name, r.where): r.reason for r in pipeline.replicated(plan)} for plan in (before, after))
     return [
         f"{name} at {where}: {_arrow(old.get((name, where), 'not listed'), new.get((name, where), 'not listed'))}"
         for name, where in dict.fromkeys((*old, *new))

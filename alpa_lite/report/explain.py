@@ -11,6 +11,9 @@ and so does the plan with its own T, V and G. Where the two lines cross, the alt
     x = (V_a - V_c) / ((T_c - V_c) - (T_a - V_a))          b = ((T_a - G_a) - (T_c - G_c)) / (G_c - G_a)
 
 These are predictions to first order: neither step adapts further on the way, and a third may win before.
+
+In a pipeline each stage was sharded as a step of its own (`Plan.parts`). Its seconds are then those of the stage, for
+all micro-batches one after another, and what is told alike for several stages is told once.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan import Alternative, Decision, Leaf, Outcome, Plan, Replicated, Stage
-from alpa_lite.report import grouping, text, units
+from alpa_lite.report import grouping, pipeline, tables, units
 
 _IN_FULL = 4  # matches that are explained in full before they are only listed
 _LISTED = 40
@@ -45,33 +49,78 @@ def explain(plan: Plan, name: str) -> str:
     Raises:
       PlanError: if nothing has that name; the message holds close matches.
     """
-    leaves = _find_leaves(plan, name)
-    subjects: list[_Subject] = _of_leaves(plan, leaves) if leaves else _of_operations(plan, name)
+    sites = _sites(plan)
+    leaves = _find_leaves(sites, name)
+    subjects = _of_leaves(leaves) if leaves else _of_operations(sites, name)
     if not subjects:
-        raise PlanError(_unknown(plan, name))
-    if len(subjects) > _IN_FULL:
-        return text.plain(_listing(name, subjects))
-    return text.plain(Group(*(_full(plan, subject) for subject in subjects)))
+        raise PlanError(_unknown(sites, name))
+    told = _told(subjects)
+    if len(told) > _IN_FULL:
+        return tables.plain(_listing(name, subjects))
+    return tables.plain(Group(*told))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A mesh with what was decided for it: the plan itself, or a stage of a pipeline with its own plan."""
+
+    plan: Plan
+    stage: Stage
+    examples: int | None  # in the batch
+    number: int | None = None
+
+
+def _sites(plan: Plan) -> list[_Site]:
+    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
+    now = sizes.pop() if len(sizes) == 1 else None
+    if not plan.parts:
+        return [_Site(plan, stage, now) for stage in plan.stages]
+    return [_Site(part, stage, now, n) for n, (part, stage) in enumerate(zip(plan.parts, plan.stages, strict=True))]
+
+
+@dataclass(frozen=True, eq=False)
 class _Subject:
     """What is explained: an argument, an operation, or one that is not distributed."""
 
     name: str
+    site: _Site
     decision: Decision | None = None
-    leaf: tuple[Stage, Leaf] | None = None
+    leaf: Leaf | None = None
     replicated: Replicated | None = None
 
 
-def _find_leaves(plan: Plan, name: str) -> list[tuple[Stage, Leaf]]:
+def _find_leaves(sites: list[_Site], name: str) -> list[tuple[_Site, Leaf]]:
     """The arguments of that path; exact matches win over ends of paths."""
-    everything = [(stage, leaf) for stage in plan.stages for leaf in stage.arguments]
+    everything = [(site, leaf) for site in sites for leaf in site.stage.arguments]
     exact = [item for item in everything if item[1].path == name]
     if exact or not _words(name):
         return exact
     pattern = _pattern(name)
     return [item for item in everything if pattern.search(_words(item[1].path))]
+
+
+def _told(subjects: list[_Subject]) -> list[RenderableType]:
+    """Every subject in full. What is the same in several stages but for numbers in its name is told once."""
+    found: dict[tuple[str, str], list[_Subject]] = {}
+    for subject in subjects:
+        body = tables.plain(Group(*_full(subject)))
+        found.setdefault((re.sub(r"\d+", "#", subject.name), body), []).append(subject)
+    out: list[RenderableType] = []
+    for alike in found.values():
+        name = grouping.template([name for subject in alike for name in _spelled(subject.name)])
+        stages = sorted({s.site.number for s in alike if s.site.number is not None})
+        first, *rest = _full(alike[0])
+        out.append(Group(tables.section(f"{name}{f' ({pipeline.named(stages)})' if stages else ''}", first), *rest))
+    return out
+
+
+def _spelled(name: str) -> list[str]:
+    """A name with a range of numbers as the names of its ends and of all between: "h_{3-5}" gives h_3, h_4, h_5."""
+    match = re.search(r"\{(\d+)-(\d+)\}|\{(\d+(?:,\d+)*)\}", name)
+    if match is None:
+        return [name]
+    numbers = range(int(match[1]), int(match[2]) + 1) if match[1] else match[3].split(",")
+    return [spelled for n in numbers for spelled in _spelled(f"{name[: match.start()]}{n}{name[match.end() :]}")]
 
 
 def _words(path: str) -> str:
@@ -90,25 +139,28 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(_RANGE.sub(choices, escaped) + "$")
 
 
-def _of_leaves(plan: Plan, leaves: list[tuple[Stage, Leaf]]) -> list[_Subject]:
+def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
     """One subject for each decision that the arguments share, and for alike arguments without one."""
-    by_path = {path: decision for decision in plan.decisions for path in decision.paths}
-    out: dict[str, _Subject] = {}
-    free: dict[str, tuple[Stage, Leaf]] = {}
-    for stage, leaf in leaves:
-        decision = by_path.get(leaf.path)
-        if decision:
-            out.setdefault(decision.key, _Subject(decision.name, decision, (stage, leaf)))
-        else:
-            free[leaf.path] = (stage, leaf)
-    rows = grouping.group((path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for path, (_, leaf) in free.items())
-    return [*out.values(), *(_Subject(row.path, leaf=free[row.members[0]]) for row in rows)]
+    out: list[_Subject] = []
+    for site in dict.fromkeys(site for site, _ in leaves):
+        by_path = {path: decision for decision in site.plan.decisions for path in decision.paths}
+        decided: dict[str, _Subject] = {}
+        free: dict[str, Leaf] = {}
+        for leaf in (leaf for other, leaf in leaves if other is site):
+            decision = by_path.get(leaf.path)
+            if decision:
+                decided.setdefault(decision.key, _Subject(decision.name, site, decision, leaf))
+            else:
+                free[leaf.path] = leaf
+        rows = grouping.group((path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for path, leaf in free.items())
+        out += [*decided.values(), *(_Subject(row.path, site, leaf=free[row.members[0]]) for row in rows)]
+    return out
 
 
-def _of_operations(plan: Plan, name: str) -> list[_Subject]:
+def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
     """Operations whose name or key is `name`, else those whose name or place contains it."""
-    operations = [_Subject(d.name, d) for d in plan.decisions if not d.paths]
-    operations += [_Subject(r.name, replicated=r) for r in plan.replicated]
+    operations = [_Subject(d.name, site, d) for site in sites for d in site.plan.decisions if not d.paths]
+    operations += [_Subject(r.name, site, replicated=r) for site in sites for r in site.plan.replicated]
     exact = [s for s in operations if name == s.name or (s.decision and name == s.decision.key)]
     if exact or not name.strip():
         return exact
@@ -121,9 +173,10 @@ def _where(subject: _Subject) -> str:
     return record.where if record else ""
 
 
-def _unknown(plan: Plan, name: str) -> str:
-    paths = [leaf.path for stage in plan.stages for leaf in stage.arguments]
-    known = [*paths, *(d.name for d in plan.decisions if not d.paths), *(r.name for r in plan.replicated)]
+def _unknown(sites: list[_Site], name: str) -> str:
+    known = [leaf.path for site in sites for leaf in site.stage.arguments]
+    known += [d.name for site in sites for d in site.plan.decisions if not d.paths]
+    known += [r.name for site in sites for r in site.plan.replicated]
     by_form = {form.lower(): item for item in reversed(known) for form in (item, _words(item).lstrip("/"))}
     ends = {"/".join(form.split("/")[-n:]): item for form, item in by_form.items() for n in range(1, 5)}
     close = difflib.get_close_matches(name.lower(), [*by_form, *ends], n=20, cutoff=0.6)
@@ -140,19 +193,19 @@ def _unknown(plan: Plan, name: str) -> str:
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
     """The subjects in one table; those that agree in all that it shows are one row."""
     rows = Counter((subject.name, _where(subject), _choice(subject)) for subject in subjects)
-    out = text.table("name, place and what was chosen", "", wide=0)
+    out = tables.table("name, place and what was chosen", "", wide=0)
     for (title, where, choice), count in list(rows.items())[:_LISTED]:
         lines = [title, *(f"  {line}" for line in (where, choice) if line)]
-        text.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
+        tables.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
     if len(rows) > _LISTED:
-        text.add(out, f"and {len(rows) - _LISTED} more", "")
+        tables.add(out, f"and {len(rows) - _LISTED} more", "")
     head = f"{len(subjects)} arguments or operations match {name!r}; name one of them for its alternatives."
-    return text.section(head, out)
+    return tables.section(head, out)
 
 
 def _choice(subject: _Subject) -> str:
     if subject.leaf:
-        return units.spec(subject.leaf[1].spec)
+        return units.spec(subject.leaf.spec)
     if subject.decision:
         chosen = subject.decision.chosen
         return chosen.layout if chosen else _assignment(subject.decision)
@@ -169,13 +222,14 @@ def _assignment(decision: Decision) -> str:
     return "factor of size " + ", ".join(parts) if parts else "nothing sharded"
 
 
-def _full(plan: Plan, subject: _Subject) -> RenderableType:
+def _full(subject: _Subject) -> list[RenderableType]:
+    """What there is to say: lines for below the name, and sections."""
     lines: list[RenderableType] = []
-    decision = subject.decision
+    decision, stage = subject.decision, subject.site.stage
     if subject.leaf:
-        stage, leaf = subject.leaf
+        leaf = subject.leaf
         size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
-        lines.append(f"argument ({leaf.role}) {text.type_text(leaf)}: {units.spec(leaf.spec)}; {size}")
+        lines.append(f"argument ({leaf.role}) {tables.type_text(leaf)}: {units.spec(leaf.spec)}; {size}")
     elif decision:
         lines.append(f"operation at {decision.where}: {_choice(subject)}")
     if decision and decision.count > 1:
@@ -184,24 +238,32 @@ def _full(plan: Plan, subject: _Subject) -> RenderableType:
         row = subject.replicated
         size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} a step"
         lines.append(f"not distributed: {row.reason}; at {row.where}; {size}")
-        return text.section(subject.name, *lines)
+        return [_lines(lines)]
     if decision is None or decision.chosen is None or len(decision.alternatives) < 2:
         lines.append("no alternatives are known: the method fixed it, or there was no other strategy")
-        return text.section(subject.name, *lines)
+        return [_lines(lines)]
     chosen = decision.chosen
-    verdicts = text.table("", "", wide=1)
+    verdicts = tables.table("", "", wide=1)
     for letter, other in _lettered(decision):
         if other is not chosen:
-            text.add(verdicts, letter, _verdict(plan, other, chosen))
-    stage = plan.stages[0]
-    where = f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}"
+            tables.add(verdicts, letter, _verdict(subject.site, other, chosen))
+    where = f"predicted, mesh {units.mesh(stage.mesh_shape, stage.axis_names)}"
+    whole = f"The whole step with each choice, the rest adapted to it ({where})"
     scaled = "predicted, both steps otherwise as they are"
-    return Group(
-        text.section(subject.name, *lines),
-        text.section(f"The whole step with each choice, the rest adapted to it (predicted, {where})", _steps(decision)),
-        text.section("The choice by itself, nothing else adapted", _local(decision)),
-        text.section(f"What would have to change for another to win ({scaled})", verdicts),
-    )
+    if subject.site.number is not None:
+        whole = f"The stage with each choice, micro-batches one after another ({where})"
+        scaled = "predicted, for the stage by itself"
+    return [
+        _lines(lines),
+        tables.section(whole, _steps(decision)),
+        tables.section("The choice by itself, nothing else adapted", _local(decision)),
+        tables.section(f"What would have to change for another to win ({scaled})", verdicts),
+    ]
+
+
+def _lines(lines: list[RenderableType]) -> RenderableType:
+    """Lines of text, taken as they are."""
+    return Group(*(Text(line) if isinstance(line, str) else line for line in lines))
 
 
 def _lettered(decision: Decision) -> list[tuple[str, Alternative]]:
@@ -212,7 +274,7 @@ def _lettered(decision: Decision) -> list[tuple[str, Alternative]]:
 
 def _steps(decision: Decision) -> RenderableType:
     """What the whole step would be with each alternative."""
-    out = text.table(
+    out = tables.table(
         "", "layout", "step", "compute", "communication", "sent", "peak", "fits", right=(2, 3, 4, 5, 6), wide=1
     )
     for letter, a in _lettered(decision):
@@ -220,29 +282,30 @@ def _steps(decision: Decision) -> RenderableType:
         costs = [units.seconds(s) for s in (step.seconds, step.compute_seconds, step.communication_seconds)]
         sizes = [units.nbytes(size) for size in (step.bytes_sent, step.bytes_per_device)]
         style = "bold" if a is decision.chosen else ""
-        text.add(out, letter, a.layout, *costs, *sizes, "yes" if a.fits else "no", style=style)
+        tables.add(out, letter, a.layout, *costs, *sizes, "yes" if a.fits else "no", style=style)
     return out
 
 
 def _local(decision: Decision) -> RenderableType:
     """What each alternative costs where it stands."""
-    out = text.table("", "layout", "compute", "reduce", "reshard", "a result", right=(2, 3, 4, 5), wide=1)
+    out = tables.table("", "layout", "compute", "reduce", "reshard", "a result", right=(2, 3, 4, 5), wide=1)
     for letter, a in _lettered(decision):
         costs = (units.seconds(s) for s in (a.compute_seconds, a.communication_seconds, a.transfer_seconds))
         style = "bold" if a is decision.chosen else ""
-        text.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), style=style)
+        tables.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), style=style)
     return out
 
 
-def _verdict(plan: Plan, other: Alternative, chosen: Alternative) -> str:
+def _verdict(site: _Site, other: Alternative, chosen: Alternative) -> str:
     """How much worse `other` is, and under which conditions it would beat the plan."""
+    plan = site.plan
     delta = other.step.seconds - chosen.step.seconds
     if not other.fits:
         return f"{_too_large(plan, other.step, chosen)}."
     parts = [_difference(plan, other, chosen, delta)]
     changes = []
     if delta > _SAME * plan.step_seconds:
-        changes = [*_links(other.step, chosen.step), *_batch(plan, other.step, chosen.step)]
+        changes = [*_links(other.step, chosen.step), *_batch(site.examples, other.step, chosen.step)]
     changes += _memory(plan, other, chosen)
     if changes:
         parts.append("would win " + ", or ".join(changes))
@@ -306,14 +369,12 @@ def _links(other: Outcome, chosen: Outcome) -> list[str]:
     return [f"with links {'over' if at > 1 else 'under'} {units.factor(at)} as fast"]
 
 
-def _batch(plan: Plan, other: Outcome, chosen: Outcome) -> list[str]:
+def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
     """The batch from which, or below which, `other` is faster; nothing if that is out of reach."""
     fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
     at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
     if at is None:
         return []
-    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
-    now = sizes.pop() if len(sizes) == 1 else None
     named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
     return [f"with a batch {'over' if at > 1 else 'under'} {units.factor(at)} as large{named}"]
 
