@@ -4,29 +4,29 @@ Problem. Given the stages in segments and a schedule (a list of tasks for each s
 each submesh, such that every value is where its reader is, buffers end as soon as nothing reads them, and the lists
 never wait for each other.
 
-Answer. The tasks are walked in the order in which they would start if each took its predicted time: whenever a task's
-values from other stages exist, it is written down, with the receives that it needs before it and the sends that it
-causes after it. Transfers get their numbers in this order, which is thereby one that no list can contradict. Frees are
-put after the last instruction that reads a buffer. An executable consumes the accumulators that it adds to, and an
-update the state that it replaces, wherever the new value has the same layout.
+Answer. The tasks are walked in the order in which they would start if runs and transfers took their predicted times:
+whenever a task's values from other stages have arrived, it is written down, with the receives that it needs before it
+and the sends that it causes after it. Transfers get their numbers in this order, which is thereby one that no list can
+contradict. An executable consumes the accumulators that it adds to; other buffers are ended by `buffer_ends`.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
+from alpa_lite.passes.buffer_ends import end_buffers
 from alpa_lite.passes.schedules import Schedule, Task
 from alpa_lite.passes.segments import Segment, Segments, Wire
 from alpa_lite.program import (
     Buffer,
     Executable,
-    Free,
     Instruction,
     Program,
     Receive,
@@ -106,6 +106,9 @@ class _Writer:
         self.pieces: dict[tuple[int, int, int], int] = {}  # (stage, result, micro-batch)
         self.crossing: dict[tuple[int, int, int], int] = {}  # (stage, value, micro-batch): where it is, for that stage
         self.arriving: dict[tuple[int, int, int], int] = {}  # the same keys: the transfer that brings it
+        self.brought: dict[int, list[tuple[int, int, int]]] = {}  # transfer -> the keys of `arriving`
+        self.arrival: dict[tuple[int, int, int], float] = {}  # the same keys: predicted seconds
+        self.links: dict[tuple[int, int], float] = {}  # (source, destination): when its last transfer ends
         self.literals: dict[tuple[int, int], int] = {}  # (stage, result)
         self.executables: list[Executable] = []
         self.functions: list[tuple[int, int]] = []
@@ -117,9 +120,6 @@ class _Writer:
             self._run_all(stage, "prologue")
         self._tasks()
         self._updates()
-        outputs = self._outputs()
-        self._donate_state(outputs)
-        self._free(outputs)
         program = Program(
             submeshes=tuple(self.submeshes),
             executables=tuple(self.executables),
@@ -129,10 +129,11 @@ class _Writer:
             inputs=tuple(map(tuple, self.inputs)),
             constants=tuple(map(tuple, self.constants)),
             numbers=tuple(map(tuple, self.numbers)),
-            outputs=outputs,
+            outputs=self._outputs(),
             schedule=self.schedule.name,
             num_microbatches=self.schedule.num_microbatches,
         )
+        program = end_buffers(program, self.donatable)
         check(program)
         return Pipeline(program, tuple(self.stages), self.mesh_of, tuple(self.functions))
 
@@ -287,9 +288,8 @@ class _Writer:
             transfer = self.arriving.pop((stage, value, microbatch), None)
             if transfer is not None:
                 self.lists[self.mesh_of[stage]].append(Receive(transfer))
-                brought = [k for k, t in self.arriving.items() if t == transfer]
-                for key in brought:
-                    del self.arriving[key]
+                for key in self.brought.pop(transfer):
+                    self.arriving.pop(key, None)
 
     def _run_all(self, stage: int, kind: str, round_: int = 0, microbatch: int = -1) -> None:
         for position, segment in enumerate(self.stages[stage].items):
@@ -299,52 +299,46 @@ class _Writer:
     # -- tasks ----------------------------------------------------------------------------------------------------
 
     def _tasks(self) -> None:
-        """Writes the tasks in the order in which they would start."""
-        readers = self._readers()
-        finished: dict[Task, float] = {}
-        free = [0.0] * len(self.lists)
-        positions = [0] * len(self.lists)
-        sources = {value: (stage, kind) for stage, kind, value in self._producers()}
-        left = sum(map(len, self.schedule.tasks))
-        while left:
-            best: tuple[float, int] | None = None
-            for mesh, tasks in enumerate(self.schedule.tasks):
-                if positions[mesh] == len(tasks):
-                    continue
-                task = tasks[positions[mesh]]
-                needed = [
-                    Task(kind, stage, task.microbatch)
-                    for value in self._crossing_inputs(task)
-                    for stage, kind in [sources[value]]
-                ]
-                if all(t in finished for t in needed):
-                    start = max([free[mesh], *(finished[t] for t in needed)])
-                    if best is None or start < best[0]:
-                        best = start, mesh
-            if best is None:
-                raise PlanError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
-            start, mesh = best
-            task = self.schedule.tasks[mesh][positions[mesh]]
-            positions[mesh] += 1
-            left -= 1
-            segment = self.stages[task.stage].of(task.kind)
-            seconds = self.segment_seconds(self.stages[task.stage], segment) if segment is not None else 0.0
-            free[mesh] = finished[task] = start + seconds
-            self._run_all(task.stage, task.kind, 0, task.microbatch)
-            self._send_crossing(task, readers)
-
-    def _crossing_inputs(self, task: Task) -> list[int]:
-        segment = self.stages[task.stage].of(task.kind)
-        return [w.number for w in segment.inputs if w.kind == "crossing"] if segment is not None else []
-
-    def _producers(self) -> list[tuple[int, str, int]]:
-        return [
-            (number, segment.kind, wire.number)
+        """Writes the tasks in the order in which they would start. Takes time linear in what they read and write."""
+        needed = {
+            (number, segment.kind): [w.number for w in segment.inputs if w.kind == "crossing"]
             for number, stage in enumerate(self.stages)
             for segment in stage.items
-            for wire in segment.outputs
-            if wire.kind == "crossing"
-        ]
+        }
+        readers = self._readers()
+        lists = self.schedule.tasks
+        clocks, positions = [0.0] * len(lists), [0] * len(lists)
+        ready: list[tuple[float, int]] = []  # when the next task of a submesh starts, and the submesh
+        waiting: dict[tuple[int, int, int], int] = {}  # what the next task of a submesh lacks -> the submesh
+
+        def look(mesh: int) -> None:
+            """Finds out when the next task of a submesh starts, or what it waits for."""
+            if positions[mesh] == len(lists[mesh]):
+                return
+            task = lists[mesh][positions[mesh]]
+            keys = [(task.stage, value, task.microbatch) for value in needed.get((task.stage, task.kind), ())]
+            missing = next((key for key in keys if key not in self.arrival), None)
+            if missing is None:
+                heapq.heappush(ready, (max([clocks[mesh], *(self.arrival[key] for key in keys)]), mesh))
+            else:
+                waiting[missing] = mesh
+
+        for mesh in range(len(lists)):
+            look(mesh)
+        while ready:
+            start, mesh = heapq.heappop(ready)
+            task = lists[mesh][positions[mesh]]
+            positions[mesh] += 1
+            segment = self.stages[task.stage].of(task.kind)
+            seconds = self.segment_seconds(self.stages[task.stage], segment) if segment is not None else 0.0
+            clocks[mesh] = start + seconds
+            self._run_all(task.stage, task.kind, 0, task.microbatch)
+            for key in self._send_crossing(task, readers, clocks[mesh]):
+                if key in waiting:
+                    look(waiting.pop(key))
+            look(mesh)
+        if any(at < len(tasks) for at, tasks in zip(positions, lists, strict=True)):
+            raise PlanError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
     def _readers(self) -> dict[int, list[tuple[int, str, int]]]:
         """For each crossing value, (stage, kind of its first segment that reads it, register there)."""
@@ -356,26 +350,37 @@ class _Writer:
                         found.setdefault(wire.number, {}).setdefault(number, (number, segment.kind, binds[0]))
         return {value: list(by_stage.values()) for value, by_stage in found.items()}
 
-    def _send_crossing(self, task: Task, readers: dict[int, list[tuple[int, str, int]]]) -> None:
-        """Sends what a task made for other stages, together what is first read by the same task."""
+    def _send_crossing(
+        self, task: Task, readers: dict[int, list[tuple[int, str, int]]], end: float
+    ) -> list[tuple[int, int, int]]:
+        """Sends what a task that ends at `end` made for other stages, together what is first read by the same task.
+
+        Returns the keys of `arrival` that this sets.
+        """
         segment = self.stages[task.stage].of(task.kind)
-        if segment is None:
-            return
         groups: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
-        for wire in segment.outputs:
+        found = []
+        for wire in segment.outputs if segment is not None else ():
             if wire.kind != "crossing":
                 continue
             there = self.crossing[task.stage, wire.number, task.microbatch]
             for stage, kind, register in readers.get(wire.number, []):
+                key = stage, wire.number, task.microbatch
                 here = self._landed(there, stage, self.stages[stage].register_type(register), task.microbatch)
-                self.crossing[stage, wire.number, task.microbatch] = here
+                self.crossing[key], self.arrival[key] = here, end
+                found.append(key)
                 if here != there:
                     groups.setdefault((stage, kind), []).append((wire.number, there, here))
         for (stage, _), values in groups.items():
             pairs = [(there, here) for _, there, here in values]
-            transfer = self._send(self.mesh_of[task.stage], self.mesh_of[stage], pairs, task.microbatch)
-            for value, _, _ in values:
-                self.arriving[stage, value, task.microbatch] = transfer
+            link = self.mesh_of[task.stage], self.mesh_of[stage]
+            transfer = self._send(*link, pairs, task.microbatch)
+            arrival = max(end, self.links.get(link, 0.0)) + self.transfers[transfer].seconds
+            self.links[link] = arrival
+            self.brought[transfer] = [(stage, value, task.microbatch) for value, _, _ in values]
+            for key in self.brought[transfer]:
+                self.arriving[key], self.arrival[key] = transfer, arrival
+        return found
 
     # -- the update -----------------------------------------------------------------------------------------------
 
@@ -423,80 +428,11 @@ class _Writer:
                     )
         return tuple(found[i] for i in range(len(self.traced.outputs)))
 
-    # -- ends -----------------------------------------------------------------------------------------------------
-
-    def _last_uses(self) -> list[dict[int, int]]:
-        """For each list, the position of the last instruction that reads or defines each buffer."""
-        out: list[dict[int, int]] = []
-        for items in self.lists:
-            last: dict[int, int] = {}
-            for position, item in enumerate(items):
-                last.update(dict.fromkeys(_touched(item, self.transfers), position))
-            out.append(last)
-        return out
-
-    def _donate_state(self, outputs: tuple[int, ...]) -> None:
-        """Lets updates consume the state, and whatever else ends there, if an output can take its place."""
-        mine = {b for i in self.donatable for b in self.inputs[i]}
-        given = {b for group in (*self.inputs, *self.constants) for b in group} - mine
-        given |= {b for group in self.numbers for b in group} | set(outputs)
-        last = self._last_uses()
-        for mesh, items in enumerate(self.lists):
-            for position, item in enumerate(items):
-                if not isinstance(item, Run) or self.executables[item.executable].kind != "update":
-                    continue
-                free = [_kind(self.buffers[b]) for b in item.outputs]
-                donated = []
-                for i, number in enumerate(item.inputs):
-                    kind = _kind(self.buffers[number])
-                    ends = last[mesh][number] == position and number not in given and item.inputs.count(number) == 1
-                    if ends and kind in free:
-                        free.remove(kind)
-                        donated.append(i)
-                executable = self.executables[item.executable]
-                self.executables[item.executable] = replace(executable, donated=tuple(donated))
-
-    def _free(self, outputs: tuple[int, ...]) -> None:
-        """Puts frees after the last uses."""
-        kept = set(outputs) | {b for group in (*self.constants, *self.numbers) for b in group}
-        for mesh, (items, last) in enumerate(zip(self.lists, self._last_uses(), strict=True)):
-            ends: dict[int, list[int]] = {}
-            for number, position in last.items():
-                ends.setdefault(position, []).append(number)
-            unused = [b for g in self.inputs for b in g if self.buffers[b].mesh == mesh and b not in last]
-            unused = [b for b in unused if b not in kept]
-            new: list[Instruction] = [Free(tuple(unused))] if unused else []
-            for position, item in enumerate(items):
-                new.append(item)
-                consumed: set[int] = set()
-                if isinstance(item, Run):
-                    consumed = {item.inputs[i] for i in self.executables[item.executable].donated}
-                over = [b for b in sorted(ends.get(position, [])) if b not in kept and b not in consumed]
-                if over:
-                    new.append(Free(tuple(over)))
-            self.lists[mesh] = new
-
 
 def _mesh_of(schedule: Schedule) -> tuple[int, ...]:
     """The submesh of each stage."""
     found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
     return tuple(found[stage] for stage in range(schedule.num_stages))
-
-
-def _touched(item: Instruction, transfers: Sequence[Transfer]) -> tuple[int, ...]:
-    match item:
-        case Run(inputs=inputs, outputs=outputs):
-            return (*inputs, *outputs)
-        case Send(transfer=number):
-            return transfers[number].sent
-        case Receive(transfer=number):
-            return transfers[number].received
-        case Free(buffers=buffers):
-            return buffers
-
-
-def _kind(item: Buffer) -> tuple:
-    return item.shape, str(item.dtype), item.layout
 
 
 def _name(stages: Segments, segment: Segment, position: int) -> str:
