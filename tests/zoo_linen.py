@@ -12,7 +12,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from tests.zoo_base import Case, attend, cross_entropy, filled, images, regression, route, text, updated
+from tests.zoo_base import Case, attend, cross_entropy, filled, images, normal, regression, route, text, updated
 
 Loss = Callable[[jax.Array, Any], jax.Array]
 
@@ -92,6 +92,74 @@ class ConvNet(nn.Module):
         return nn.Dense(self.classes)(x.mean((1, 2)))
 
 
+class ResNet(nn.Module):
+    """A residual convolutional net without batch norm: examples do not meet, so it may be cut into micro-batches."""
+
+    channels: int = 8
+    classes: int = 8
+    blocks: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(self.channels, (3, 3))(x)
+        for _ in range(self.blocks):
+            y = nn.Conv(self.channels, (3, 3))(nn.gelu(nn.GroupNorm(4)(x)))
+            x = x + nn.Conv(self.channels, (3, 3), use_bias=False)(nn.gelu(y))
+        return nn.Dense(self.classes)(x.mean((1, 2)))
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, with skips that cross what lies between."""
+
+    channels: int = 8
+    outputs: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def block(x: jax.Array, channels: int) -> jax.Array:
+            return nn.gelu(nn.Conv(channels, (3, 3))(x))
+
+        skips = []
+        for depth in (1, 2):
+            skips.append(block(x, depth * self.channels))
+            x = nn.avg_pool(skips[-1], (2, 2), (2, 2))
+        x = block(x, 4 * self.channels)
+        for depth in (2, 1):
+            x = nn.ConvTranspose(depth * self.channels, (2, 2), strides=(2, 2))(x)
+            x = block(jnp.concatenate([x, skips.pop()], -1), depth * self.channels)
+        return nn.Conv(self.outputs, (1, 1))(x)
+
+
+class Translator(nn.Module):
+    """An encoder, whose result every layer of the decoder reads, and a decoder."""
+
+    vocab: int = 64
+    hidden: int = 32
+    heads: int = 4
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, tokens: dict[str, jax.Array]) -> jax.Array:
+        split = (self.heads, self.hidden // self.heads)
+
+        def attention(x: jax.Array, memory: jax.Array, *, causal: bool) -> jax.Array:
+            q = nn.DenseGeneral(split)(nn.LayerNorm()(x))
+            memory = nn.LayerNorm()(memory)
+            k, v = nn.DenseGeneral(split)(memory), nn.DenseGeneral(split)(memory)
+            return x + nn.DenseGeneral(self.hidden, axis=(-2, -1))(attend(q, k, v, causal=causal))
+
+        def dense(x: jax.Array) -> jax.Array:
+            return x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(2 * self.hidden)(nn.LayerNorm()(x))))
+
+        embed = nn.Embed(self.vocab, self.hidden)
+        memory, x = embed(tokens["source"]), embed(tokens["inputs"])
+        for _ in range(self.layers):
+            memory = dense(attention(memory, memory, causal=False))
+        for _ in range(self.layers):
+            x = dense(attention(attention(x, x, causal=True), memory, causal=False))
+        return nn.Dense(self.vocab)(nn.LayerNorm()(x))
+
+
 class MoE(nn.Module):
     inner: int = 32
     experts: int = 8
@@ -130,7 +198,7 @@ def likelihood(outputs: jax.Array, batch: Any) -> jax.Array:
     return cross_entropy(outputs, batch["targets"])
 
 
-def variables(model: nn.Module, inputs: jax.Array) -> Any:
+def variables(model: nn.Module, inputs: Any) -> Any:
     """The module's variables, filled."""
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     return filled(jax.eval_shape(model.init, rngs, inputs))
@@ -176,6 +244,20 @@ def gpt(tx: optax.GradientTransformation | None = None, seq: int = 16, **options
 
 def convnet(channels: int = 16, classes: int = 8) -> Any:
     return case(ConvNet(channels, classes), classified, images(8, classes))
+
+
+def resnet(**options: Any) -> Any:
+    return case(ResNet(**options), classified, images(8, 8))
+
+
+def unet(**options: Any) -> Any:
+    return case(UNet(**options), squared, {"x": normal(3, 8, 8, 8, 4), "y": normal(4, 8, 8, 8, 4)})
+
+
+def translator(**options: Any) -> Any:
+    batch = text(64, seq=8)
+    tokens = {"source": text(64, seq=12)["targets"], "inputs": batch["inputs"]}
+    return case(Translator(**options), likelihood, {"tokens": tokens, "targets": batch["targets"]}, inputs="tokens")
 
 
 def moe() -> Any:
@@ -247,6 +329,9 @@ CASES = [
     Case("linen_gpt_clip", lambda: gpt(_clip()), notes="the update depends on the norm of all gradients"),
     Case("linen_convnet", convnet, notes="batch norm, two kinds of pooling, a residual"),
     Case("linen_convnet_odd", partial(convnet, 6, 5), notes="channels do not divide by eight", divisible=False),
+    Case("linen_resnet", resnet, notes="residual convolutions, group norm instead of batch norm"),
+    Case("linen_unet", unet, notes="skips, a transposed convolution, concatenation"),
+    Case("linen_translator", translator, notes="an encoder and a decoder, both with the embedding"),
     Case("linen_moe", moe, notes="top_k, cumulative sums, dropped tokens"),
     Case("linen_gru", gru, notes="lax.scan over time"),
     Case("linen_user_train_state", train_state, notes="TrainState and AdamW", style="train_state"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.zoo_base import Case, attend, cross_entropy, filled, images, regression, route, text, updated
+from tests.zoo_base import Case, attend, cross_entropy, filled, images, normal, regression, route, text, updated
 
 
 def step_and_state(
@@ -132,6 +132,74 @@ class ConvNet(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
+class ResNet(nnx.Module):
+    """A residual convolutional net without batch norm: examples do not meet, so it may be cut into micro-batches."""
+
+    def __init__(self, rngs: nnx.Rngs, inputs: int = 8, channels: int = 8, classes: int = 8, blocks: int = 4):
+        def conv(**options: Any) -> nnx.Conv:
+            return nnx.Conv(channels, channels, (3, 3), rngs=rngs, **options)
+
+        self.stem = nnx.Conv(inputs, channels, (3, 3), rngs=rngs)
+        self.norms = nnx.List([nnx.GroupNorm(channels, 4, rngs=rngs) for _ in range(blocks)])
+        self.first = nnx.List([conv() for _ in range(blocks)])
+        self.second = nnx.List([conv(use_bias=False) for _ in range(blocks)])
+        self.head = nnx.Linear(channels, classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.stem(x)
+        for norm, first, second in zip(self.norms, self.first, self.second, strict=True):
+            x = x + second(nnx.gelu(first(nnx.gelu(norm(x)))))
+        return self.head(x.mean((1, 2)))
+
+
+class UNet(nnx.Module):
+    """Convolutions down and up again, with skips that cross what lies between."""
+
+    def __init__(self, rngs: nnx.Rngs, inputs: int = 4, channels: int = 8):
+        c = channels
+        sizes = ((inputs, c), (c, 2 * c), (2 * c, 4 * c), (4 * c, 2 * c), (2 * c, c))
+        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), rngs=rngs) for a, b in sizes])
+        ups = ((4 * c, 2 * c), (2 * c, c))
+        self.ups = nnx.List([nnx.ConvTranspose(a, b, (2, 2), strides=(2, 2), rngs=rngs) for a, b in ups])
+        self.head = nnx.Conv(c, inputs, (1, 1), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        skips = []
+        for conv in self.convs[:2]:
+            skips.append(nnx.gelu(conv(x)))
+            x = nnx.avg_pool(skips[-1], (2, 2), (2, 2))
+        x = nnx.gelu(self.convs[2](x))
+        for up, conv in zip(self.ups, self.convs[3:], strict=True):
+            x = nnx.gelu(conv(jnp.concatenate([up(x), skips.pop()], -1)))
+        return self.head(x)
+
+
+class Translator(nnx.Module):
+    """An encoder, whose result the decoder's attention reads, and a decoder."""
+
+    def __init__(self, rngs: nnx.Rngs, vocab: int = 64, hidden: int = 32, heads: int = 4, layers: int = 2):
+        split = (heads, hidden // heads)
+
+        def projections() -> nnx.List:
+            linears = [nnx.LinearGeneral(hidden, split, rngs=rngs) for _ in range(3)]
+            return nnx.List([*linears, nnx.LinearGeneral(split, hidden, axis=(-2, -1), rngs=rngs)])
+
+        self.embed = nnx.Embed(vocab, hidden, rngs=rngs)
+        self.encoder = nnx.List([Block(hidden, heads, 0.0, None, rngs) for _ in range(layers)])
+        self.decoder = nnx.List([Block(hidden, heads, 0.0, None, rngs) for _ in range(layers)])
+        self.crossing = nnx.List([projections() for _ in range(layers)])
+        self.head = nnx.Linear(hidden, vocab, rngs=rngs)
+
+    def __call__(self, tokens: dict[str, jax.Array]) -> jax.Array:
+        memory, x = self.embed(tokens["source"]), self.embed(tokens["inputs"])
+        for block in self.encoder:
+            memory = block(memory)
+        for block, (q, k, v, out) in zip(self.decoder, self.crossing, strict=True):
+            x = block(x)
+            x = x + out(attend(q(x), k(memory), v(memory), causal=False))
+        return self.head(x)
+
+
 class MoE(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, hidden: int = 16, inner: int = 32, experts: int = 8):
         init = nnx.initializers.lecun_normal()
@@ -183,6 +251,26 @@ def convnet(channels: int = 16, classes: int = 8) -> Any:
     return step, (state, images(8, classes))
 
 
+def resnet(**options: Any) -> Any:
+    step, state = step_and_state(lambda rngs: ResNet(rngs, **options), classified)
+    return step, (state, images(8, 8))
+
+
+def unet(**options: Any) -> Any:
+    step, state = step_and_state(lambda rngs: UNet(rngs, **options), squared)
+    return step, (state, {"x": normal(3, 8, 8, 8, 4), "y": normal(4, 8, 8, 8, 4)})
+
+
+def translator(**options: Any) -> Any:
+    def loss_fn(model: Any, batch: Any) -> jax.Array:
+        return cross_entropy(model(batch["tokens"]), batch["targets"])
+
+    step, state = step_and_state(lambda rngs: Translator(rngs, **options), loss_fn)
+    batch = text(64, seq=8)
+    tokens = {"source": text(64, seq=12)["targets"], "inputs": batch["inputs"]}
+    return step, (state, {"tokens": tokens, "targets": batch["targets"]})
+
+
 def moe() -> Any:
     step, state = step_and_state(MoE, squared)
     batch = regression(16 * 16, 16 * 16, batch=8)
@@ -232,6 +320,9 @@ CASES = [
     Case("nnx_gpt_clip", lambda: gpt(_clip()), notes="the update depends on the norm of all gradients"),
     Case("nnx_convnet", convnet, notes="batch norm, two kinds of pooling, a residual"),
     Case("nnx_convnet_odd", partial(convnet, 6, 5), notes="channels do not divide by eight", divisible=False),
+    Case("nnx_resnet", resnet, notes="residual convolutions, group norm instead of batch norm"),
+    Case("nnx_unet", unet, notes="skips, a transposed convolution, concatenation"),
+    Case("nnx_translator", translator, notes="an encoder and a decoder, both with the embedding"),
     Case("nnx_moe", moe, notes="top_k, cumulative sums, dropped tokens"),
     Case("nnx_gru", gru, notes="lax.scan over time"),
     Case(
