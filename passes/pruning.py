@@ -32,6 +32,11 @@ def prune(graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = N
     return prune_tracked(graph, keys, keep_inputs=keep_inputs)[0]
 
 
+def live_block(block: Block) -> Block:
+    """A block without what its outputs do not need; nothing is renumbered, and all inputs stay."""
+    return Block(block.inputs, _live_ops(block.ops, block.outputs)[0], block.outputs)
+
+
 def prune_tracked(
     graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None
 ) -> tuple[Graph, dict[int, int]]:

@@ -26,6 +26,7 @@ from jax import lax
 
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced, Value
+from alpa_lite.passes import stacked_arguments
 from alpa_lite.passes.layering_split import accumulators, forward_ops
 from alpa_lite.passes.layering_types import Layering, reads, scan_op
 from alpa_lite.passes.rewriting import Rewriter, Rewritten
@@ -50,10 +51,19 @@ class Cut(Rewritten):
     """A step whose scans over layers are cut.
 
     Attributes:
-      pieces: index of a piece -> (index of its scan before, first iteration, end).
+      pieces: index of a piece of a scan -> (index of its scan before, first iteration, end).
+      ranges: the same for operations on what is stacked, which are done in pieces too.
     """
 
     pieces: Mapping[int, tuple[int, int, int]]
+    ranges: Mapping[int, tuple[int, int, int]]
+
+    def part(self, index: int) -> tuple[int, int]:
+        """(index before the cutting, first iteration) of an op; -1 for the index of what is new."""
+        if index in self.pieces or index in self.ranges:
+            before, start, _ = self.pieces.get(index) or self.ranges[index]
+            return before, start
+        return self.origin.get(index, -1), 0
 
 
 def layer_scans(traced: Traced, scan: int) -> tuple[Op, ...]:
@@ -106,7 +116,14 @@ def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, 
     return {scan: points for scan, points in out.items() if points}
 
 
-def cut_scans(traced: Traced, scan: int, points: Mapping[int, Sequence[int]], rules: Mapping[object, Rule]) -> Cut:
+def cut_scans(
+    traced: Traced,
+    scan: int,
+    points: Mapping[int, Sequence[int]],
+    rules: Mapping[object, Rule],
+    *,
+    split_arguments: bool = False,
+) -> Cut:
     """Cuts forward scans of the micro-batch, and whatever is stacked over the same layers.
 
     Args:
@@ -114,6 +131,8 @@ def cut_scans(traced: Traced, scan: int, points: Mapping[int, Sequence[int]], ru
       scan: the index of the scan over micro-batches.
       points: index of a scan in its body -> the iterations before which it is cut, rising, within 1 .. length - 1.
       rules: of all ops, as `factors.rules` gives them.
+      split_arguments: make each piece of a stacked argument, and of the result that replaces it, an argument and a
+        result of its own (`stacked_arguments`).
 
     Raises:
       OptionError: a key of `points` is no scan of the body, or its points do not rise strictly within its length.
@@ -134,9 +153,14 @@ def cut_scans(traced: Traced, scan: int, points: Mapping[int, Sequence[int]], ru
     rewriter = Rewriter(traced)
     top = _Top(rewriter, rules, traced.graph.block, outer, bounds)
     block = top.block()
+    leaves = None
+    if split_arguments:
+        block, leaves = stacked_arguments.split(traced, block, rewriter.values)
     done = rewriter.finish(block, scan)
-    spans = {rewriter.place[index]: span for index, span in top.spans.items() if index in rewriter.place}
-    return Cut(done.traced, done.scan, done.origin, done.copies, spans)
+    place = rewriter.place
+    pieces, ranges = ({place[i]: span for i, span in d.items() if i in place} for d in (top.spans, top.ranges))
+    step = done.traced if leaves is None else leaves.applied(done.traced)
+    return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
 
 class _Walk:
@@ -149,6 +173,7 @@ class _Walk:
         self.pieces: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # made in pieces, or asked for in pieces
         self.joined: set[int] = set()  # values in pieces that exist whole too
         self.spans: dict[int, tuple[int, int, int]] = {}
+        self.ranges: dict[int, tuple[int, int, int]] = {}
 
     # -- operations -----------------------------------------------------------------------------------------------
 
@@ -233,6 +258,7 @@ class _Walk:
             params = _sized(op, high - low)
             some = [column[number] for column in operands]
             self.out.append(self.rewriter.op(op.primitive, params, some, made, op.source, op.index, op.ctx))
+            self.ranges[self.out[-1].index] = op.index, low, high
             for column, value in zip(results, made, strict=True):
                 column.append(value)
         self.pieces.update((v, (bounds, tuple(c))) for v, c in zip(op.results, results, strict=True))
@@ -264,6 +290,7 @@ class _Walk:
             is_last = number == len(parts) - 1
             made = op.results[0] if is_last and total is None else self.rewriter.fresh(op.results[0])
             self.out.append(self.rewriter.op(op.primitive, op.params, [part], [made], op.source, op.index))
+            self.ranges[self.out[-1].index] = op.index, bounds[number], bounds[number + 1]
             if total is None:
                 total = made
                 continue
@@ -376,6 +403,7 @@ class _Top(_Walk):
         source = self.scan.source
         outputs = [self.whole(a, source) if isinstance(a, int) else a for a in self.source_block.outputs]
         self.spans = self.body.spans
+        self.ranges.update(self.body.ranges)
         return Block(self.source_block.inputs, tuple(self.out), tuple(outputs))
 
     def micro_batches(self) -> None:

@@ -410,6 +410,7 @@ class PipelineExecutable:
         """The flat outputs."""
         self.compile()
         self._failures.settle()
+        leaves = self._apart(leaves)
         env = self._placed(leaves)
         leaves.clear()
         self._forget(self._canary)
