@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.graph import Op, Traced
+from alpa_lite.graph import Graph, Op, Traced
 from alpa_lite.passes.accumulation_analysis import Analysis, Refused
 from alpa_lite.passes.accumulation_emission import emit
 from alpa_lite.strategy import Rule
@@ -180,17 +180,17 @@ def _analysed(
         except Refused as refused:
             grown = local | refused.roots
             if grown == local or not (allow_inexact or parts == 1):
-                raise _refusal(refused, parts, allow_inexact) from None
+                raise _refusal(refused, parts, allow_inexact, traced.graph) from None
             local = grown
 
 
-def _refusal(refused: Refused, parts: int, allow_inexact: bool) -> MicrobatchError:
+def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:
     failure = refused.failure
     reason = "it works across the examples of the batch" if failure is None else failure.text
     op = refused.op if failure is None else failure.op
-    text = f"num_microbatches={parts}: {_named(op)} has no exact form in a micro-batch: {reason}"
+    text = f"num_microbatches={parts}: {_named(op, graph)} has no exact form in a micro-batch: {reason}"
     if op is not refused.op:
-        text += f", and {_named(refused.op)} needs its result for single examples"
+        text += f", and {_named(refused.op, graph)} needs its result for single examples"
     if allow_inexact or not refused.roots:
         return MicrobatchError(f"{text}; use num_microbatches=1")
     return MicrobatchError(
@@ -198,8 +198,18 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool) -> MicrobatchErr
     )
 
 
-def _named(op: Op) -> str:
+def _named(op: Op, graph: Graph) -> str:
+    """The operation and where it is; where JAX has lost the source line, that of what it reads."""
     where = _jax.where(op.source)
+    if not _jax.source_line(op.source):
+        makers = {value: maker for maker in graph.ops() for value in maker.results}
+        near = [op]
+        for reader in near:
+            near += [m for a in reader.operands if isinstance(a, int) and (m := makers.get(a)) and m not in near]
+            line = _jax.source_line(reader.source)
+            if line:
+                where = f"{where} after {line}".strip()
+                break
     return f"{op.name} at {where}" if where else op.name
 
 
@@ -207,9 +217,9 @@ def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int
     paths = {value: a.path for a, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)}
     cut = ", ".join(f"dim {dim} of {paths[value]}" for value, dim in dims.items())
     notes = [f"{analysis.parts} micro-batches of {size // analysis.parts} examples: {cut}"]
-    ahead = dict.fromkeys(_named(op) for op in analysis.ahead)
+    ahead = dict.fromkeys(_named(op, traced.graph) for op in analysis.ahead)
     notes += [f"computed for the whole batch before the micro-batches: {name}" for name in ahead]
     if analysis.parts > 1:
-        inexact = dict.fromkeys(_named(analysis.sources[index]) for index in sorted(analysis.local))
+        inexact = dict.fromkeys(_named(analysis.sources[index], traced.graph) for index in sorted(analysis.local))
         notes += [f"inexact, taken within each micro-batch: {name}" for name in inexact]
     return tuple(notes)

@@ -205,7 +205,8 @@ class Analysis:
 
     def _like(self, value: int, atom: int) -> None:
         """`value` is another name of `atom`."""
-        for table in (self.roots, self.cause, self.carried):
+        tables: list[Any] = [self.roots, self.cause, self.carried]
+        for table in tables:
             if atom in table:
                 table[value] = table[atom]
         if atom in self.free:
@@ -484,7 +485,9 @@ class Analysis:
         uses.update(a for a in body.outputs if not isinstance(a, Lit))
         carried = []
         for value, out, state in zip(body.inputs[consts:split], body.outputs, states[consts:split], strict=False):
-            add = self.producers[out][0] if isinstance(out, int) and out in self.producers else None
+            if isinstance(out, Lit):
+                return failure
+            add = self.producers[out][0] if out in self.producers else None
             if out == value and uses[value] == 1 and state.kind in ("whole", "inner"):
                 carried.append(state)
             elif add and add.name in ("add", "add_any") and value in add.operands and uses[value] == uses[out] == 1:

@@ -18,7 +18,7 @@ Operations before and after the scan keep their value numbers. The scan's result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import primitives
 
 from alpa_lite import _jax
@@ -85,6 +86,7 @@ class _Builder:
         self.values: list[Value] = list(analysis.graph.values)
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
+        self.traces: dict[Hashable, Graph] = {}
 
     def new(self, value: Value) -> int:
         self.values.append(value)
@@ -96,7 +98,7 @@ class _Builder:
         if old.shape == shape:
             return self.new(old)
         weak = bool(getattr(old.aval, "weak_type", False))
-        return self.new(Value(shape, old.dtype, jax.core.ShapedArray(shape, old.dtype, weak_type=weak)))
+        return self.new(Value(shape, old.dtype, ShapedArray(shape, old.dtype, weak_type=weak)))
 
     def local(self, value: int, state: State) -> int:
         """A new value for the part of `value` that one micro-batch has."""
@@ -145,10 +147,12 @@ class _Builder:
         ops: list[Op],
         constant: Callable[[int], Atom],
         counter: Callable[[], Atom] | None = None,
+        kind: Hashable = None,
     ) -> list[Atom]:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
 
-        `constant` fetches one of the graph's constants, `counter` the number of the micro-batch.
+        `constant` fetches one of the graph's constants, `counter` the number of the micro-batch. Runs of one `kind` do
+        the same on operands of the same types, and are traced once; None is like nothing.
         """
         places = [i for i, a in enumerate(operands) if not isinstance(a, Lit)]
         fixed = [a.value if isinstance(a, Lit) else None for a in operands]
@@ -161,7 +165,16 @@ class _Builder:
 
         atoms = [a for a in operands if not isinstance(a, Lit)]
         specs = [_spec(self.values[a]) for a in atoms]
-        graph = conversion.graph_of(jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs))
+        key = (
+            None
+            if kind is None or len(places) < len(operands)
+            else (kind, *((s.shape, s.dtype, s.weak_type) for s in specs))
+        )
+        graph = self.traces.get(key)
+        if graph is None:
+            graph = conversion.graph_of(jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs))
+            if key is not None:
+                self.traces[key] = graph
         env: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
         for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
             number = self.new(graph.values[value])
@@ -231,9 +244,11 @@ class _Outside:
             self._counter = found
         return self._counter
 
-    def trace(self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], ops: list[Op]) -> Atom:
-        """The one result of some operations outside of the loop."""
-        (found,) = self.builder.traced(run, operands, ops, lambda constant: constant)
+    def trace(
+        self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], ops: list[Op], kind: Hashable = None
+    ) -> Atom:
+        """The one result of some operations outside of the loop; `kind` as for `_Builder.traced`."""
+        (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
         return found
 
     def before(self) -> tuple[Op, ...]:
@@ -282,8 +297,9 @@ class _Outside:
 
         def listed(loop: _Loop) -> tuple[Op, ...]:
             out = []
+            wanted = late - self._early  # what is early is known when the loop is built
             for op in self.block.ops:
-                part = self._part(op, late - self._early)
+                part = self._part(op, wanted)
                 if part is None and op.index in effects and not op.results:
                     part = op
                 if part is not None:
@@ -426,15 +442,20 @@ class _Scope:
             self.consts.append((self.outer_constant(value), inner))
         return self._constants[value]
 
-    def trace(self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], source: Any) -> Atom:
-        """The one result of some operations, under a source line."""
+    def trace(
+        self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], source: Any, kind: Hashable = None
+    ) -> Atom:
+        """The one result of some operations, under a source line; `kind` as for `_Builder.traced`."""
 
         def under(*arrays: Any) -> Sequence[Any]:
             with _jax.under(source):
                 return run(*arrays)
 
         call = run if source is None else under
-        (found,) = self.builder.traced(call, operands, self.ops, self.constant, self.counter)
+        before = len(self.ops)
+        (found,) = self.builder.traced(call, operands, self.ops, self.constant, self.counter, kind)
+        if kind is not None and source is not None:  # the operations may have been traced under another source
+            self.ops[before:] = [replace(op, source=source) for op in self.ops[before:]]
         return found
 
     def _source(self, value: int) -> Any:
@@ -739,14 +760,16 @@ class _Loop(_Scope):
         """A carry for an exported value: what it starts with, its input, and its output."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) and state != INNER else dtype
-        init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared)
-        start = self.builder.new(Value(shape, wide, jax.core.ShapedArray(shape, wide)))
+        zeros = "zeros", shape, wide
+        init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared, zeros)
+        start = self.builder.new(Value(shape, wide, ShapedArray(shape, wide)))
         if state == INNER:
             return init, start, self.fetch(value, INNER)
         summand = self.fetch(value, PARTIAL)
         if wide != dtype:
-            summand = self.trace(lambda x: [lax.convert_element_type(x, wide)], [summand], self._source(value))
-        return init, start, self.trace(lambda a, x: [lax.add(a, x)], [start, summand], self._source(value))
+            widened = "to", wide
+            summand = self.trace(lambda x: [lax.convert_element_type(x, wide)], [summand], self._source(value), widened)
+        return init, start, self.trace(lambda a, x: [lax.add(a, x)], [start, summand], self._source(value), "add")
 
     def _scan_source(self) -> Any:
         """A source of its own, without a name stack: those of the operations inside are whole."""

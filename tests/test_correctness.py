@@ -67,7 +67,7 @@ def called(step, args, style):
     return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if style == "nnx" else out
 
 
-def run(case, method, devices: int, *, donate="auto", donate_single=()):
+def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
     step, args = case.make()
     cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
     got = called(alpa_lite.parallelize(step, method=method, cluster=cluster, donate_argnums=donate), args, case.style)

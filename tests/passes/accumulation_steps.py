@@ -1,0 +1,369 @@
+"""Small training steps, each for something that cutting a batch into micro-batches must get right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from tests.zoo_base import normal, tokens, updated
+
+Made = tuple[Callable[..., Any], tuple[Any, ...]]
+
+WEIGHTS = {"a": normal(1, 8, 16) / 3, "b": normal(2, 16, 4) / 4}
+X, Y = normal(3, 16, 8), normal(4, 16, 4)
+MASK = tokens(5, 3, 16) > 0
+BATCH = {"x": X, "y": Y}
+
+
+def forward(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def squares(p, batch):
+    """A loss an example."""
+    return jnp.mean((forward(p, batch["x"]) - batch["y"]) ** 2, -1)
+
+
+def descent(loss, params, batch, aux=False) -> Made:
+    def step(state, batch):
+        out, grads = jax.value_and_grad(loss, has_aux=aux)(state, batch)
+        return updated(state, grads), out, grads
+
+    return step, (params, batch)
+
+
+def sum_loss():
+    return descent(lambda p, b: jnp.sum(squares(p, b)), WEIGHTS, BATCH)
+
+
+def weighted():
+    batch = {**BATCH, "w": jnp.abs(normal(6, 16))}
+    return descent(lambda p, b: jnp.sum(b["w"] * squares(p, b)) / jnp.sum(b["w"]), WEIGHTS, batch)
+
+
+def masked():
+    batch = {**BATCH, "mask": MASK}
+    return descent(lambda p, b: jnp.sum(squares(p, b) * b["mask"]) / jnp.sum(b["mask"]), WEIGHTS, batch)
+
+
+def regularised():
+    def loss(p, b):
+        return jnp.mean(squares(p, b)) + 1e-2 * sum(jnp.sum(x * x) for x in jax.tree.leaves(p))
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def metrics():
+    """Per-example outputs, means, counts, extremes and deviations besides the loss."""
+
+    def loss(p, b):
+        out, losses = forward(p, b["x"]), squares(p, b)
+        hits = jnp.argmax(out, -1) == jnp.argmax(b["y"], -1)
+        rest = {"hits": hits.sum(), "accuracy": hits.mean(), "largest": losses.max(), "spread": losses.std()}
+        return losses.mean(), {**rest, "losses": losses, "outputs": out.T}
+
+    return descent(loss, WEIGHTS, BATCH, aux=True)
+
+
+def several_losses():
+    def step(state, batch):
+        first, g1 = jax.value_and_grad(lambda p: jnp.mean(squares(p, batch)))(state)
+        second, g2 = jax.value_and_grad(lambda p: jnp.sum(squares(p, batch) * batch["m"]) / batch["m"].sum())(state)
+        return updated(state, jax.tree.map(lambda a, b: a + 0.3 * b, g1, g2)), (first, second)
+
+    return step, (WEIGHTS, {**BATCH, "m": MASK})
+
+
+def batch_axis_1():
+    """(time, batch, feature), with a sum over time."""
+
+    def loss(p, b):
+        out = jnp.cumsum(jnp.einsum("tnd,dh->tnh", b["x"], p["a"]), 0) @ p["b"]
+        return jnp.mean((out - b["y"]) ** 2)
+
+    return descent(loss, WEIGHTS, {"x": normal(7, 6, 16, 8), "y": normal(8, 6, 16, 4)})
+
+
+def multi_steps():
+    """The optimizer updates every other step, under a `cond`."""
+    tx = optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2)
+
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(squares(p, batch)))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, (WEIGHTS, tx.init(WEIGHTS), BATCH)
+
+
+def tied():
+    def loss(p, b):
+        h = b["x"]
+        for _ in range(3):
+            h = jnp.tanh(h @ p["a"]) @ p["a"].T
+        return jnp.mean(h**2)
+
+    return descent(loss, {"a": WEIGHTS["a"]}, {"x": X})
+
+
+def scanned():
+    """Tied weights in a scanned layer, and in each layer a masked mean and a regulariser."""
+
+    def loss(p, b):
+        def body(carry, _):
+            h, total = carry
+            h = jnp.tanh(h @ p["a"]) @ p["a"].T
+            total += jnp.sum(jnp.sum(h**2, -1) * b["m"]) / jnp.sum(b["m"]) + 1e-2 * jnp.sum(p["a"] ** 2)
+            return (h, total), jnp.mean(h)
+
+        (h, total), means = lax.scan(body, (b["x"], 0.0), None, length=3)
+        return jnp.mean(h**2) + total + means.sum()
+
+    return descent(loss, {"a": WEIGHTS["a"]}, {"x": X, "m": MASK})
+
+
+def remat_layers():
+    def loss(p, b):
+        def body(h, w):
+            return jax.checkpoint(lambda h, w: jnp.tanh(jnp.sin(h @ w)) + h)(h, w), None
+
+        return jnp.mean(lax.scan(body, b["x"], p["w"])[0] ** 2)
+
+    return descent(loss, {"w": normal(9, 3, 8, 8) / 3}, {"x": X})
+
+
+def fori():
+    def loss(p, b):
+        return jnp.mean(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]) + 0.1 * i, b["x"]) ** 2)
+
+    return descent(loss, {"w": normal(9, 8, 8) / 3}, {"x": X})
+
+
+def branches():
+    """A branch on what does not depend on the batch."""
+
+    def loss(p, b):
+        h = lax.cond(jnp.sum(p["a"]) > 0, lambda x: jnp.sin(x @ p["a"]), lambda x: jnp.cos(x @ p["a"]), b["x"])
+        return jnp.mean((h @ p["b"] - b["y"]) ** 2)
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def mapped():
+    """A loop over the examples."""
+
+    def loss(p, b):
+        return jnp.mean(lax.map(lambda e: jnp.sum((forward(p, e[0]) - e[1]) ** 2), (b["x"], b["y"])))
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def picked():
+    """`x[arange(N), i]`, and its gradient."""
+
+    def loss(p, b):
+        logp = jax.nn.log_softmax(forward(p, b["x"]))
+        return -jnp.mean(logp[jnp.arange(logp.shape[0]), b["i"]])
+
+    return descent(loss, WEIGHTS, {"x": X, "i": tokens(6, 4, 16)})
+
+
+def noise():
+    def step(state, batch, key):
+        def loss(p):
+            x = batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)
+            keys = jax.random.split(key, 16)
+            keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (8,)))(keys)
+            return jnp.mean(squares(p, {**batch, "x": jnp.where(keep, x, 0)}))
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return updated(state, grads), value
+
+    return step, (WEIGHTS, BATCH, jax.random.key(0))
+
+
+def class_weights():
+    """An argument of the batch that has no examples."""
+    return descent(
+        lambda p, b: jnp.mean((forward(p, b["x"]) - b["y"]) ** 2 * b["c"]), WEIGHTS, {**BATCH, "c": normal(6, 4)}
+    )
+
+
+def clipped_examples():
+    """The gradient of each example is clipped."""
+
+    def step(state, batch):
+        grads = jax.vmap(jax.grad(lambda p, x, y: jnp.sum((forward(p, x) - y) ** 2)), (None, 0, 0))(
+            state, batch["x"], batch["y"]
+        )
+        norms = jnp.sqrt(sum(jnp.sum(g**2, (1, 2)) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: jnp.mean(g * jnp.minimum(1, 1 / norms)[:, None, None], 0), grads)
+        return updated(state, grads), norms
+
+    return step, (WEIGHTS, BATCH)
+
+
+def standardised():
+    """The statistics of the data alone are no reason to refuse."""
+
+    def loss(p, b):
+        return jnp.mean(squares(p, {**b, "x": (b["x"] - b["x"].mean(0)) / b["x"].std(0)}))
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def mixed_up():
+    """Each example is mixed with another one, in another order."""
+
+    def step(state, batch, key):
+        order = jax.random.permutation(key, 16)
+        mixed = {n: 0.7 * x[order] + 0.3 * x[::-1] for n, x in batch.items()}
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(squares(p, mixed)))(state)
+        return updated(state, grads), loss
+
+    return step, (WEIGHTS, BATCH, jax.random.key(0))
+
+
+def flat_tokens():
+    def loss(p, b):
+        return jnp.mean((forward(p, b["x"].reshape(-1, 8)) - b["y"].reshape(-1, 4)) ** 2)
+
+    return descent(loss, WEIGHTS, {"x": normal(7, 8, 6, 8), "y": normal(8, 8, 6, 4)})
+
+
+def embedded():
+    """Positions that have the size of the batch, and an embedding that is used twice."""
+
+    def loss(p, b):
+        h = p["e"][b["t"]] + p["p"][jnp.broadcast_to(jnp.arange(6), b["t"].shape)]
+        return jnp.mean((h @ p["e"].T) ** 2)
+
+    return descent(loss, {"e": normal(6, 12, 8), "p": normal(7, 6, 8)}, {"t": tokens(8, 12, 8, 6)})
+
+
+EXACT = [
+    sum_loss, weighted, masked, regularised, metrics, several_losses, batch_axis_1, multi_steps, tied, scanned,
+    remat_layers, fori, branches, mapped, picked, noise, class_weights, clipped_examples, standardised, mixed_up,
+    flat_tokens, embedded,
+]  # fmt: skip
+
+
+def contrastive():
+    def loss(p, b):
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax((b["x"] @ p["a"]) @ (b["y"] @ p["b"].T).T)))
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def log_of_mean():
+    return descent(lambda p, b: jnp.log(jnp.mean(squares(p, b))), WEIGHTS, BATCH)
+
+
+def capacity():
+    """Experts take as many tokens as the size of the batch says, in the order of the batch."""
+
+    def loss(p, b):
+        x = b["x"].reshape(-1, 8)
+        chosen = jax.nn.one_hot(jnp.argmax(x @ p["g"], -1), 4)
+        place = (jnp.cumsum(chosen, 0) * chosen).sum(-1).astype(int) - 1
+        slots = chosen[:, :, None] * jax.nn.one_hot(place, x.shape[0] // 4)[:, None, :]
+        inner = jnp.tanh(jnp.einsum("ecd,edf->ecf", jnp.einsum("nec,nd->ecd", slots, x), p["w"]))
+        return jnp.mean(jnp.einsum("nec,ecf->nf", slots, inner) ** 2)
+
+    return descent(loss, {"g": normal(1, 8, 4), "w": normal(2, 4, 8, 8)}, {"x": normal(3, 8, 6, 8)})
+
+
+def balanced():
+    """A load-balancing loss: a product of two means over the batch."""
+
+    def loss(p, b):
+        gates = jax.nn.softmax(b["x"] @ p["g"])
+        chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 4)
+        out = jnp.einsum("nte,ntd,edf->ntf", chosen * gates, b["x"], p["w"])
+        return jnp.mean(out**2) + 0.01 * jnp.sum(chosen.mean((0, 1)) * gates.mean((0, 1)))
+
+    return descent(loss, {"g": normal(1, 8, 4), "w": normal(2, 4, 8, 8)}, {"x": normal(3, 8, 6, 8)})
+
+
+def recurrent_over_examples():
+    """Each example sees those before it."""
+
+    def loss(p, b):
+        def body(h, x):
+            h = jnp.tanh(x @ p["a"] + h)
+            return h, h
+
+        return jnp.mean((lax.scan(body, jnp.zeros(16), b["x"])[1] @ p["b"] - b["y"]) ** 2)
+
+    return descent(loss, WEIGHTS, BATCH)
+
+
+def layers(names: list[str], loss: str) -> Made:
+    """A step through a random sequence of layers on (16, 8) values."""
+    params = {f"w{i}": normal(20 + i, 8, 8) / 3 for i, name in enumerate(names) if name in ("dense", "scan", "remat")}
+    params["out"] = normal(50, 8, 4)
+
+    def apply(p, batch):
+        h = batch["x"]
+        for i, name in enumerate(names):
+            w = p.get(f"w{i}")
+            match name:
+                case "dense":
+                    h = jnp.tanh(h @ w)
+                case "scan":
+                    h = lax.scan(lambda h, k, w=w: (jnp.sin(h @ w) + k * h, None), h, jnp.arange(2.0))[0]
+                case "remat":
+                    h = jax.checkpoint(lambda h, w: jnp.cos(h @ w))(h, w)
+                case "softmax":
+                    h = jax.nn.softmax(h)
+                case "cumsum":
+                    h = jnp.cumsum(h, 1) / 4
+                case "sort":
+                    h = jnp.sort(h, 1)
+                case "split":
+                    h = jnp.swapaxes(h.reshape(-1, 4, 2), 1, 2).reshape(-1, 8)
+                case "positions":
+                    h = h + 0.01 * jnp.arange(h.shape[0])[:, None]
+                case "mask":
+                    h = jnp.where(batch["mask"][:, None], h, 0.1)
+                case "data":
+                    h = h * batch["x"].mean(0)
+                case "noise":
+                    h = h * jax.random.bernoulli(jax.random.key(i), 0.7, h.shape)
+                case "roll":
+                    h = jnp.concatenate([h[:, 3:], h[:, :3]], 1)
+                case "norm":
+                    h = (h - h.mean(1, keepdims=True)) / (1 + h.std(1, keepdims=True))
+        return h @ p["out"]
+
+    def value(p, batch):
+        errors = jnp.mean((apply(p, batch) - batch["y"]) ** 2, -1)
+        match loss:
+            case "mean":
+                return errors.mean(), errors
+            case "masked":
+                return jnp.sum(errors * batch["mask"]) / batch["mask"].sum(), errors.max()
+            case "weighted":
+                weights = jax.nn.softmax(batch["x"].sum(1))
+                return jnp.sum(weights * errors), jnp.argmax(errors)
+        return errors.sum() + sum(jnp.sum(w**2) for w in p.values()), (errors > 1).sum()
+
+    return descent(value, params, {**BATCH, "mask": MASK}, aux=True)
+
+
+LAYERS = ["dense", "scan", "remat", "softmax", "cumsum", "sort", "split", "positions", "mask", "data", "noise", "roll",
+          "norm"]  # fmt: skip
+LOSSES = ["mean", "masked", "weighted", "sum"]
+
+
+def reference(step: Any, args: tuple[Any, ...], parts: int) -> Any:
+    """The mean of the results of a step over blocks of its batch, the second argument."""
+    state, batch, *rest = args
+    cut = [jax.tree.map(lambda x, t=t: np.split(np.asarray(x), parts)[t], batch) for t in range(parts)]
+    return jax.tree.map(lambda *xs: sum(xs) / parts, *[jax.jit(step)(state, part, *rest) for part in cut])
