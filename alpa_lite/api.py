@@ -116,6 +116,8 @@ def _pipelined(
 ) -> Compiled:  # fmt: skip
     """The last passes of `compile_step` for a pipeline, whose stages the search has lowered."""
     with clock.lap("lowering", show):
+        if options.donate_argnums != "auto":
+            found = pipeline_planning.donating(found, executor.donated_leaves(traced, options.donate_argnums))
         write("program", found.pipeline.program)
         plan = pipeline_planning.write(found.accumulated.traced, found, cluster, method=method, budget=budget)
     with clock.lap("verification", show):
@@ -267,8 +269,12 @@ class ParallelStep:
         if key not in self._executables:
             traced, program, plan = compiled.traced, compiled.program, compiled.plan
             if isinstance(program, FoundPipeline):
-                self._executables[key] = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
-                return self._executables[key]
+                stages = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
+                if self._options.verify == "hlo":
+                    plan = pipeline_planning.verified_compiled(plan, program, stages.compile())
+                    self._compiled[key] = replace(compiled, plan=plan)
+                self._executables[key] = stages
+                return stages
             executable = executor.load(traced, program, plan, donate=self._options.donate_argnums)
             if self._options.verify == "hlo":
                 plan = verification.verified_compiled(plan, traced, program, executable.compiled())

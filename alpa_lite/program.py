@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from alpa_lite.errors import PlanError
@@ -307,6 +307,29 @@ def _check_transfers(program: Program) -> None:
         if len(transfer.sent) != len(transfer.received) or wrong:
             what = f"{wrong.name} changes its shape or dtype" if wrong else f"{len(transfer.received)} are received"
             raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
+
+
+def sparing(program: Program, owned: Collection[int]) -> Program:
+    """The program that consumes none of the `owned` buffers, such as arguments that the caller keeps.
+
+    What consumed them is followed by a `Free`, so that what was proven of their ends holds.
+    """
+    spared: dict[int, set[int]] = {}  # executable -> positions
+    lists = []
+    for items in program.lists:
+        new: list[Instruction] = []
+        for item in items:
+            new.append(item)
+            if isinstance(item, Run) and not set(owned).isdisjoint(program.consumed(item)):
+                new.append(Free(tuple(b for b in program.consumed(item) if b in owned)))
+                donated = program.executables[item.executable].donated
+                spared.setdefault(item.executable, set()).update(i for i in donated if item.inputs[i] in owned)
+        lists.append(tuple(new))
+    executables = list(program.executables)
+    for number, positions in spared.items():
+        kept = tuple(i for i in executables[number].donated if i not in positions)
+        executables[number] = replace(executables[number], donated=kept)
+    return replace(program, executables=tuple(executables), lists=tuple(lists))
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:

@@ -7,12 +7,13 @@ between stages; its seconds are those of the simulated program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
+from alpa_lite.errors import VerificationError
 from alpa_lite.graph import Traced
 from alpa_lite.passes import planning, segments, verification
 from alpa_lite.passes.local_program import Body, collectives, spec_of
@@ -20,7 +21,7 @@ from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.segments import Segment
 from alpa_lite.passes.stage_planning import PlannedStage
 from alpa_lite.plan import Candidate, Collective, Memory, PipelineShape, Plan, Solver, Stage
-from alpa_lite.program import Program
+from alpa_lite.program import Program, peak_bytes, sparing
 
 MAX_LAYERS = 64
 
@@ -104,6 +105,57 @@ def verified(plan: Plan, found: FoundPipeline) -> Plan:
         "no other"
     )
     return replace(plan, verification=(text,))
+
+
+def verified_compiled(plan: Plan, found: FoundPipeline, compiled: Sequence[Any]) -> Plan:
+    """The plan with what the compiled executables say of it: the compiler's rewrites by name, and their memory.
+
+    Args:
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
+
+    Raises:
+      VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains.
+    """
+    program = found.pipeline.program
+    lines, rewrites = list(plan.verification), []
+    largest: dict[int, tuple[float, str]] = {}
+    several = 0
+    for number, one in enumerate(compiled):
+        name, (position, item) = program.executables[number].name, found.pipeline.functions[number]
+        stage = found.stages[position]
+        segment, mesh = stage.segments.items[item], stage.found.mesh
+        if mesh.size > 1:
+            module = _module(stage, segment, plan.cluster.platform)
+            report = verification.compare_hlo(one.as_text(), mesh, segment_collectives(stage, segment), module)
+            try:
+                report.raise_if_bad()
+            except VerificationError as error:
+                raise VerificationError(f"{name}: {error}") from None
+            several += 1
+            rewrites += [f"{name}: {rewrite}" for rewrite in report.rewrites]
+        memory = verification.memory_of(one, stage.temporary[segment])
+        if memory is not None:
+            text = f"{memory.temporaries} bytes of temporaries in {name}, where {memory.predicted} were predicted"
+            where = program.executables[number].mesh
+            largest[where] = max(largest.get(where, (-1, "")), (memory.temporaries, text))
+    if several:
+        lines.append(f"compiled: {several} stage executables have the planned collectives, up to the listed rewrites")
+    for where, (_, text) in sorted(largest.items()):
+        lines.append(f"compiled: on submesh {where} at most {text}")
+    return replace(plan, verification=tuple(lines), rewrites=tuple(rewrites))
+
+
+def donating(found: FoundPipeline, arguments: Collection[int]) -> FoundPipeline:
+    """The pipeline that consumes no arguments but these.
+
+    Args:
+      arguments: the numbers of flat arguments that the caller gives away.
+    """
+    program = found.pipeline.program
+    owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
+    spared = sparing(program, owned)
+    used = tuple((peak, rest) for peak, (_, rest) in zip(peak_bytes(spared), found.bytes, strict=True))
+    return replace(found, pipeline=replace(found.pipeline, program=spared), bytes=used)
 
 
 def segment_collectives(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:

@@ -355,7 +355,7 @@ def _donated(
         if donate != "auto":
             raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
         return sorted(argument for output, argument in traced.state if outputs[output] == arguments[argument])
-    wanted = _leaves_of(traced, (donate,) if isinstance(donate, int) else tuple(donate))
+    wanted = donated_leaves(traced, donate)
     free = Counter(outputs)
     chosen = []
     for argument in wanted:
@@ -365,8 +365,13 @@ def _donated(
     return chosen
 
 
-def _leaves_of(traced: Traced, positions: Sequence[int]) -> list[int]:
-    """The numbers of the leaves of these positional arguments."""
+def donated_leaves(traced: Traced, donate: int | Sequence[int]) -> list[int]:
+    """The numbers of the leaves of the positional arguments that `donate_argnums` names.
+
+    Raises:
+      OptionError: there is no such argument, or it is static.
+    """
+    positions = (donate,) if isinstance(donate, int) else tuple(donate)
     calling: Calling = traced.extra["calling"]
     ranges = dict(zip(calling.dynamic, _ranges(traced), strict=True))
     count = len(calling.names)
