@@ -1,10 +1,11 @@
 """Chooses a pipeline: micro-batches, layers to stages, stages to submeshes, the schedule and rematerialisation.
 
-Every distinct layer is planned as a stage of its own on every kind of submesh, by the same integer program as a step on
-one mesh; repeated layers are planned once. What a range of layers costs is the sum over its layers. The stage DP
-(`stage_slicing`) then chooses the number of micro-batches, the cuts, the submeshes and the schedule together. Seconds
-and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned anew at the
-number that was chosen, so that the choice of stages rests on true sizes.
+Every distinct layer is planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
+two prices of memory (`layer_costs`); repeated layers are planned once. What a range of layers costs is the sum over its
+layers. The stage DP (`stage_slicing`) then chooses the number of micro-batches, the cuts, the submeshes and the
+schedule together, and for each stage a variant: the price of its memory, and what its backward pass computes again.
+Seconds and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned anew at
+the number that was chosen, so that the choice of stages rests on true sizes.
 
 The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
 simulation's time and the program's own peak of buffers, not the DP's estimate. A stage that exceeds the budget is
@@ -13,6 +14,7 @@ planned again with as much less room as it exceeded it by.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout
 from alpa_lite.options import Pipeline as Method
@@ -30,6 +32,7 @@ from alpa_lite.options import Sharded
 from alpa_lite.passes import (
     accumulation,
     factors,
+    layer_costs,
     layering,
     pipelining,
     schedules,
@@ -41,12 +44,13 @@ from alpa_lite.passes import (
     transfers,
 )
 from alpa_lite.passes.accumulation import Accumulated
+from alpa_lite.passes.layer_costs import LayerCost
 from alpa_lite.passes.layering_types import Layering
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.stage_costs import StageCosts
 from alpa_lite.passes.stage_planning import PlannedStage
-from alpa_lite.passes.stage_slicing import SliceOptions, StageSlices, Weighed
+from alpa_lite.passes.stage_slicing import SliceOptions, StageChoice, StageSlices, Weighed
 from alpa_lite.program import Buffer, Submesh, peak_bytes
 from alpa_lite.strategy import Rule
 from alpa_lite.timeline import Timeline
@@ -54,7 +58,10 @@ from alpa_lite.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 REMAT = ("none", "layer")
-"""Variants of a stage: what its backward pass computes again."""
+"""What the backward pass of a stage may compute again."""
+
+VARIANTS = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
+"""Variants of a stage: the index of its price of memory, and what it computes again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +210,7 @@ class _Slicer:
             schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),
             num_stages=method.num_stages,
             kinds=None if shapes is None else tuple(kinds.index(math.prod(shape)) for shape in shapes),
-            variants=None if method.remat == "auto" else (REMAT.index(method.remat),),
+            variants=None if method.remat == "auto" else _variants(method.remat),
             gap=0.005,
         )
         found = stage_slicing.slice_stages(costs, options)
@@ -223,7 +230,7 @@ class _Slicer:
         )  # fmt: skip
         room = [self.budget] * len(graphs)
         for attempt in range(3):
-            stages = self.plan_stages(graphs, slices, room, schedule.splits_backward)
+            stages = self.plan_stages(coster, graphs, slices, room, schedule.splits_backward)
             submeshes = [
                 Submesh(stages[m].found.mesh, first) for m, first in enumerate(slices.first_devices)
             ]  # fmt: skip
@@ -247,28 +254,37 @@ class _Slicer:
                 f"the pipeline of {len(graphs)} stages needs {sum(used[worst]):,} bytes per device on submesh {worst}, "
                 f"of {self.budget:,.0f}; allow more memory, more micro-batches or more stages"
             )
-        remat = tuple(REMAT[stage.variant] for stage in slices.stages)
+        remat = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
         return FoundPipeline(
             coster.accumulated, coster.layering, slices, remat, stages, pipeline,
             simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
         )  # fmt: skip
 
     def plan_stages(
-        self, graphs: Sequence[staging.StageGraph], slices: StageSlices, room: Sequence[float], split: bool
-    ) -> tuple[PlannedStage, ...]:
-        """Plans every stage; the mesh of the first stage of a submesh binds its others."""
+        self, coster: _Coster, graphs: Sequence[staging.StageGraph], slices: StageSlices, room: Sequence[float],
+        split: bool,
+    ) -> tuple[PlannedStage, ...]:  # fmt: skip
+        """Plans every stage; the mesh of the first stage of a submesh binds its others.
+
+        Which mesh shape suits a stage has been weighed for its layers.
+        """
         stages: list[PlannedStage] = []
         meshes: dict[int, tuple[int, ...]] = {}
+        known: dict[tuple[Any, ...], PlannedStage] = {}
         for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
             devices = slices.devices[stage.mesh]
             self.progress(f"planning stage {number} of {len(graphs)}")
             method = self.shape_of(number, devices)
             if stage.mesh in meshes:
                 method = Sharded(meshes[stage.mesh])
+            elif method.mesh_shape is None:
+                method = Sharded(coster.mesh_of(stage, coster.devices.index(devices)))
+            key = stage_planning.digest(graph), devices, method, room[number]
             planned = stage_planning.plan(
                 graph, self.cluster.part(devices), method,
-                budget=room[number], time_limit=self.time_limit, split_weights=split,
+                budget=room[number], time_limit=self.time_limit, split_weights=split, like=known.get(key),
             )  # fmt: skip
+            known.setdefault(key, planned)
             meshes[stage.mesh] = planned.found.mesh.shape
             stages.append(planned)
         return tuple(stages)
@@ -284,65 +300,39 @@ class _Coster:
         number = len(layers.layers)
         assignment = layering.assign(layers, range(1, number))
         graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
-        shape = number, len(self.devices), len(REMAT)
-        self.forward, self.backward, self.weight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.update, self.fixed, self.inflight = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.temporary = np.zeros(shape)
-        known: dict[tuple[str, int], tuple[np.ndarray, ...]] = {}
+        shape = number, len(self.devices), len(VARIANTS)
+        self.forward, self.backward, self.update = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.fixed, self.inflight, self.temporary = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.layers: list[tuple[tuple[LayerCost, ...], ...]] = []
+        known: dict[str, tuple[tuple[LayerCost, ...], ...]] = {}
+        clusters = [self.cluster.part(size) for size in self.devices]
         for n, graph in enumerate(graphs):
             name = stage_planning.digest(graph)
-            for k, size in enumerate(self.devices):
-                if (name, k) not in known:
-                    slicer.progress(f"layer {n} on {size} devices")
-                    known[name, k] = self.price(slicer, graph, n, size)
-                columns = known[name, k]
-                for table, column in zip(self.tables, columns, strict=True):
-                    table[n, k] = column
+            if name not in known:
+                slicer.progress(f"planning layer {n} of {number}")
+                methods = [slicer.shape_of(0, size) for size in self.devices]
+                known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=slicer.time_limit)
+            self.layers.append(known[name])
+            for k in range(len(self.devices)):
+                for v, (price, remat) in enumerate(VARIANTS):
+                    self.fill((n, k, v), known[name][k][price], remat)
 
-    @property
-    def tables(self) -> tuple[np.ndarray, ...]:
-        """Seconds forward, backward, weight, update; bytes fixed, in flight, temporary: [layer, kind, variant]."""
-        return self.forward, self.backward, self.weight, self.update, self.fixed, self.inflight, self.temporary
+    def fill(self, at: tuple[int, int, int], cost: LayerCost, remat: str) -> None:
+        """Writes the costs of one layer on one kind of submesh in one variant into the tables."""
+        again = remat == "layer"
+        self.forward[at], self.backward[at] = cost.forward, cost.backward + again * cost.forward
+        self.update[at], self.fixed[at] = cost.update, cost.fixed
+        self.inflight[at] = cost.entering + (0 if again else cost.saved)
+        self.temporary[at] = cost.temporary + (cost.saved if again else 0)
 
-    def price(self, slicer: _Slicer, graph: staging.StageGraph, layer: int, size: int) -> tuple[np.ndarray, ...]:
-        """One layer on one kind of submesh: seconds and bytes of each variant."""
-        try:
-            planned = stage_planning.plan(
-                graph, self.cluster.part(size), slicer.shape_of(0, size),
-                budget=slicer.budget, time_limit=min(slicer.time_limit, 5.0), split_weights=False,
-            )  # fmt: skip
-        except InfeasibleError:
-            return (np.full(len(REMAT), np.inf),) * 4 + (np.full(len(REMAT), np.inf),) * 3
-        once = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
-        temporary = 0
-        saved = entering = 0
-        fixed = 0
-        for segment in planned.segments.items:
-            once[segment.kind] += planned.seconds[segment]
-            temporary = max(temporary, planned.temporary[segment])
-            for i, wire in enumerate(segment.inputs):
-                size_of = planned.wire_bytes(segment, i)
-                if segment.kind == "backward" and wire.kind == "saved":
-                    saved += size_of
-                if segment.kind == "forward" and wire.kind == "crossing":
-                    entering += size_of
-            if segment.kind == "prologue":
-                fixed += sum(planned.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
-        for port, register in zip(graph.inputs, planned.program.body.inputs, strict=False):
-            if port.kind in ("argument", "copy"):
-                shape, dtype, layout = planned.segments.register_type(register)
-                fixed += stage_planning.bytes_of(planned.found.mesh, shape, dtype, layout)
-        forward, backward = once["forward"], once["backward"]
-        again = np.array([0.0, 1.0])
-        return (
-            np.full(2, forward),
-            backward + again * forward,
-            np.full(2, backward / 2),
-            np.full(2, once["update"] + once["prologue"]),
-            np.full(2, float(fixed)),
-            np.array([float(saved + entering), float(entering)]),
-            np.array([float(temporary), float(temporary + saved)]),
-        )
+    def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...]:
+        """The logical mesh that suits most of a stage's layers, by their seconds."""
+        seconds: dict[tuple[int, ...], float] = {}
+        price = VARIANTS[stage.variant][0]
+        for layer in range(stage.first, stage.stop):
+            cost = self.layers[layer][kind][price]
+            seconds[cost.mesh_shape] = seconds.get(cost.mesh_shape, 0.0) + cost.forward + cost.backward
+        return max(seconds, key=lambda shape: seconds[shape])
 
     def costs(self, count: int) -> StageCosts:
         """The costs for a number of micro-batches, scaled from those of the reference by the size of a micro-batch."""
@@ -366,7 +356,6 @@ class _Coster:
             devices=self.devices,
             total_devices=self.cluster.num_devices,
             devices_per_node=self.cluster.devices_per_node,
-            weight=self.weight * scale,
             temporary_bytes=self.temporary * scale,
         )
 
@@ -407,6 +396,17 @@ def bytes_of(pipeline: Pipeline, stages: Sequence[PlannedStage]) -> tuple[tuple[
     for stage, mesh in zip(stages, pipeline.mesh_of, strict=True):
         most[mesh] = max([most[mesh], *stage.temporary.values()])
     return tuple(zip(peaks, most, strict=True))
+
+
+def _variants(remat: str) -> tuple[int, ...]:
+    """The variants that compute this again.
+
+    Raises:
+      OptionError: there is none.
+    """
+    if remat not in REMAT:
+        raise OptionError(f'Pipeline remat={remat!r} cannot be planned; use "auto" or one of {", ".join(REMAT)}')
+    return tuple(v for v, (_, again) in enumerate(VARIANTS) if again == remat)
 
 
 def _list(counts: Sequence[int]) -> str:

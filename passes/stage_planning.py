@@ -7,7 +7,7 @@ part of a pipeline: seconds of each of its segments, and bytes that depend on ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments
+from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.keys import Keys
 from alpa_lite.passes.local_program import LocalProgram
@@ -69,6 +69,7 @@ def plan(
     budget: float,
     time_limit: float,
     split_weights: bool,
+    like: PlannedStage | None = None,
 ) -> PlannedStage:
     """Plans a stage on its submesh.
 
@@ -77,6 +78,7 @@ def plan(
       method: which logical meshes are allowed.
       budget: bytes per device.
       split_weights: as for `segments.cut`.
+      like: a planned stage with the same `digest`, whose choices are taken over without solving.
 
     Raises:
       InfeasibleError: nothing fits the budget.
@@ -84,10 +86,31 @@ def plan(
     traced = graph.traced
     rules = factors.rules(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    found = search.search(traced, groups, rules, cluster, method, budget=budget, time_limit=time_limit)
+    found = _taken_over(like, graph, groups, rules, cluster, budget) if like is not None else None
+    if found is None:
+        found = search.search(traced, groups, rules, cluster, method, budget=budget, time_limit=time_limit)
     program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
+
+
+def _taken_over(
+    like: PlannedStage, graph: StageGraph, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, budget: float
+) -> Found | None:
+    """The choices of an alike stage for this one; None where the groups are not the same after all."""
+    before = like.found
+    known = before.space.late_from is not None
+    space = strategies.build(
+        graph.traced, groups, rules, MeshCost(cluster, before.mesh), budget=budget, regather=known
+    )  # fmt: skip
+    choice = before.solution.choice
+    alike = len(space.nodes) == len(before.space.nodes) and all(
+        a.strategies == b.strategies for a, b in zip(space.nodes, before.space.nodes, strict=True)
+    )
+    if not alike:
+        return None
+    chosen = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
+    return replace(before, space=space, choice=chosen)
 
 
 def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:
