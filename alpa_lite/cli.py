@@ -2,6 +2,7 @@
 
     alpa-lite demo
     alpa-lite train gpt --size tiny --devices 8 --text a.txt b.txt --steps 200
+    alpa-lite train gpt --devices 8 --stages 4 --microbatches 8 --schedule 1f1b --trace step.json
     alpa-lite plan gpt --size 2.6B --cluster p3.16xlarge --batch 64 -o plan.json
     alpa-lite show plan.json
     alpa-lite explain plan.json h_3/mlp/up/kernel
@@ -49,7 +50,29 @@ Devices = Annotated[
     ),
 ]
 MethodName = Annotated[
-    str, typer.Option(help="auto, sharded, data, zero1, zero2, zero3, tensor or off; sharded:4x2 fixes the mesh.")
+    str,
+    typer.Option(help="auto, sharded, pipeline, data, zero1, zero2, zero3, tensor or off; sharded:4x2 fixes the mesh."),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(min=1, help="A pipeline on so many submeshes.", show_default="the method's choice"),
+]
+Microbatches = Annotated[
+    int | None, typer.Option(min=1, help="Parts of the batch, one after another.", show_default="chosen")
+]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        help="A pipeline with this schedule: gpipe, 1f1b, eager-1f1b, interleaved-1f1b or zb-h1.", show_default="chosen"
+    ),
+]
+Simulate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the predicted timeline of a pipeline's step, for Perfetto."),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the executed and the predicted timeline of a pipeline's step."),
 ]
 Memory = Annotated[
     float | None, typer.Option(min=0.0, help="GiB per device that the plan may fill.", show_default="the device's")
@@ -93,10 +116,24 @@ def _console() -> Console:
 @_clean
 def demo(
     devices: Devices = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps on one mesh; then half as many.")] = 120,
+    stages: Stages = 2,
+    microbatches: Microbatches = 8,
+    schedule: ScheduleName = None,
+    trace: Trace = None,
 ) -> None:
-    """Train a tiny GPT on this Python's own sources, with an automatic plan on 8 virtual CPU devices."""
-    _train("gpt", "tiny", devices=devices, batch=32, steps=steps, text=None, method="auto", settings=None, seed=0)
+    """Train a tiny GPT on this Python's own sources: as the automatic plan says, then as a pipeline.
+
+    On 8 virtual CPU devices where there is no accelerator. The pipeline goes on from the state of the first plan.
+    """
+    shared: dict[str, Any] = {"devices": devices, "batch": 32, "text": None, "settings": None}
+    first = _train("gpt", "tiny", steps=steps, method="auto", seed=0, **shared)
+    if (stages or 1) > 1:
+        _console().print(f"\nthe same training, now as a pipeline of {stages} stages\n", style="bold")
+        _train(
+            "gpt", "tiny", steps=max(1, steps // 2), method="pipeline", seed=1, stages=stages, schedule=schedule,
+            microbatches=microbatches, trace=trace, state=first.state, brief=True, **shared,
+        )  # fmt: skip
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -113,12 +150,17 @@ def train(
         typer.Option(metavar="FILE...", help="Text to train on.", show_default="Python's standard library"),
     ] = None,
     method: MethodName = "auto",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: ScheduleName = None,
     memory: Memory = None,
     settings: Settings = None,
     plan: Annotated[
         Path | None, typer.Option(help="Run this plan instead of solving.", exists=True, dir_okay=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
+    simulate: Simulate = None,
+    trace: Trace = None,
     seed: Seed = 0,
 ) -> None:
     """Train a model on every device here; prints the plan, then the falling loss."""
@@ -126,32 +168,49 @@ def train(
         raise OptionError(f"unexpected argument {context.args[0]!r}; files of text follow --text")
     files = None if text is None else [*text, *map(Path, context.args)]
     _train(
-        model, size, devices=devices, batch=batch, steps=steps, text=files, method=method, memory=memory,
-        settings=settings, plan=plan, output=output, seed=seed,
+        model, size, devices=devices, batch=batch, steps=steps, text=files, method=method, stages=stages,
+        microbatches=microbatches, schedule=schedule, memory=memory, settings=settings, plan=plan, output=output,
+        simulate=simulate, trace=trace, seed=seed,
     )  # fmt: skip
 
 
-def _train(model: str, size: str, *, devices: int | None, output: Path | None = None, **options: Any) -> None:
-    """Sets the devices up, then trains; the plan goes to standard output, and to `output` if that is given."""
+def _train(
+    model: str,
+    size: str,
+    *,
+    devices: int | None,
+    method: str,
+    settings: list[str] | None,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    memory: float | None = None,
+    output: Path | None = None,
+    simulate: Path | None = None,
+    brief: bool = False,
+    **options: Any,
+) -> Any:
+    """Sets the devices up, then trains; the plan, or the beginning of it, goes to standard output and to files."""
     from alpa_lite import training
 
     console = _console()
+    chosen = _method(method, stages, schedule)
     cluster = training.local_cluster(devices)
     from alpa_lite.report import text as report
 
     def show(plan: Any) -> None:
-        console.print(report.renderable(plan))
-        if output is not None:
-            _save(plan, output, console)
+        console.print(report.overview(plan) if brief else report.renderable(plan))
+        _write(plan, output, simulate, console)
         console.print()
 
-    training.train(
+    return training.train(
         model,
         size,
         cluster=cluster,
-        settings=_settings(options.pop("settings")),
-        method=_method(options.pop("method")),
-        memory_per_device=_bytes(options.pop("memory", None)),
+        settings=_settings(settings),
+        method=chosen,
+        memory_per_device=_bytes(memory),
+        num_microbatches=microbatches or "auto",
         on_plan=show,
         on_line=console.print,
         **options,
@@ -173,8 +232,12 @@ def plan(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
     method: MethodName = "auto",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: ScheduleName = None,
     memory: Memory = None,
     settings: Settings = None,
+    simulate: Simulate = None,
     dump: Annotated[Path | None, typer.Option(help="Write every stage of planning into this directory.")] = None,
 ) -> None:
     """Plan a model for a cluster that need not be here; nothing is executed."""
@@ -188,14 +251,16 @@ def plan(
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
     step, args = training.abstract(model, size, batch, _settings(settings))
-    chosen = _method(method)
+    chosen = _method(method, stages, schedule)
     from alpa_lite.api import make_plan
 
-    found = make_plan(step, *args, cluster=machine, method=chosen, memory_per_device=_bytes(memory), dump_dir=dump)
+    found = make_plan(
+        step, *args, cluster=machine, method=chosen, memory_per_device=_bytes(memory),
+        num_microbatches=microbatches or "auto", dump_dir=dump,
+    )  # fmt: skip
     console = _console()
     console.print(report.renderable(found))
-    if output is not None:
-        _save(found, output, console)
+    _write(found, output, simulate, console)
 
 
 @app.command()
@@ -262,22 +327,33 @@ def clusters() -> None:
     _console().print(table)
 
 
-def _save(plan: Any, path: Path, console: Console) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise OptionError(f"--output {str(path)!r} cannot be written: {error.strerror}") from error
-    console.print(f"\nsaved to {path}")
+def _write(plan: Any, output: Path | None, simulate: Path | None, console: Console) -> None:
+    """Saves the plan and its predicted timeline where files are named for them."""
+    for option, path, write in (("--output", output, plan.save), ("--simulate", simulate, plan.simulate)):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
+    if output is not None:
+        console.print(f"\nsaved to {output}")
+    if simulate is not None:
+        console.print(f"\npredicted timeline in {simulate}: open it in https://ui.perfetto.dev")
 
 
-def _method(name: str) -> Any:
-    """The method that a command line names.
+def _method(name: str, stages: int | None, schedule: str | None) -> Any:
+    """The method that a command line names; stages or a schedule make "auto" a pipeline.
 
     Raises:
-      OptionError: for an unknown name.
+      OptionError: for an unknown name, or for stages of what is no pipeline.
     """
     from alpa_lite import options
 
+    if name == "pipeline" or (name == "auto" and (stages or schedule)):
+        return options.Pipeline(num_stages=stages, schedule=schedule or "auto")
+    if stages or schedule:
+        raise OptionError(f"--method {name!r} has no stages and no schedule; use --method pipeline, or leave them out")
     kind, _, shape = name.partition(":")
     if shape and kind == "sharded":
         return options.Sharded(_shape(shape, "--method sharded:"))
@@ -292,7 +368,8 @@ def _method(name: str) -> Any:
         "off": options.Off(),
     }
     if name not in known:
-        raise OptionError(f"--method {name!r} is unknown; choose one of {', '.join(known)}, or sharded:4x2")
+        names = ", ".join((*known, "pipeline"))
+        raise OptionError(f"--method {name!r} is unknown; choose one of {names}, or sharded:4x2")
     return known[name]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -61,6 +62,14 @@ def abstract(
         raise OptionError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training gives: the loss of every step, and the state, where the last plan has it."""
+
+    losses: list[float]
+    state: Any
+
+
 def train(
     model: str,
     size: str,
@@ -75,40 +84,54 @@ def train(
     on_plan: Callable[[Plan], None],
     on_line: Callable[[str], None],
     memory_per_device: int | None = None,
+    num_microbatches: int | Literal["auto"] = "auto",
     plan: Path | None = None,
-) -> list[float]:
+    trace: Path | None = None,
+    state: Any = None,
+) -> Trained:
     """Plans and trains; language models on text, others on one random batch over and over.
 
     Args:
       on_plan: gets the plan before the first step.
       on_line: gets each line about the progress.
       text: files; None for the sources of Python's standard library.
-
-    Returns:
-      the loss of every step.
+      plan: a file with a plan to run instead of solving.
+      trace: where to write the timeline of one more step, after the last; for pipelines.
+      state: what to go on from, such as another plan's `Trained.state`; None for a fresh model.
 
     Raises:
-      OptionError: for a model, size, attribute or file that does not exist.
+      OptionError: for a model, size, attribute or file that does not exist, or a trace of a plan without a pipeline.
       InfeasibleError, PlanError: from planning.
     """
     try:
         spec = models.get(model)
         config = spec.config(size, **settings)
-        fun, (state, example) = spec.build(size, batch, seed, **settings)
+        fun, (fresh, example) = spec.build(size, batch, seed, **settings)
         batches, source = _batches(config, example, text, batch, seed)
     except (ValueError, TypeError, OSError) as error:
         raise OptionError(str(error)) from error
     from alpa_lite.api import parallelize
 
+    state = fresh if state is None else state
     step = parallelize(
-        fun, method=method, cluster=cluster, memory_per_device=memory_per_device, plan=plan
-    )  # donates the placed state
-    on_plan(step.plan(state, example))
+        fun, method=method, cluster=cluster, memory_per_device=memory_per_device,
+        num_microbatches=num_microbatches, plan=plan,
+    )  # fmt: skip
+    found = step.plan(state, example)
+    if trace is not None and found.pipeline is None:
+        raise OptionError(
+            f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; give --stages 2, or no --trace"
+        )
+    on_plan(found)
     on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
     start = time.perf_counter()
-    losses = _loop(step, state, batches, steps, on_line)
+    trained = _loop(step, state, batches, steps, on_line)
+    losses = trained.losses
     on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
-    return losses
+    if trace is not None:
+        step.trace(trace, trained.state, next(batches))
+        on_line(f"timelines of a step, executed and predicted, in {trace}: open it in https://ui.perfetto.dev")
+    return trained
 
 
 def _batches(
@@ -132,7 +155,7 @@ def _repeat(example: Any) -> Iterator[Any]:
 
 def _loop(
     step: Callable[..., Any], state: Any, batches: Iterator[Any], steps: int, on_line: Callable[[str], None]
-) -> list[float]:
+) -> Trained:
     """Runs the step. Losses are fetched only for the lines, so that steps overlap; the first step compiles."""
     losses: list[Any] = []
     every = max(1, steps // _LINES)
@@ -148,4 +171,4 @@ def _loop(
                 speed = f"{(number - done) / (now - since):.1f} steps/s"
             on_line(f"step {number:>5}  loss {loss:.4f}  {speed}")
             since, done = now, number
-    return [float(loss) for loss in losses]
+    return Trained([float(loss) for loss in losses], state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -83,6 +84,37 @@ def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
     assert losses == [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", replayed, re.MULTILINE)]
 
 
+@pytest.mark.slow
+def test_pipelines_are_planned_simulated_trained_and_traced(tmp_path: Path) -> None:
+    file, simulated, traced = tmp_path / "plan.json", tmp_path / "simulated.json", tmp_path / "traced.json"
+    small = ["--size", "tiny", "--batch", "8", "--set", "layers=1", "--set", "seq=16", "--set", "hidden=32"]
+    split = ["--stages", "2", "--microbatches", "2", "--schedule", "gpipe"]
+    printed = invoke("plan", "gpt", "--cluster", "local", *small, *split, "-o", file, "--simulate", simulated)
+    assert "2 stages, 2 micro-batches, schedule gpipe" in printed
+    assert str(simulated) in printed
+    processes = [e for e in json.loads(simulated.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert [e["args"]["name"] for e in processes] == ["predicted"]
+
+    trained = invoke("train", "gpt", *small, "--steps", "4", "--plan", file, "--trace", traced)
+    assert len(re.findall(r"^step +\d+  loss", trained, re.MULTILINE)) == 4
+    names = [e["args"]["name"] for e in json.loads(traced.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["executed", "predicted"]
+
+
+@pytest.mark.slow
+def test_the_demo_trains_on_one_mesh_and_goes_on_as_a_pipeline() -> None:
+    printed = invoke("demo", "--steps", "16", "--microbatches", "2", "--schedule", "1f1b")
+    first, second = printed.split("now as a pipeline of 2 stages")
+    assert "submesh 1" in second and "1▓" in second
+    losses = [
+        [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", part, re.MULTILINE)]
+        for part in (first, second)
+    ]
+    assert (len(losses[0]), len(losses[1])) == (16, 8)
+    assert losses[0][-1] < losses[0][0] - 1
+    assert losses[1][0] < losses[0][0] - 1
+
+
 def test_plan_for_a_cluster_that_is_not_here(tmp_path: Path) -> None:
     file, stages = tmp_path / "plan.json", tmp_path / "stages"
     args = ["plan", "mlp", "--size", "tiny", "--cluster", "v5p", "--topology", "2x2x1", "--batch", "64"]
@@ -125,6 +157,12 @@ def test_every_command_has_a_help_text(command: str) -> None:
         (["train", "gpt", "stray"], "stray"),
         (["train", "gpt", "--text", "nowhere.txt", "--steps", "1"], "nowhere.txt"),
         (["train", "gpt", "--devices", "999"], "999"),
+        (
+            ["plan", "gpt", "--cluster", "a100", "--batch", "8", "--method", "data", "--stages", "2"],
+            "--method pipeline",
+        ),
+        (["plan", "gpt", "--cluster", "a100", "--batch", "8", "--schedule", "magic"], "magic"),
+        (["train", "mlp", "--batch", "8", "--method", "data", "--trace", "t.json"], "--trace"),
     ],
 )
 def test_mistakes_are_one_message_without_a_traceback(args: list[str], message: str, file: str) -> None:

@@ -160,7 +160,9 @@ def _bubble(plan: Plan, shape: PipelineShape) -> str:
         plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=shape.virtual
     )
     share = units.percent(bubble, 3 * count * shape.virtual + bubble)
-    return f"equal stages and free transfers would idle {share}; the rest is unequal stages, updates and waiting"
+    text = f"equal stages and free transfers would idle {share}; the rest is unequal stages, updates and waiting"
+    unequal = len(set(sizes(plan, shape))) > 1
+    return f"{text}; below, submeshes count alike, whatever their size" if unequal else text
 
 
 def _stages(plan: Plan, shape: PipelineShape) -> RenderableType:

@@ -153,6 +153,7 @@ def _candidates(plan: Plan) -> RenderableType:
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
     chosen = order[0].step_seconds if plan.pipeline is not None and order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
+    order = list(dict.fromkeys(order))
     for candidate in order[:_MAX_CANDIDATES]:
         step = "" if candidate.step_seconds is None else units.seconds(candidate.step_seconds)
         memory = "" if candidate.bytes_per_device is None else units.nbytes(candidate.bytes_per_device)
@@ -180,11 +181,11 @@ def _status(candidate: Candidate, best: float) -> str:
 def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
     gap = "no gap" if solver.gap == 0 else "gap under 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
-    costs = f"objective {units.seconds(solver.objective)}, bound {units.seconds(solver.bound)}, {gap}"
+    costs = f"objective {units.seconds(solver.objective)}", f"bound {units.seconds(solver.bound)}", gap
     effort = f"{solver.variables:,} variables" if solver.variables else "proved without an optimiser"
     if plan.pipeline is not None and not solver.variables:
         effort = "stages sharded without an optimiser"
-    lines = [f"{solver.status}: {costs}; {effort}, {units.seconds(solver.seconds)}"]
+    lines = _filled(f"{solver.status}:", [*costs, f"{effort} in {units.seconds(solver.seconds)}"])
     if plan.planning_seconds:
         parts = [f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items()]
         lines += _filled(f"planned in {units.seconds(sum(plan.planning_seconds.values()))}:", parts)
