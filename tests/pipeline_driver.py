@@ -1,0 +1,151 @@
+"""Pipelines with given stages, planned straight through the passes: what tests of pipelines run on.
+
+The stage search is left out: the forward pass is cut into stages of about as many layers each, and every stage is
+planned on the submesh that it is given. What follows is what `pipeline_search` does with the stages that it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from alpa_lite import graph
+from alpa_lite.cluster import Cluster
+from alpa_lite.graph import Traced
+from alpa_lite.options import Sharded
+from alpa_lite.passes import accumulation, factors, pipelining, schedules, stage_planning, stage_steps, staging, tracing
+from alpa_lite.passes.accumulation import Accumulated
+from alpa_lite.passes.layering_types import Assignment, Layering
+from alpa_lite.passes.pipeline_search import seconds_of, transfers_of
+from alpa_lite.passes.pipelining import Pipeline
+from alpa_lite.passes.rematerialisation import Choice
+from alpa_lite.passes.schedules import Schedule
+from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.passes.staging import StageGraph
+from alpa_lite.program import Submesh
+from alpa_lite.runtime.pipeline import PipelineExecutable
+from tests import test_correctness
+
+DEVICES = {1: (8,), 2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2), 8: (1,) * 8}
+"""Submeshes of eight devices, by their number."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step in stages, not planned yet."""
+
+    traced: Traced
+    accumulated: Accumulated
+    layers: Layering
+    assignment: Assignment
+    graphs: tuple[StageGraph, ...]
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A planned pipeline."""
+
+    staged: Staged
+    stages: tuple[PlannedStage, ...]
+    schedule: Schedule
+    pipeline: Pipeline
+    cluster: Cluster
+
+    def executable(self) -> PipelineExecutable:
+        """The pipeline on the devices that are here."""
+        return PipelineExecutable(self.staged.traced, self.pipeline, self.cluster)
+
+
+def staged(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    stages: int,
+    microbatches: int,
+    *,
+    cuts: Sequence[int] | None = None,
+    remat: Sequence[Choice] = (),
+) -> Staged:
+    """The step as a loop over micro-batches, cut into stages; `cuts` are the first layers of all stages but one."""
+    traced = tracing.trace(
+        step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
+    )
+    accumulated = accumulation.accumulate(traced, _rules(traced), microbatches)
+    graph.check(accumulated.traced.graph)
+    step_in_layers = stage_steps.divisible(accumulated, max_layers=16)
+    count = len(step_in_layers.layering.layers)
+    assert count >= stages, f"the step has {count} layers only"
+    if cuts is None:
+        cuts = [round(i * count / stages) for i in range(1, stages)]
+    cut = stage_steps.divided(step_in_layers, cuts, remat)
+    accumulated, assignment = cut.accumulated, cut.assignment
+    graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
+    for one in graphs:
+        graph.check(one.traced.graph)
+    return Staged(accumulated.traced, accumulated, cut.layering, assignment, graphs)
+
+
+def drive(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    devices: Sequence[int] = (4, 4),
+    microbatches: int = 2,
+    schedule: str = "1f1b",
+    virtual: int = 1,
+    cuts: Sequence[int] | None = None,
+    remat: Sequence[Choice] = (),
+) -> Driven:
+    """Plans a step as a pipeline, one submesh of one axis for each number of `devices`."""
+    cut = staged(step, args, len(devices) * virtual, microbatches, cuts=cuts, remat=remat)
+    cluster = Cluster.local()
+    tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual)
+    planned = tuple(
+        stage_planning.plan(
+            one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
+            price=0.0, time_limit=60.0, split_weights=tasks.splits_backward,
+        )
+        for number, one in enumerate(cut.graphs)
+    )  # fmt: skip
+    submeshes = [Submesh(planned[m].found.mesh, sum(devices[:m])) for m in range(len(devices))]
+    pipeline = pipelining.build(
+        cut.accumulated.traced, [stage.segments for stage in planned], submeshes, tasks,
+        donated=[argument for _, argument in cut.traced.state],
+        segment_seconds=seconds_of(planned), transfer_seconds=transfers_of(cluster),
+    )  # fmt: skip
+    return Driven(cut, planned, tasks, pipeline, cluster)
+
+
+def compare_steps(
+    executable: Callable[..., Any],
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    style: str = "functional",
+    steps: int = 3,
+) -> None:
+    """Runs consecutive steps beside the single-device step, and compares all that each returns with `compare`."""
+    got_args, want_args = _copied(args, style), _copied(args, style)
+    jitted = (nnx.jit if style == "nnx" else jax.jit)(step)
+    for _ in range(steps):
+        got = test_correctness.called(executable, got_args, style)
+        want = test_correctness.called(jitted, want_args, style)
+        test_correctness.compare(got, want)
+        if style != "nnx":  # modules are updated in place; of the others, the leading results are the next arguments
+            got_args = (*got[:-1], *got_args[len(got) - 1 :])
+            want_args = (*want[:-1], *want_args[len(want) - 1 :])
+
+
+def _copied(args: tuple[Any, ...], style: str) -> tuple[Any, ...]:
+    """The arguments in arrays of their own. What is static in them (an optimizer's functions) is the same object."""
+    if style != "nnx":
+        return jax.tree.map(jnp.copy, args)
+    definition, state = nnx.split(args)
+    return nnx.merge(definition, jax.tree.map(jnp.copy, state))
+
+
+def _rules(traced: Traced) -> Any:
+    return factors.rules(traced.graph.ops(), traced.graph.values)
