@@ -1,40 +1,24 @@
 """What one layer costs as a stage of its own, on each kind of submesh, at each price of memory: what a stage DP sums.
 
-A range of layers shares one budget, which no layer alone can know. So instead of a budget a layer is given a price of
-memory (Lagrange), and chooses the sharding that minimises
-
-    seconds + price * bytes, averaged over the program's points,
-
-once for nothing, and once at a price that makes all its bytes worth some multiple of all its seconds. The first is the
-fastest choice; the second shards or gathers whatever saves more memory than it costs time, each as a share of the
-whole. The stage DP then finds which of the two a stage can afford. Averaging rather than charging the fullest point
-makes dear what lives long: parameters, gradients, and what waits for the backward pass.
-
-Prices leave the integer program without a hard constraint, and that is solved by message passing in a tenth of the time
-(`sharding_search`).
+A range of layers shares one budget, which no layer alone can know. So a layer is planned twice, with memory for nothing
+and at a price (`priced_search`): the first is the fastest choice, the second shards or gathers whatever saves more
+memory than it costs time. The stage DP then finds which of the two a stage can afford.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segments, strategies
-from alpa_lite.passes.sharding_problem import Problem, from_graph, price_memory
-from alpa_lite.passes.sharding_search import Search
+from alpa_lite.passes import factors, grouping, lowering, segments, strategies
+from alpa_lite.passes.priced_search import market
 from alpa_lite.passes.stage_planning import PlannedStage, bytes_of
 from alpa_lite.passes.staging import StageGraph
-from alpa_lite.strategy import Solution
 
 PRICES = (0.0, 4.0)
-"""Prices of memory, as a multiple of a layer's fastest seconds over the bytes that these take."""
+"""Prices of memory, in units of `priced_search.Market`."""
 
 GAP = 1e-2
 """How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
@@ -82,41 +66,17 @@ def layer_costs(
     shared = strategies.Shared(traced, groups)
     out = []
     for cluster, method in zip(clusters, methods, strict=True):
-        tried = []
-        for mesh in search.meshes(cluster, method, max_axes):
-            space = strategies.build(traced, groups, rules, MeshCost(cluster, mesh), shared=shared)
-            problem = from_graph(space.program)
-            tried.append((mesh, space, problem, _solved(problem, 0.0, time_limit)))
-        fastest = min((free for _, _, _, free in tried), key=lambda free: free.objective)
-        unit = fastest.objective / max(fastest.peak, 1.0)
+        offers = market(
+            traced, groups, rules, cluster, method, time_limit=time_limit, gap=GAP, max_axes=max_axes, shared=shared
+        )
         costs: list[LayerCost] = []
         for price in PRICES:
-            priced = [free if price == 0 else _solved(problem, price * unit, time_limit) for *_, problem, free in tried]
-            best = min(range(len(tried)), key=lambda i: priced[i].objective)
-            mesh, space, solution = tried[best][0], tried[best][1], priced[best]
-            choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
-            program = lowering.lower(traced, groups, rules, mesh, choice, space.late_from)
+            found = offers.at(price)
+            program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
             cut = segments.cut(graph, program, split_weights=False)
-            found = search.Found(mesh, space, solution, choice, ())
             costs.append(_cost(PlannedStage(graph, rules, groups, found, program, cut, cluster)))
         out.append(tuple(costs))
     return tuple(out)
-
-
-def _solved(problem: Problem, price: float, time_limit: float) -> Solution:
-    """The best choice at a price of memory, in seconds per byte; its objective includes what memory costs.
-
-    Raises:
-      InfeasibleError: no choice is allowed at all, or none was found in the time.
-    """
-    started = time.perf_counter()
-    points = len(problem.base)
-    priced = price_memory(problem, np.full(points, price / max(points, 1)))
-    search_of = Search(priced, np.inf, GAP, started + time_limit)
-    search_of.run()
-    if search_of.choice is None:
-        raise InfeasibleError(f"no sharding of a layer was found in {time_limit:g} s; allow more solver_time_limit")
-    return replace(search_of.solution("feasible", started), peak=problem.peak(search_of.choice))
 
 
 def _cost(planned: PlannedStage) -> LayerCost:

@@ -8,8 +8,8 @@ Seconds and bytes for other numbers of micro-batches are scaled from one referen
 the number that was chosen, so that the choice of stages rests on true sizes.
 
 The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
-simulation's time and the program's own peak of buffers, not the DP's estimate. A stage that exceeds the budget is
-planned again with as much less room as it exceeded it by.
+simulation's time and the program's own peak of buffers, not the DP's estimate. Where a submesh exceeds the budget, its
+stages are planned again with memory four times as dear.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ REMAT = ("none", "layer")
 
 VARIANTS = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
+
+ATTEMPTS = 5
+"""How often stages are planned, each time with memory dearer to those that exceed the budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,9 +231,9 @@ class _Slicer:
         schedule = schedules.schedule(
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual
         )  # fmt: skip
-        room = [self.budget] * len(graphs)
-        for attempt in range(3):
-            stages = self.plan_stages(coster, graphs, slices, room, schedule.splits_backward)
+        prices = [layer_costs.PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
+        for attempt in range(ATTEMPTS):
+            stages = self.plan_stages(coster, graphs, slices, prices, schedule.splits_backward)
             submeshes = [
                 Submesh(stages[m].found.mesh, first) for m, first in enumerate(slices.first_devices)
             ]  # fmt: skip
@@ -242,12 +245,12 @@ class _Slicer:
             )  # fmt: skip
             used = bytes_of(pipeline, stages)
             over = [sum(pair) - self.budget for pair in used]
-            if max(over) <= 0 or attempt == 2:
+            if max(over) <= 0 or attempt == ATTEMPTS - 1:
                 break
-            logger.info("stages exceed the budget by %s bytes: planning them again", over)
-            room = [
-                r - max(0.0, 1.05 * over[pipeline.mesh_of[s]]) / slices.virtual if r else r for s, r in enumerate(room)
-            ]
+            logger.info("submeshes exceed the budget by %s bytes: memory is dearer to their stages", over)
+            prices = [
+                max(1.0, 4.0 * price) if over[pipeline.mesh_of[s]] > 0 else price for s, price in enumerate(prices)
+            ]  # fmt: skip
         if max(over) > 0:
             worst = int(np.argmax(over))
             raise InfeasibleError(
@@ -261,7 +264,7 @@ class _Slicer:
         )  # fmt: skip
 
     def plan_stages(
-        self, coster: _Coster, graphs: Sequence[staging.StageGraph], slices: StageSlices, room: Sequence[float],
+        self, coster: _Coster, graphs: Sequence[staging.StageGraph], slices: StageSlices, prices: Sequence[float],
         split: bool,
     ) -> tuple[PlannedStage, ...]:  # fmt: skip
         """Plans every stage; the mesh of the first stage of a submesh binds its others.
@@ -279,10 +282,10 @@ class _Slicer:
                 method = Sharded(meshes[stage.mesh])
             elif method.mesh_shape is None:
                 method = Sharded(coster.mesh_of(stage, coster.devices.index(devices)))
-            key = stage_planning.digest(graph), devices, method, room[number]
+            key = stage_planning.digest(graph), devices, method, prices[number]
             planned = stage_planning.plan(
                 graph, self.cluster.part(devices), method,
-                budget=room[number], time_limit=self.time_limit, split_weights=split, like=known.get(key),
+                price=prices[number], time_limit=self.time_limit, split_weights=split, like=known.get(key),
             )  # fmt: skip
             known.setdefault(key, planned)
             meshes[stage.mesh] = planned.found.mesh.shape

@@ -15,15 +15,19 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
+from alpa_lite.passes import factors, grouping, lowering, segment_costs, segments, strategies
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.keys import Keys
 from alpa_lite.passes.local_program import LocalProgram
+from alpa_lite.passes.priced_search import market
 from alpa_lite.passes.search import Found
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.staging import StageGraph
 from alpa_lite.program import Submesh, buffer
 from alpa_lite.strategy import Rule
+
+GAP = 1e-3
+"""(objective - bound) / objective at which the sharding of a stage counts as optimal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,7 @@ def plan(
     cluster: Cluster,
     method: Sharded,
     *,
-    budget: float,
+    price: float,
     time_limit: float,
     split_weights: bool,
     like: PlannedStage | None = None,
@@ -76,33 +80,31 @@ def plan(
     Args:
       cluster: the submesh's devices as a cluster.
       method: which logical meshes are allowed.
-      budget: bytes per device.
+      price: of memory, in units of `priced_search.Market`.
+      time_limit: seconds for each integer program.
       split_weights: as for `segments.cut`.
       like: a planned stage with the same `digest`, whose choices are taken over without solving.
 
     Raises:
-      InfeasibleError: nothing fits the budget.
+      InfeasibleError: no choice was found in the time.
     """
     traced = graph.traced
     rules = factors.rules(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    found = _taken_over(like, graph, groups, rules, cluster, budget) if like is not None else None
+    found = _taken_over(like, graph, groups, rules, cluster) if like is not None else None
     if found is None:
-        found = search.search(traced, groups, rules, cluster, method, budget=budget, time_limit=time_limit)
+        found = market(traced, groups, rules, cluster, method, time_limit=time_limit, gap=GAP).at(price)
     program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
 
 
 def _taken_over(
-    like: PlannedStage, graph: StageGraph, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, budget: float
+    like: PlannedStage, graph: StageGraph, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster
 ) -> Found | None:
     """The choices of an alike stage for this one; None where the groups are not the same after all."""
     before = like.found
-    known = before.space.late_from is not None
-    space = strategies.build(
-        graph.traced, groups, rules, MeshCost(cluster, before.mesh), budget=budget, regather=known
-    )  # fmt: skip
+    space = strategies.build(graph.traced, groups, rules, MeshCost(cluster, before.mesh))
     choice = before.solution.choice
     alike = len(space.nodes) == len(before.space.nodes) and all(
         a.strategies == b.strategies for a, b in zip(space.nodes, before.space.nodes, strict=True)
