@@ -15,6 +15,7 @@ barrier, so that the compiler does not merge the two copies and keep the first a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
@@ -240,6 +241,7 @@ class _Lowering:
         pairs = [(a, v) for a, v in zip(op.operands, op.results, strict=True) if v not in self.grouping.lazy]
         if not pairs:
             return
+        op = replace(op, operands=tuple(a for a, _ in pairs), results=tuple(v for _, v in pairs))
         layouts = tuple(replicated(len(a.aval.shape)) if isinstance(a, Lit) else self.base[a] for a, _ in pairs)
         operands = tuple(self.fetch(a, la) for (a, _), la in zip(pairs, layouts, strict=True))
         results = tuple(self.define(v, la) for (_, v), la in zip(pairs, layouts, strict=True))

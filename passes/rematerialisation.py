@@ -69,11 +69,11 @@ def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
         and made[value].index not in layering.free
         and layer_of[made[value].index] != layer_of[op.index]
     }
-    kept = {value for op in forward if _is_kept(op) for value in op.results}
+    kept = {value for op in forward if is_kept(op) for value in op.results}
     return {"none": frozenset(made), "selective": frozenset(crossing | kept), "layer": frozenset(crossing)}
 
 
-def _is_kept(op: Op) -> bool:
+def is_kept(op: Op) -> bool:
     """Whether the selective choice keeps an op's results."""
     if op.name == "dot_general":
         (_, _), (batch, _) = op.params["dimension_numbers"]

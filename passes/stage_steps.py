@@ -15,10 +15,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite.passes import factors, layering, rematerialisation, scan_cutting
+from alpa_lite.passes import factors, layering, rematerialisation, scan_cutting, scan_rematerialisation
 from alpa_lite.passes.accumulation import Accumulated
 from alpa_lite.passes.layering_types import Assignment, Layer, Layering, reads
 from alpa_lite.passes.rematerialisation import Choice
+from alpa_lite.passes.rewriting import Rewritten
 from alpa_lite.passes.scan_cutting import Cut
 from alpa_lite.strategy import Rule
 
@@ -138,8 +139,23 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     Returns:
       The same layers of the new step.
     """
-    stage_of = layering.assign(layers, cuts).stage
     bounds = [0, *cuts, len(layers.layers)]
+    choice_of: dict[int, Choice] = {
+        index: choice
+        for (first, stop), choice in zip(itertools.pairwise(bounds), remat, strict=True)
+        for layer in layers.layers[first:stop]
+        for index in layer.ops
+    }
+    wanted: dict[int, Choice] = {
+        op.index: choice_of[op.index]
+        for op in layers.body.ops
+        if scan_rematerialisation.dropped(op, layers.body, choice_of.get(op.index, "none"))
+    }
+    if wanted:
+        result = scan_rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
+        layers = _carried_over(layers, result)
+        wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
+    stage_of = layering.assign(layers, cuts).stage
     saved = rematerialisation.choices(layers)
     made = {v: op for op in layers.body.ops if op.index in layers.forward for v in op.results}
     own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
@@ -151,6 +167,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     for number in again:
         mine = {index for layer in own[number] for index in layer.ops}
         kept |= {v for v in saved[remat[number]] if made[v].index in mine}
+    kept |= {v for v, op in made.items() if op.index in wanted}
     kept -= {v for v in kept if made[v].index in layers.free}
     result = rematerialisation.rematerialise(
         layers.traced,
@@ -159,6 +176,11 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
         [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again],
         kept,
     )
+    return _carried_over(layers, result)
+
+
+def _carried_over(layers: Layering, result: Rewritten) -> Layering:
+    """The same layers of the rewritten step."""
     place = {before: new for new, before in result.origin.items() if new not in result.copies}
     return replace(
         layers,
