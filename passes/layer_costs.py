@@ -7,13 +7,17 @@ memory than it costs time. The stage DP then finds which of the two a stage can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, segments, strategies
+from alpa_lite.passes import factors, grouping, lowering, segment_costs, segments, strategies
+from alpa_lite.passes.local_program import Compute, Instruction, Loop, Operand, Reshard
 from alpa_lite.passes.priced_search import market
+from alpa_lite.passes.rematerialisation import is_kept
 from alpa_lite.passes.stage_planning import PlannedStage, bytes_of
 from alpa_lite.passes.staging import StageGraph
 
@@ -34,6 +38,8 @@ class LayerCost:
       update: seconds once a step, with what is computed before the micro-batches.
       fixed: bytes per device of arguments and of what is computed before the micro-batches.
       saved: bytes per device and micro-batch of what the backward pass reads of the forward pass.
+      kept: of that what the selective choice of rematerialisation saves: results of products and the like.
+      again: seconds for one micro-batch of computing the rest of it again.
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs besides.
     """
@@ -44,6 +50,8 @@ class LayerCost:
     update: float
     fixed: float
     saved: float
+    kept: float
+    again: float
     entering: float
     temporary: float
 
@@ -96,7 +104,50 @@ def _cost(planned: PlannedStage) -> LayerCost:
         if port.kind in ("argument", "copy"):
             shape, dtype, layout = planned.segments.register_type(register)
             fixed += bytes_of(planned.found.mesh, shape, dtype, layout)
+    kept, again = _selective(planned)
     return LayerCost(
         planned.found.mesh.shape, seconds["forward"], seconds["backward"], seconds["update"] + seconds["prologue"],
-        fixed, saved, entering, temporary,
+        fixed, saved, min(kept, saved), again, entering, temporary,
     )  # fmt: skip
+
+
+def _selective(planned: PlannedStage) -> tuple[float, float]:
+    """Bytes per device that the selective choice saves of a micro-batch, and seconds of what it computes again."""
+    segment = planned.segments.of("forward")
+    if segment is None:
+        return 0.0, 0.0
+    saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
+    items, kept = _again(planned, segment.instructions, saved)
+    reduced = replace(segment, instructions=items)
+    cost = MeshCost(planned.cluster, planned.found.mesh)
+    return kept, segment_costs.seconds(planned.segments, reduced, cost, planned.rules)
+
+
+def _again(
+    planned: PlannedStage, items: Sequence[Instruction], wanted: Iterable[Operand]
+) -> tuple[tuple[Instruction, ...], float]:
+    """The instructions that some registers need if kept results are there, and the bytes of those results."""
+    needed = {o for o in wanted if not isinstance(o, Lit)}
+    found: list[Instruction] = []
+    total = 0.0
+    for item in reversed(items):
+        if needed.isdisjoint(segments.writes(item)):
+            continue
+        if isinstance(item, Compute) and is_kept(item.op):
+            total += sum(_bytes(planned, r) for r in item.results)
+            continue
+        if isinstance(item, Loop) and item.op.name == "scan":
+            inner = [_again(planned, body.instructions, body.outputs) for body in item.bodies]
+            bodies = tuple(replace(body, instructions=own) for body, (own, _) in zip(item.bodies, inner, strict=True))
+            total += item.op.params["length"] * sum(size for _, size in inner)
+            item = replace(item, bodies=bodies)
+        found.append(item)
+        needed |= {
+            o for o in ((item.source,) if isinstance(item, Reshard) else item.operands) if not isinstance(o, Lit)
+        }
+    return tuple(reversed(found)), total
+
+
+def _bytes(planned: PlannedStage, register: int) -> int:
+    shape, dtype, layout = planned.segments.register_type(register)
+    return bytes_of(planned.found.mesh, shape, dtype, layout)

@@ -15,8 +15,8 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import VerificationError
 from alpa_lite.graph import Traced
-from alpa_lite.passes import planning, segments, verification
-from alpa_lite.passes.local_program import Body, collectives, spec_of
+from alpa_lite.passes import planning, segments, stacked_arguments, verification
+from alpa_lite.passes.local_program import Body, Reshard, collectives, spec_of
 from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.segments import Segment
 from alpa_lite.passes.stage_planning import PlannedStage
@@ -91,7 +91,7 @@ def verified(plan: Plan, found: FoundPipeline) -> Plan:
             wanted = segment_collectives(stage, segment)
             key = (
                 mesh, segment.kind, segment.round, tuple((c.kind, c.axes, c.bytes, c.count) for c in wanted),
-                tuple(item.op.key for item in segment.instructions if hasattr(item, "op")),
+                tuple(item.op.key for item in segment.instructions if not isinstance(item, Reshard)),
             )  # fmt: skip
             if key in known:
                 continue
@@ -174,7 +174,7 @@ def _module(stage: PlannedStage, segment: Segment, platform: str) -> Any:
     for i, wire in enumerate(segment.inputs):
         shape, dtype, layout = stage.segments.type_of(segment, i)
         sizes.append(length if wire.kind == "pieces" else 1)
-        avals += [jax.core.ShapedArray(shape, dtype)] * sizes[-1]
+        avals += [jax.ShapeDtypeStruct(shape, dtype)] * sizes[-1]
         specs += [spec_of(layout)] * sizes[-1]
 
     def make(abstract: Any) -> Any:
@@ -266,6 +266,7 @@ def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
 
 def _notes(found: FoundPipeline, cluster: Cluster) -> list[str]:
     notes = ["the gap compares the simulated step with the stage search's bound, on its own model of the same costs"]
+    notes += stacked_arguments.notes(found.accumulated.traced.extra.get("stacked"), found.pipeline.program)
     used = found.slices.devices_used
     if used < cluster.num_devices:
         notes.append(

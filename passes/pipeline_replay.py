@@ -12,16 +12,17 @@ from alpa_lite.passes import (
     accumulation,
     factors,
     grouping,
-    layering,
     lowering,
     pipelining,
     replay,
     schedules,
     segments,
     simulation,
+    stage_steps,
     staging,
 )
 from alpa_lite.passes.pipeline_search import REMAT, FoundPipeline, bytes_of, seconds_of, transfers_of
+from alpa_lite.passes.rematerialisation import Choice
 from alpa_lite.passes.stage_planning import PlannedStage
 from alpa_lite.passes.stage_slicing import StageChoice, StageSlices
 from alpa_lite.plan import Plan
@@ -45,18 +46,16 @@ def replayed(
             "plan again for these."
         )
     accumulated = accumulation.accumulate(traced, rules, plan.num_microbatches, allow_inexact=allow_inexact)
-    graph = accumulated.traced.graph
-    layers = layering.layering(
-        accumulated.traced, accumulated.scan, factors.rules(graph.ops(), graph.values), max_layers=shape.max_layers
-    )
+    step = stage_steps.divisible(accumulated, max_layers=shape.max_layers)
+    layers = step.layering
     if len(layers.layers) != shape.num_layers:
         raise PlanError(
             f"the plan cuts the step into {shape.num_layers} layers, and this one has {len(layers.layers)}: it is for "
             "another program or version. Plan again."
         )
-    graphs = staging.stage_graphs(
-        accumulated.traced, accumulated.scan, layering.assign(layers, shape.first_layers[1:])
-    )  # fmt: skip
+    cut_step = stage_steps.divided(step, shape.first_layers[1:], [_choice(name) for name in shape.remat])
+    accumulated = cut_step.accumulated
+    graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, cut_step.assignment)
     schedule = schedules.schedule(
         plan.schedule, len(shape.first_devices), plan.num_microbatches, virtual=shape.virtual
     )  # fmt: skip
@@ -72,7 +71,7 @@ def replayed(
     submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(shape.first_devices)]
     pipeline = pipelining.build(
         accumulated.traced, [s.segments for s in stages], submeshes, schedule,
-        donated=[argument for _, argument in traced.state],
+        donated=[argument for _, argument in accumulated.traced.state],
         segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(cluster),
     )  # fmt: skip
     stops = [*shape.first_layers[1:], shape.num_layers]
@@ -94,3 +93,11 @@ def replayed(
         accumulated, layers, slices, shape.remat, tuple(stages), pipeline, timeline, bytes_of(pipeline, stages),
         float(plan.memory_per_device), (), timeline.seconds,
     )  # fmt: skip
+
+
+def _choice(name: str) -> Choice:
+    """What a stage computes again, by the name that plans have for it."""
+    for choice in REMAT:
+        if choice == name:
+            return choice
+    raise PlanError(f"the plan computes {name!r} again in a stage, which this version does not know. Plan again.")

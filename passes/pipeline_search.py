@@ -31,7 +31,6 @@ from alpa_lite.options import Pipeline as Method
 from alpa_lite.options import Sharded
 from alpa_lite.passes import (
     accumulation,
-    factors,
     layer_costs,
     layering,
     pipelining,
@@ -40,6 +39,7 @@ from alpa_lite.passes import (
     stage_costs,
     stage_planning,
     stage_slicing,
+    stage_steps,
     staging,
     transfers,
 )
@@ -47,20 +47,22 @@ from alpa_lite.passes.accumulation import Accumulated
 from alpa_lite.passes.layer_costs import LayerCost
 from alpa_lite.passes.layering_types import Layering
 from alpa_lite.passes.pipelining import Pipeline
+from alpa_lite.passes.rematerialisation import Choice
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.stage_costs import StageCosts
 from alpa_lite.passes.stage_planning import PlannedStage
 from alpa_lite.passes.stage_slicing import SliceOptions, StageChoice, StageSlices, Weighed
+from alpa_lite.passes.stage_steps import Divisible
 from alpa_lite.program import Buffer, Submesh, peak_bytes
 from alpa_lite.strategy import Rule
 from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-REMAT = ("none", "layer")
+REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
 
-VARIANTS = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
+VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
 ATTEMPTS = 5
@@ -72,7 +74,8 @@ class FoundPipeline:
     """A pipeline that fits.
 
     Attributes:
-      accumulated, layers: the step as a loop over micro-batches, in layers.
+      accumulated: the step as a loop over micro-batches, cut where stages begin (`stage_steps`).
+      layers: those that were priced.
       slices: what the DP chose.
       remat: of each stage.
       stages: planned, one for each stage.
@@ -175,10 +178,7 @@ class _Slicer:
         """The step cut into `count` micro-batches and into layers, each distinct layer planned on every submesh."""
         self.progress(f"cutting into {count} micro-batches")
         accumulated = accumulation.accumulate(self.traced, self.rules, count, allow_inexact=self.allow_inexact)
-        graph = accumulated.traced.graph
-        rules = factors.rules(graph.ops(), graph.values)
-        layers = layering.layering(accumulated.traced, accumulated.scan, rules, max_layers=self.max_layers)
-        return _Coster(self, accumulated, layers, count)
+        return _Coster(self, stage_steps.divisible(accumulated, max_layers=self.max_layers), count)
 
     def kinds(self) -> tuple[int, ...]:
         """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond."""
@@ -226,8 +226,10 @@ class _Slicer:
     def realise(self, coster: _Coster, slices: StageSlices) -> FoundPipeline:
         """Plans the chosen stages whole, writes the program and simulates it."""
         cuts = [stage.first for stage in slices.stages[1:]]
-        assignment = layering.assign(coster.layering, cuts)
-        graphs = staging.stage_graphs(coster.accumulated.traced, coster.accumulated.scan, assignment)
+        remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
+        step = stage_steps.divided(coster.step, cuts, remat)
+        accumulated = step.accumulated
+        graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, step.assignment)
         schedule = schedules.schedule(
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual
         )  # fmt: skip
@@ -239,8 +241,8 @@ class _Slicer:
             ]  # fmt: skip
             self.progress("writing the program")
             pipeline = pipelining.build(
-                coster.accumulated.traced, [s.segments for s in stages], submeshes, schedule,
-                donated=[argument for _, argument in self.traced.state],
+                accumulated.traced, [s.segments for s in stages], submeshes, schedule,
+                donated=[argument for _, argument in accumulated.traced.state],
                 segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(self.cluster),
             )  # fmt: skip
             used = bytes_of(pipeline, stages)
@@ -257,9 +259,8 @@ class _Slicer:
                 f"the pipeline of {len(graphs)} stages needs {sum(used[worst]):,} bytes per device on submesh {worst}, "
                 f"of {self.budget:,.0f}; allow more memory, more micro-batches or more stages"
             )
-        remat = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
         return FoundPipeline(
-            coster.accumulated, coster.layering, slices, remat, stages, pipeline,
+            accumulated, coster.layering, slices, remat, stages, pipeline,
             simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
         )  # fmt: skip
 
@@ -296,13 +297,14 @@ class _Slicer:
 class _Coster:
     """Costs of the layers at one number of micro-batches."""
 
-    def __init__(self, slicer: _Slicer, accumulated: Accumulated, layers: Layering, count: int) -> None:
-        self.accumulated, self.layering, self.count = accumulated, layers, count
+    def __init__(self, slicer: _Slicer, step: Divisible, count: int) -> None:
+        self.step, self.layering, self.count = step, step.layering, count
         self.cluster = slicer.cluster
         self.devices = slicer.kinds()
+        layers = step.layering
         number = len(layers.layers)
         assignment = layering.assign(layers, range(1, number))
-        graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
+        graphs = staging.stage_graphs(layers.traced, layers.scan, assignment)
         shape = number, len(self.devices), len(VARIANTS)
         self.forward, self.backward, self.update = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.fixed, self.inflight, self.temporary = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -322,11 +324,12 @@ class _Coster:
 
     def fill(self, at: tuple[int, int, int], cost: LayerCost, remat: str) -> None:
         """Writes the costs of one layer on one kind of submesh in one variant into the tables."""
-        again = remat == "layer"
-        self.forward[at], self.backward[at] = cost.forward, cost.backward + again * cost.forward
+        again = {"none": 0.0, "layer": cost.forward, "selective": cost.again}[remat]
+        saved = {"none": cost.saved, "layer": 0.0, "selective": cost.kept}[remat]
+        self.forward[at], self.backward[at] = cost.forward, cost.backward + again
         self.update[at], self.fixed[at] = cost.update, cost.fixed
-        self.inflight[at] = cost.entering + (0 if again else cost.saved)
-        self.temporary[at] = cost.temporary + (cost.saved if again else 0)
+        self.inflight[at] = cost.entering + saved
+        self.temporary[at] = cost.temporary + cost.saved - saved
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...]:
         """The logical mesh that suits most of a stage's layers, by their seconds."""
