@@ -32,15 +32,19 @@ from alpa_lite.passes.local_program import (
     in_mesh_order,
     spec_of,
 )
+from alpa_lite.passes.shared_runs import runs_of
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
+def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool = False) -> Callable[..., list[Any]]:
     """A function of the flat global arguments and constants that returns the flat global outputs.
 
     It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
     next travels with a leading dim that is sharded over its partial axes.
+
+    With `shared`, equal runs of instructions (`shared_runs`) are calls of one function: the same instructions, traced
+    and lowered once for all layers, under the names and source lines of the first.
     """
     pieces = _pieces(program.body.instructions)
 
@@ -54,7 +58,7 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., 
             finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
             wanted = sorted(set(finals).union(*later) & _writes(instructions))
             taken = sorted(_reads(instructions, None) & registers.keys())
-            region = functools.partial(_region, program, traced, instructions, taken, wanted)
+            region = functools.partial(_region, program, traced, instructions, taken, wanted, shared)
             run = jax.shard_map(
                 region,
                 mesh=mesh,
@@ -86,14 +90,46 @@ def _region(
     instructions: tuple[Instruction, ...],
     taken: Sequence[int],
     wanted: Sequence[int],
+    shared: bool,
     *blocks: Any,
 ) -> list[Any]:
     """What each device does in one region."""
     layouts = program.registers
     inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
-    body = Body(tuple(taken), instructions, tuple(wanted))
-    outputs = _run(body, inputs, [None] * len(layouts), program.mesh, traced)
+    if shared:
+        outputs = _run_shared(instructions, taken, wanted, inputs, program.mesh, traced)
+    else:
+        body = Body(tuple(taken), instructions, tuple(wanted))
+        outputs = _run(body, inputs, {}, program.mesh, traced)
     return [b[None] if layouts[r].partial else b for r, b in zip(wanted, outputs, strict=True)]
+
+
+def _run_shared(
+    instructions: tuple[Instruction, ...],
+    taken: Sequence[int],
+    wanted: Sequence[int],
+    inputs: Sequence[Any],
+    mesh: LogicalMesh,
+    traced: Traced,
+) -> list[Any]:
+    """Executes instructions, equal runs as calls of one function."""
+    registers: dict[int, Any] = dict(zip(taken, inputs, strict=True))
+    functions: dict[Any, Callable[..., list[Any]]] = {}
+    for run in runs_of(instructions, wanted, traced):
+        body = Body(run.inputs, run.instructions, run.outputs)
+        blocks = [registers[r] for r in run.inputs]
+        if run.key is None:
+            outputs = _run(body, blocks, {}, mesh, traced)
+        else:
+            if run.key not in functions:
+                functions[run.key] = jax.jit(functools.partial(_call, body, mesh, traced))
+            outputs = functions[run.key](*blocks)
+        registers.update(zip(run.outputs, outputs, strict=True))
+    return [registers[r] for r in wanted]
+
+
+def _call(body: Body, mesh: LogicalMesh, traced: Traced, *blocks: Any) -> list[Any]:
+    return _run(body, blocks, {}, mesh, traced)
 
 
 def _crossing_spec(layout: Layout) -> PartitionSpec:
@@ -150,19 +186,26 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
     return fun
 
 
-def function_of(program: LocalProgram, traced: Traced, mesh: AnyMesh, communication: str) -> Callable[..., list[Any]]:
-    """The step as a function of flat global arrays, as `communication` says; on one device just the traced program."""
+def function_of(
+    program: LocalProgram, traced: Traced, mesh: AnyMesh, communication: str, *, shared: bool = False
+) -> Callable[..., list[Any]]:
+    """The step as a function of flat global arrays, as `communication` says; on one device just the traced program.
+
+    `shared` is that of `emit`.
+    """
     if program.mesh.size == 1:
         return lambda *leaves: evaluation.evaluate_block(traced.graph.block, leaves)
-    return emit(program, traced, mesh) if communication == "explicit" else emit_constrained(program, traced, mesh)
+    if communication == "explicit":
+        return emit(program, traced, mesh, shared=shared)
+    return emit_constrained(program, traced, mesh)
 
 
 def run_region(body: Body, inputs: Sequence[Any], program: LocalProgram, traced: Traced) -> list[Any]:
     """Executes a body of a program's instructions inside a `shard_map` that the caller has opened, on local blocks."""
-    return _run(body, inputs, [None] * len(program.registers), program.mesh, traced)
+    return _run(body, inputs, {}, program.mesh, traced)
 
 
-def _run(body: Body, inputs: Sequence[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
     """Executes a body's instructions inside `shard_map`."""
 
     def read(operand: Operand) -> Any:
@@ -245,7 +288,7 @@ def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, in
     return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
 
 
-def _loop(item: Loop, operands: list[Any], registers: list[Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+def _loop(item: Loop, operands: list[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
     """Emits a scan, while or cond over local bodies."""
 
     def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:

@@ -56,6 +56,7 @@ def search(
     *,
     budget: float,
     time_limit: float = 60.0,
+    max_axes: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
     """The best plan of one mesh for a method.
@@ -63,6 +64,7 @@ def search(
     Args:
       budget: bytes per device.
       time_limit: seconds that the solver may spend on one mesh shape.
+      max_axes: the most axes of a mesh that is not given.
       progress: told what is being solved.
 
     Raises:
@@ -70,7 +72,7 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried = []
-    shapes = meshes(cluster, method)
+    shapes = meshes(cluster, method, max_axes)
     shared = strategies.Shared(traced, grouping)
     quick = time_limit if len(shapes) == 1 else _QUICK
     for mesh in shapes:
@@ -81,7 +83,8 @@ def search(
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
         problem = _Problem(mesh, cluster.platform, build)
         space = problem.build()
-        tried.append((sharding.solve(replace(space.program, budget=None), time_limit=quick), problem, space))
+        free = sharding.solve(replace(space.program, budget=None), time_limit=quick, roof=budget)
+        tried.append((free, problem, space))
     # Without the budget a mesh costs no more than with it: the most promising first, the others against its result.
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
@@ -131,11 +134,13 @@ def _under_budget(
         return space, replace(free, status="cutoff", choice=())
     if free.status == "optimal" and free.peak <= budget:
         return space, free
-    solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit)
+    known = free.bound if free.choice and free.peak > budget else None
+    solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit, free=known)
     if free.peak > budget and problem.platform not in _MERGING:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
-        other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit)
+        # What is served twice costs no less: the bound without the budget is one here, too.
+        other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit, free=known)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other
     return space, solution
@@ -152,7 +157,7 @@ _QUICK = 2.0
 _MERGING = frozenset({"cpu"})
 
 
-def meshes(cluster: Cluster, method: Any) -> tuple[LogicalMesh, ...]:
+def meshes(cluster: Cluster, method: Any, max_axes: int = 3) -> tuple[LogicalMesh, ...]:
     """The logical meshes that a method admits on a cluster.
 
     Raises:
@@ -169,7 +174,7 @@ def meshes(cluster: Cluster, method: Any) -> tuple[LogicalMesh, ...]:
         elif isinstance(method, (DataParallel, Zero, TensorParallel)):
             shapes = ((count,),)
         else:
-            shapes = cluster.mesh_shapes()
+            shapes = cluster.mesh_shapes(max_axes)
     for shape in shapes:
         if math.prod(shape) != count:
             raise OptionError(

@@ -23,7 +23,15 @@ from alpa_lite.passes.sharding_search import CutoffReached, Search
 from alpa_lite.strategy import Solution, StrategyGraph
 
 
-def solve(graph: StrategyGraph, *, cutoff: float = math.inf, time_limit: float = 60.0, gap: float = 1e-4) -> Solution:
+def solve(
+    graph: StrategyGraph,
+    *,
+    cutoff: float = math.inf,
+    time_limit: float = 60.0,
+    gap: float = 1e-4,
+    free: float | None = None,
+    roof: float = math.inf,
+) -> Solution:
     """The best strategy of each node.
 
     Args:
@@ -31,6 +39,9 @@ def solve(graph: StrategyGraph, *, cutoff: float = math.inf, time_limit: float =
       cutoff: seconds; a problem that is proven to cost at least this is given up, with status "cutoff".
       time_limit: seconds to spend, approximately.
       gap: (objective - bound) / objective at which a choice counts as optimal.
+      free: seconds that no choice undercuts even without the budget, where that is known and the best choice without
+        it is known not to fit: the search then begins with the budget.
+      roof: bytes; where the best choice takes more, its bound alone is of interest, and two parts in 1e3 are enough.
 
     Returns:
       A Solution. "optimal": the gap is closed. "feasible": time ran out before. "infeasible" with an infinite bound: no
@@ -40,10 +51,10 @@ def solve(graph: StrategyGraph, *, cutoff: float = math.inf, time_limit: float =
     Raises:
       ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
     """
-    search = Search(from_graph(graph), cutoff, gap, time.perf_counter() + time_limit)
+    search = Search(from_graph(graph), cutoff, gap, time.perf_counter() + time_limit, roof=roof)
     started = time.perf_counter()
     try:
-        search.run()
+        search.run(free)
     except CutoffReached:
         return search.solution("cutoff", started)
     if search.choice is None:

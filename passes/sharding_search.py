@@ -37,6 +37,8 @@ from alpa_lite.strategy import Solution
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
 SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
 LARGEST = 500_000  # costs beyond which a linear program is not worth building: 65,000 variables take it 10 s
+RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
+LOOSE = 2e-3  # the gap at which a bound is good enough, where the choice does not matter
 
 
 class CutoffReached(Exception):
@@ -55,6 +57,7 @@ class Search:
     objective: float = math.inf
     bound: float = 0.0
     ceiling: float = math.inf  # choices at least this dear may have been forbidden
+    roof: float = math.inf  # bytes above which a choice is of no interest but for its bound
     variables: int = 0
     constraints: int = 0
     points: list[int] = field(default_factory=list)
@@ -86,10 +89,13 @@ class Search:
             self.constraints,
         )
 
-    def run(self) -> None:
-        """Steps 1 to 4 of the module's docstring."""
+    def run(self, free: float | None = None) -> None:
+        """Steps 1 to 4 of the module's docstring; step 1 only if its bound is not known."""
         try:
-            self._solve_free()
+            if free is None:
+                self._solve_free()
+            else:
+                self._raise_bound(free)
             if self.problem.budget is not None and not self.closed:
                 self._solve_within()
         except Contradiction:
@@ -108,6 +114,8 @@ class Search:
                 if (seconds := problem.seconds(choice)) < best:
                     best, fits = seconds, self._offer(reduction.lift(choice))
                 self._raise_bound(min(ascent.bound, best))
+                if best - ascent.bound <= LOOSE * best and self._is_over_roof():
+                    return
                 if self._is_close(best, ascent.bound) or ascent.bound - before <= 0.01 * (best - ascent.bound):
                     break
                 if self.left <= 0:
@@ -246,8 +254,11 @@ class Search:
         if math.isfinite(self.bound) and self.bound >= self.cutoff:
             raise CutoffReached
 
+    def _is_over_roof(self) -> bool:
+        return self.choice is not None and math.isfinite(self.roof) and self.problem.peak(self.choice) > self.roof
+
     def _is_close(self, value: float, bound: float) -> bool:
-        return value - bound <= max(self.gap, ROUNDING) * value
+        return math.isfinite(value) and value - bound <= max(self.gap, ROUNDING) * value
 
     def _limit(self) -> float:
         """Seconds that a choice must undercut to be of interest: from then on, bounds are valid up to it alone."""
@@ -289,7 +300,7 @@ class Search:
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
             self._raise_bound(problem.lower_bound)
-            if self.left <= 0 or problem.size > LARGEST:
+            if self.left <= 0 or problem.size > min(LARGEST, RATE * self.left):
                 return
             program = self._build(problem)
             relaxed = self._relax(program)

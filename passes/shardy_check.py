@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
 from alpa_lite.errors import VerificationError
@@ -318,7 +319,7 @@ def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
             for view in list(block.operations):
                 inner = view.operation
                 if inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
-                    _hollow_region(inner.regions[0].blocks[0])
+                    _hollow_region(inner)
                 elif inner.name == "func.call":
                     calls.add(ir.FlatSymbolRefAttr(inner.attributes["callee"]).value)
                 else:
@@ -333,20 +334,43 @@ def _is_fully_manual(op: Any, meshes: dict[str, Axes]) -> bool:
     return bool(named) and all(set(meshes.get(name.strip('"'), ("?",))) <= manual for name in named)
 
 
-def _hollow_region(block: Any) -> None:
-    operations = [view.operation for view in block.operations]
-    terminator = operations.pop()
-    opaque = ir.Operation.create(
-        "stablehlo.custom_call",
-        results=[value.type for value in terminator.operands],
-        operands=list(block.arguments),
-        attributes={"call_target_name": ir.StringAttr.get("region")},
-        ip=ir.InsertionPoint(terminator),
-    )
-    for i, value in enumerate(opaque.results):
-        terminator.operands[i] = value
-    for op in reversed(operations):
-        op.erase()
+def _hollow_region(op: Any) -> None:
+    """Replaces a fully manual region by many opaque ones, each of one operand at most and one result at most.
+
+    Every operand is wanted, and every result comes, in the sharding that it had. Nothing is propagated through such a
+    region, so that is all that Shardy sees of it; but it takes time quadratic in the operands of one region.
+    """
+    wanted = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
+    given = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
+    block = op.regions[0].blocks[0]
+    taken, made = [value.type for value in block.arguments], [value.type for value in _terminator(block).operands]
+    operands, results = list(op.operands), list(op.results)
+    for i in range(max(len(operands), len(results))):
+        one = slice(i, i + 1)
+        part = ir.Operation.create(
+            "sdy.manual_computation",
+            results=[value.type for value in results[one]],
+            operands=operands[one],
+            attributes={
+                "in_shardings": sdy.TensorShardingPerValueAttr.get(wanted[one]),
+                "out_shardings": sdy.TensorShardingPerValueAttr.get(given[one]),
+                "manual_axes": op.attributes["manual_axes"],
+            },
+            regions=1,
+            ip=ir.InsertionPoint(op),
+        )
+        body = part.regions[0].blocks.append(*taken[one])
+        with ir.InsertionPoint(body):
+            opaque = ir.Operation.create(
+                "stablehlo.custom_call",
+                results=made[one],
+                operands=list(body.arguments),
+                attributes={"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)},
+            )
+            ir.Operation.create("sdy.return", operands=list(opaque.results))
+        for old, new in zip(results[one], part.results, strict=True):
+            old.replace_all_uses_with(new)
+    op.erase()
 
 
 def _body(module: Any) -> list[Any]:

@@ -119,10 +119,11 @@ def lowered_module(
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
-def step_module(plan: Plan, traced: Traced, program: LocalProgram) -> Any:
-    """The StableHLO module of a planned step, on an abstract mesh."""
+def step_module(plan: Plan, traced: Traced, program: LocalProgram, *, shared: bool = False) -> Any:
+    """The StableHLO module of a planned step, on an abstract mesh; with `shared`, equal layers are one function."""
+    communication = plan.ingredients["communication"]
     return lowered_module(
-        lambda abstract: lowering.function_of(program, traced, abstract, plan.ingredients["communication"]),
+        lambda abstract: lowering.function_of(program, traced, abstract, communication, shared=shared),
         program.mesh,
         [traced.graph.values[v].aval for v in traced.graph.block.inputs],
         [lowering.spec_of(layout) for layout in program.inputs],
@@ -146,7 +147,7 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         names = ", ".join(sorted({op.name for op in program.outside}))
         text = f"not checked: {names} run outside the regions and communicate as they like"
         return replace(plan, verification=(text,))
-    module = step_module(plan, traced, program)
+    module = step_module(plan, traced, program, shared=True)
     if plan.ingredients["communication"] == "explicit":
         report = check_shardy(module, mesh, plan.collectives)
         loops = report.unknown_loops

@@ -112,6 +112,27 @@ def test_operands_that_do_not_lie_as_the_region_wants_are_caught():
         check_shardy(module, MESH, [])
 
 
+def test_every_operand_and_every_result_of_a_region_is_looked_at():
+    """More operands than results, more results than operands, and results that nobody reads."""
+    rows, columns = P("data"), P(None, "data")  # an all_to_all apart
+    right, wrong = aval((64, 32), rows), aval((64, 32), columns)
+
+    def moved(body, takes, gives, out, *avals):
+        module = lower(lambda *xs: out(*region(body, takes, gives)(*xs)), *avals)
+        return Counter((x.kind, x.axes) for x in shardy_report(module, MESH).outside for _ in range(x.count))
+
+    def as_columns(x):
+        return lax.with_sharding_constraint(x, NamedSharding(ABSTRACT, columns))
+
+    one = ("all_to_all", ("data",))
+    three = (rows, columns, columns)
+    assert moved(lambda x, y, z: (x.sum() + y.T @ z,), three, (P(),), lambda a: a, wrong, right, right) == {one: 3}
+    assert moved(lambda x, y: (x, y), (rows, columns), (rows, columns), lambda a, b: a, wrong, wrong) == {one: 1}
+    assert moved(
+        lambda x: (x, 2 * x, 3 * x), (rows,), (rows,) * 3, lambda a, b, c: (a, as_columns(b), as_columns(c)), right
+    ) == {one: 2}
+
+
 def test_loops_calls_and_branches_count_their_executions():
     def fun(x, w, flag):
         shared = jax.jit(lambda x: lax.psum(x, "model"))
