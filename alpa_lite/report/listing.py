@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alpa_lite import _jax
+from alpa_lite import program as programs
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.lowering import Body, LocalProgram, Loop, Reshard
+from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.search import Found
 from alpa_lite.report import units
 from alpa_lite.strategy import Factor, Rule
@@ -31,6 +33,10 @@ def text(value: Any) -> str:
             return "\n".join(_groups(value))
         case Found():
             return "\n".join(_found(value))
+        case FoundPipeline():
+            return "\n".join(_pipeline(value))
+        case programs.Program():
+            return "\n".join(_executables(value))
         case LocalProgram():
             return "\n".join(_program(value))
         case Mapping():
@@ -128,8 +134,41 @@ def _found(found: Found) -> Iterator[str]:
             yield f"  {mark} {axes}{partial}: {cost}"
 
 
+def _pipeline(found: FoundPipeline) -> Iterator[str]:
+    """What the search of stages chose, and each stage as a step of its own."""
+    slices = found.slices
+    yield from (f"note: {note}" for note in found.accumulated.notes)
+    for number, layer in enumerate(found.layers.layers):
+        cost = f"{layer.flops:.3e} FLOPs, {layer.bytes_out} bytes behind it"
+        yield f"layer {number}: {len(layer.ops)} operations, {cost}, {layer.fingerprint}"
+    yield f"{slices.schedule}, {slices.num_microbatches} micro-batches, {slices.virtual} stages a submesh"
+    yield f"estimated {slices.seconds} s, bound {found.bound} s, simulated {found.seconds} s"
+    for w in found.weighed:
+        size = "" if w.bytes is None else f", {w.bytes:.0f} bytes"
+        numbers = f"{w.num_stages} submeshes, {w.seconds} s{size}, bound {w.bound} s"
+        yield f"weighed {w.schedule} x {w.virtual}, {w.num_microbatches} micro-batches: {w.status}, {numbers}"
+    for mesh, (buffers, temporary) in enumerate(found.bytes):
+        devices = f"{slices.devices[mesh]} devices from {slices.first_devices[mesh]} on"
+        yield f"submesh {mesh}: {devices}, {buffers} + {temporary} bytes of {found.budget:.0f}"
+    for number, (choice, stage) in enumerate(zip(slices.stages, found.stages, strict=True)):
+        layers = f"layers {choice.first} to {choice.stop - 1}"
+        yield f"\nstage {number}: {layers}, submesh {choice.mesh}, remat {found.remat[number]}"
+        yield from _found(stage.found)
+        yield from _program(stage.program)
+
+
+def _executables(program: programs.Program) -> Iterator[str]:
+    """The executables of a pipeline, what buffers are, and the list of every submesh."""
+    for number, item in enumerate(program.executables):
+        yield f"executable {number}: {item.name}, submesh {item.mesh}, {item.seconds} s"
+    for number, item in enumerate(program.transfers):
+        names = ", ".join(program.buffers[b].name for b in item.sent)
+        yield f"transfer {number}: {item.source} to {item.destination}, {item.seconds} s: {names}"
+    yield programs.text(program)
+
+
 def _program(program: LocalProgram) -> Iterator[str]:
-    yield f"mesh {units.mesh(program.mesh.shape, program.mesh.axis_names)}, {program.registers} registers"
+    yield f"mesh {units.mesh(program.mesh.shape, program.mesh.axis_names)}, {len(program.registers)} registers"
     yield from _body(program.body, program.inputs, program.outputs, "")
 
 

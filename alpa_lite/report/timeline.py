@@ -190,7 +190,8 @@ def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
     if columns > digits:
         scale = columns / unit
         return _View(scale, ((0, round(seconds * scale)),), round(seconds * scale))
-    scale = (digits + 1) / unit
+    shortest = min(event.seconds for event in tasks if event.kind in kinds and event.seconds >= 0.8 * unit)
+    scale = (digits + 1) / shortest
     total = round(seconds * scale)
     if total <= room:
         return _View(scale, ((0, total),), total)
