@@ -6,23 +6,23 @@ if one device raises while others wait for it in a collective, they wait until t
 
 Answer. Every callback is wrapped when its executable is traced. The wrapper gets the number of the micro-batch as one
 more operand, and what it raises names the executable, that number and the source line. On one device it raises at once.
-On several, it notes the failure and returns zeros, so that all devices go on; at the end of the executable, when all of
-its outputs are there, each device looks for a note and raises.
-
-A callback without results (a print) may run after that look. Its note is found at the next call of the step.
+On several, it notes the failure and returns zeros, so that all devices go on. A second executable takes all results of
+the first and gives them back: it starts on a device when the first has ended there, prints and unread results included.
+In it, the devices tell each other whether there is a note, and all raise or none: a device that failed alone would be
+missing in the collectives of every later executable.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
@@ -37,40 +37,28 @@ class Failures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._errors: dict[tuple[str, int], ExecutionError] = {}
-        self._told: dict[tuple[str, int], set[int]] = {}  # the devices that have raised it
+        self._thrown: Counter[tuple[str, int]] = Counter()
 
     def note(self, name: str, microbatch: int, error: ExecutionError) -> None:
         """Keeps the first error of a run of the executable `name`."""
         with self._lock:
             self._errors.setdefault((name, microbatch), error)
 
-    def look(self, name: str, microbatch: int, device: int, count: int) -> None:
-        """Raises the error that is noted, once on each of `count` devices."""
+    def noted(self, name: str, microbatch: int) -> bool:
+        """Whether there is an error of this run."""
+        return (name, microbatch) in self._errors
+
+    def throw(self, name: str, microbatch: int, count: int) -> None:
+        """Raises the error of this run, and forgets it the `count`-th time."""
         key = name, microbatch
         with self._lock:
             error = self._errors.get(key)
-            told = self._told.setdefault(key, set())
-            if error is None or device in told:
-                return
-            told.add(device)
-            if len(told) == count:
-                del self._errors[key], self._told[key]
+            if error is None:  # all devices of the step before have thrown it since this one saw it
+                raise ExecutionError(f"{name}, micro-batch {microbatch}: it failed in the step before")
+            self._thrown[key] += 1
+            if self._thrown[key] == count:
+                del self._errors[key], self._thrown[key]
         raise ExecutionError(str(error)) from error.__cause__
-
-    def settle(self) -> None:
-        """Forgets what some device has raised; raises what none has."""
-        with self._lock:
-            left = [error for key, error in self._errors.items() if not self._told.get(key)]
-            self._errors.clear()
-            self._told.clear()
-        if left:
-            raise left[0]
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        with self._lock:
-            self._errors.clear()
-            self._told.clear()
 
 
 def has_callbacks(function: Callable[..., Any], *specs: Any) -> bool:
@@ -86,75 +74,67 @@ def has_callbacks(function: Callable[..., Any], *specs: Any) -> bool:
     return bool(met)
 
 
-def located(
-    function: Callable[..., Sequence[Any]], name: str, mesh: Mesh, specs: Sequence[PartitionSpec], failures: Failures
-) -> Callable[..., Sequence[Any]]:
-    """`function` with its callbacks wrapped.
-
-    It has one more argument at the end, the number of the micro-batch, int32; and one more result, which nobody needs:
-    an int32 for each device, sharded as `per_device`.
+def located(function: Callable[..., Any], name: str, failures: Failures | None) -> Callable[..., Any]:
+    """`function` with its callbacks wrapped, and one more argument at the end: the number of the micro-batch, int32.
 
     Args:
-      function: from global arrays to a list of global arrays.
       name: of the executable, for messages.
-      mesh: what it runs on.
-      specs: of its results.
-      failures: where wrappers note what was raised.
+      failures: where wrappers note what was raised; None if they raise it.
     """
-    several = mesh.size > 1
 
-    def run(*arrays: Any) -> Sequence[Any]:
+    def run(*arrays: Any) -> Any:
         *own, number = arrays
 
         def replace(params: Any, source: Any, operands: Sequence[Any]) -> Any:
             shapes = [(aval.shape, aval.dtype) for aval in params.get("result_avals", ())]
             line = _jax.source_line(source)
             line = f"at {line}" if line else _definition(params["callback"])
-            wrapped = _Located(params["callback"], name, line, shapes, failures if several else None)
+            wrapped = _Located(params["callback"], name, line, shapes, failures)
             return {**params, "callback": wrapped}, [*operands, number]
 
         with _jax.replacing_callbacks(replace):
-            results = function(*own)
-        looked = _look(results, number, name, mesh, specs, failures) if several else jnp.zeros(1, np.int32)
-        return [*results, looked]
+            return function(*own)
 
     return run
 
 
-def per_device(mesh: Mesh) -> PartitionSpec:
-    """Of an array that has one element on each device."""
-    return PartitionSpec(mesh.axis_names)
+def looking(
+    compiled: Callable[..., Sequence[Any]], name: str, mesh: Mesh, results: Sequence[Any], failures: Failures
+) -> Callable[..., Sequence[Any]]:
+    """`compiled`, whose last argument is the number of the micro-batch, with the look behind it.
 
-
-def _look(
-    results: Sequence[Any], number: Any, name: str, mesh: Mesh, specs: Sequence[PartitionSpec], failures: Failures
-) -> Any:
-    """Makes each device look for a note once its blocks of the results are there.
-
-    The result of the look must be a result of the executable, or it is left out. (An `io_callback` is not, but leaves a
-    token behind that raises once more when Python ends.)
+    Args:
+      results: of `compiled`: `jax.ShapeDtypeStruct`s with their shardings on the mesh.
     """
 
-    def look(microbatch: Any, device: Any, *_: Any) -> Any:
-        failures.look(name, int(microbatch), int(device), mesh.size)
-        return np.zeros(1, np.int32)
+    flag = jax.ShapeDtypeStruct((1,), np.int32)
+
+    def look(microbatch: Any) -> Any:
+        return np.full(1, failures.noted(name, int(microbatch)), np.int32)
+
+    def throw(microbatch: Any, noted: Any) -> Any:
+        if noted.any():
+            failures.throw(name, int(microbatch), mesh.size)
+        return noted
 
     def local(number: Any, *blocks: Any) -> Any:
-        device = jax.lax.axis_index(mesh.axis_names)
-        shape = jax.ShapeDtypeStruct((1,), np.int32)
-        return jax.pure_callback(look, shape, number, device, *[_first(block) for block in blocks])
+        noted = jax.lax.psum(jax.pure_callback(look, flag, number), mesh.axis_names)
+        return [jax.pure_callback(throw, flag, number, noted), *blocks]  # what is no result would be left out
 
+    specs = [one.sharding.spec for one in results]
     region = jax.shard_map(
-        local, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=per_device(mesh), check_vma=False
+        local, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=[PartitionSpec(mesh.axis_names), *specs],
+        check_vma=False,
     )  # fmt: skip
-    return region(number, *results)
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    wanted = [NamedSharding(mesh, PartitionSpec(mesh.axis_names)), *(one.sharding for one in results)]
+    donated = tuple(range(1, 1 + len(results)))
+    second = jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results).compile()
 
+    def run(*arrays: Any) -> Sequence[Any]:
+        return second(arrays[-1], *compiled(*arrays))[1:]
 
-def _first(block: Any) -> Any:
-    """One element of a block, that cannot be had before the block."""
-    if jnp.issubdtype(block.dtype, jax.dtypes.prng_key):
-        block = jax.random.key_data(block)
-    return jnp.ravel(block)[:1]
+    return run
 
 
 def _definition(callback: Any) -> str:

@@ -177,16 +177,16 @@ class PipelineExecutable:
         self._empty = self._kept({
             (program.executables[item.executable].mesh, item.microbatch)
             for items in program.lists for item in items
-            if isinstance(item, Run) and made[item.executable][1]
+            if isinstance(item, Run) and made[item.executable][2]
         })  # fmt: skip
         movers: dict[tuple[Any, ...], Mover] = {}
         for mesh, position in order(program):
             item = program.lists[mesh][position]
             match item:
                 case Run():
-                    compiled, numbered = made[item.executable]
+                    _, call, numbered = made[item.executable]
                     read = (*item.inputs, self._numbers[mesh, item.microbatch]) if numbered else item.inputs
-                    self._steps.append((True, compiled, read, item.outputs, program.consumed(item)))
+                    self._steps.append((True, call, read, item.outputs, program.consumed(item)))
                 case Send(transfer=number):
                     transfer = program.transfers[number]
                     plans = transfers.plans_of(program, number, self._cluster)
@@ -198,32 +198,38 @@ class PipelineExecutable:
                 case _:
                     continue  # a receive: the controller has issued the whole transfer where it was sent
             self._items.append(item)
-        self._compiled = [compiled for compiled, _ in made]
+        self._compiled = [compiled for compiled, _, _ in made]
         return self._compiled
 
-    def _compile(self, number: int, run: Run) -> tuple[Any, bool]:
-        """An executable, and whether it takes the number of the micro-batch besides: only if it has callbacks."""
+    def _compile(self, number: int, run: Run) -> tuple[Any, Callable[..., Any], bool]:
+        """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
         program, executable = self._program, self._program.executables[number]
-        function = self._function(number)
-        shardings = [self._sharding(b) for b in run.inputs]
-        specs = [jax.ShapeDtypeStruct(program.buffers[b].shape, program.buffers[b].dtype) for b in run.inputs]
-        wanted = [self._sharding(b) for b in run.outputs]
-        numbered = callbacks.has_callbacks(function, *specs)
+        mesh, function = self._meshes[executable.mesh], self._function(number)
+
+        def spec(b: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                program.buffers[b].shape, program.buffers[b].dtype, sharding=self._sharding(b)
+            )  # fmt: skip
+
+        inputs, results = [spec(b) for b in run.inputs], [spec(b) for b in run.outputs]
+        numbered = callbacks.has_callbacks(function, *inputs)
+        several = mesh.size > 1
         if numbered:
-            mesh, made = self._meshes[executable.mesh], [sharding.spec for sharding in wanted]
-            function = callbacks.located(function, executable.name, mesh, made, self._failures)
-            shardings.append(NamedSharding(mesh, jax.sharding.PartitionSpec()))
-            specs.append(jax.ShapeDtypeStruct((), np.int32))
-            wanted.append(NamedSharding(mesh, callbacks.per_device(mesh)))
+            function = callbacks.located(function, executable.name, self._failures if several else None)
+            everywhere = NamedSharding(mesh, jax.sharding.PartitionSpec())
+            inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
         function.__name__ = executable.name.replace(" ", "_")
         jitted = jax.jit(
             function,
-            in_shardings=tuple(shardings),
-            out_shardings=wanted,
+            in_shardings=tuple(one.sharding for one in inputs),
+            out_shardings=[one.sharding for one in results],
             donate_argnums=executable.donated,
             keep_unused=True,
         )
-        return jitted.lower(*specs).compile(), numbered
+        compiled = jitted.lower(*inputs).compile()
+        if numbered and several:
+            return compiled, callbacks.looking(compiled, executable.name, mesh, results, self._failures), True
+        return compiled, compiled, numbered
 
     def _function(self, number: int) -> Callable[..., Any]:
         """An executable as a function of flat arrays."""
@@ -409,7 +415,6 @@ class PipelineExecutable:
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
         self.compile()
-        self._failures.settle()
         leaves = self._apart(leaves)
         env = self._placed(leaves)
         leaves.clear()
@@ -438,7 +443,6 @@ class PipelineExecutable:
             raise
         except Exception as error:
             _drain(env)
-            self._failures.clear()
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: Exception) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -207,7 +208,7 @@ def test_a_trace_has_every_task_once_after_what_it_reads(schedule):
     assert len(traced.events) - len(tasks) == len(program.transfers)
     for mesh in range(len(program.lists)):
         own = sorted((e.start, e.end) for e in tasks if e.mesh == mesh)
-        assert all(a[1] <= b[0] for a, b in zip(own, own[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
     check_dependencies(program, traced.events)
     names = {e["args"].get("name") for e in timeline.trace_events(traced)["traceEvents"] if e["ph"] == "M"}
     assert {"executed", "submesh 0", "submesh 1, transfers"} <= names
