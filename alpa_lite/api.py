@@ -1,6 +1,6 @@
 """`parallelize`: a train step written for one device, run on all of them. The whole compiler is `compile_step`.
 
-step --tracing--> Traced --factors--> rules --grouping--> Grouping
+step --tracing--> Traced --factors--> rules --accumulation, grouping--> Step, a loop over micro-batches
      for each mesh shape: --strategies--> StrategyGraph --sharding--> Solution      (both inside `search`)
      --lowering--> LocalProgram --planning--> Plan --verification--> the plan is true --executor--> outputs
 """
@@ -23,11 +23,10 @@ import numpy as np
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
-from alpa_lite.options import Method, Off, Options
+from alpa_lite.options import Method, Off, Options, Pipeline
 from alpa_lite.passes import (
     choice,
     factors,
-    grouping,
     lowering,
     pipeline_planning,
     pipeline_replay,
@@ -77,37 +76,56 @@ def compile_step(
             rules = factors.rules(traced.graph.ops(), traced.graph.values)
             write("factors", rules)
         with clock.lap("grouping", show):
-            groups = grouping.group(traced, rules)
-            write("groups", groups)
+            step = choice.cut(traced, rules, _parts(options, given), allow_inexact=options.allow_inexact)
+            write("groups", step.groups)
         with clock.lap("search", show):
             if given is not None and given.pipeline is not None:
                 found = pipeline_replay.replayed(traced, rules, cluster, given, allow_inexact=options.allow_inexact)
             elif given is not None:
-                found = replay.replay(traced, groups, rules, cluster, given, communication=options.communication)
+                found = choice.OneMesh(
+                    step,
+                    replay.replay(
+                        step.traced, step.groups, step.rules, cluster, given, communication=options.communication
+                    ),
+                )
             else:
                 found = choice.choose(
-                    traced, groups, rules, cluster, method,
+                    traced, rules, step, cluster, method,
                     num_microbatches=options.num_microbatches, allow_inexact=options.allow_inexact,
                     budget=budget, time_limit=options.solver_time_limit, progress=show.stage,
                 )  # fmt: skip
-            write("solution", found)
+            write("solution", found if isinstance(found, FoundPipeline) else found.found)
         described = method.describe() if given is None else given.method
         if isinstance(found, FoundPipeline):
             return _pipelined(traced, found, cluster, described, budget, options, clock, show, write)
+        step, found = found.step, found.found
         with clock.lap("lowering", show):
-            program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+            whole = step.traced, step.groups, step.rules
+            program = lowering.lower(*whole, found.mesh, found.choice, found.space.late_from)
             write("program", program)
             plan = planning.write(
-                traced, groups, rules, found, program, cluster, method=described, budget=budget,
-                communication=options.communication, replayed=given is not None,
+                *whole, found, program, cluster, method=described, budget=budget,
+                communication=options.communication, replayed=given is not None, num_microbatches=step.num_microbatches,
             )  # fmt: skip
         with clock.lap("verification", show):
             if options.verify != "off":
-                plan = verification.verified(plan, traced, program)
+                plan = verification.verified(plan, step.traced, program)
         plan = replace(plan, planning_seconds=dict(clock.laps))
         write("plan", plan)
     logger.info("planned %s: %s", getattr(fun, "__name__", fun), clock.laps)
-    return Compiled(traced, program, plan)
+    return Compiled(step.traced, program, plan)
+
+
+def _parts(options: Options, given: Plan | None) -> int:
+    """The micro-batches that one mesh is tried with first; 1 for pipelines, which cut the step on their own."""
+    asked = options.num_microbatches
+    if given is not None:
+        if asked not in ("auto", given.num_microbatches):
+            raise OptionError(
+                f"num_microbatches={asked}: the given plan has {given.num_microbatches}; leave one of the two out"
+            )
+        return given.num_microbatches if given.pipeline is None else 1
+    return asked if isinstance(asked, int) and not isinstance(options.method, Pipeline) else 1
 
 
 def _pipelined(
@@ -138,8 +156,10 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         Pipeline() Manual()`.
       cluster: the devices to plan for; by default those that are here.
       memory_per_device: bytes that a plan may fill on each device; by default its memory less a reserve.
-      num_microbatches: how many parts of the batch follow each other; "auto" chooses.
-      allow_inexact: whether micro-batches may change what is computed where a value needs the whole batch.
+      num_microbatches: how many parts of the batch follow each other; "auto" chooses: on one mesh one, or if that does
+        not fit the memory, the least power of two that does.
+      allow_inexact: whether a given number of micro-batches may change what is computed where a value needs the whole
+        batch (batch norm); `Plan.notes` says where it does.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.

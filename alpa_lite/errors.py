@@ -20,7 +20,15 @@ class TracingError(AlpaLiteError, TypeError):
 
 
 class InfeasibleError(AlpaLiteError, RuntimeError):
-    """No plan satisfies the constraints, such as the memory budget or the device count."""
+    """No plan satisfies the constraints, such as the memory budget or the device count.
+
+    Attributes:
+      smallest_budget: the least bytes per device with which there is a plan; None if that was not what failed.
+    """
+
+    def __init__(self, message: str, smallest_budget: float | None = None):
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
 
 
 class PlanError(AlpaLiteError, ValueError):

@@ -256,8 +256,10 @@ class Options:
       method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
       cluster: what to plan for; a preset's name is looked up; None is `Cluster.local()` when planning.
       memory_per_device: bytes that a plan may fill; None is the cluster's usable memory.
-      num_microbatches: how many parts of the batch follow each other; "auto" chooses.
-      allow_inexact: whether micro-batches may change what is computed where a value needs the whole batch (batch norm).
+      num_microbatches: how many parts of the batch follow each other; "auto" chooses: on one mesh one, or if that does
+        not fit the memory, the least power of two that does.
+      allow_inexact: whether a given number of micro-batches may change what is computed where a value needs the whole
+        batch (batch norm); it is then computed within each micro-batch, and the plan's notes say so.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program, hashable.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" is the state.
@@ -314,6 +316,8 @@ def _validate(options: Options) -> None:
     count = options.num_microbatches
     if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         refuse("num_microbatches", 'give a positive number, or "auto"')
+    if isinstance(options.method, Off) and count not in ("auto", 1):
+        refuse("num_microbatches", 'method="off" runs the step as it is; leave one of the two out')
     if not isinstance(options.allow_inexact, bool):
         refuse("allow_inexact", "give True or False")
     if options.communication not in ("explicit", "compiler"):

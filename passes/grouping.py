@@ -8,11 +8,13 @@ Grouping. Every value gets a *home*: a group, and for each of its dims the facto
 
 - leaf: an argument, a constant, or an input of a nested body (a *port*): its factors are its dims;
 - heavy: one operation with its own rule (a matrix product, a reduction, a gather, ...);
-- linear: an addition of values that may be partial sums, so that a partial sum can travel through it;
+- linear: an addition of values that may be partial sums, so that a partial sum can travel through it; a carry that
+  starts at zero and is only added to, scalars (a loss) too, so that gradients and losses of micro-batches are reduced
+  once, after the loop;
 - light: elementwise operations, transpositions and the like that hang together. An operation joins the home of its
   *main* operand, the deepest operand that has all of its factors, so that group factors need no unification;
-- the *fixed* group 0: scalars, everything that no rule describes, and what cannot be inside a region (a user's own
-  `shard_map`, ordered effects); it has one strategy, replication.
+- the *fixed* group 0: other scalars, everything that no rule describes, and what cannot be inside a region (a user's
+  own `shard_map`, ordered effects); it has one strategy, replication.
 
 Iota, broadcasts to more elements, and what is computed from these alone are *lazy*: they cost nothing to repeat, so
 each consumer makes its own block, and what is moved is the small source ("price a broadcast at its source's bytes").
@@ -145,6 +147,9 @@ class _Builder:
         start = self.clock
         for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
             kind = "const" if i < consts else "carry" if i < consts + carry else "xs"
+            if value in sums and not self.values[value].shape:
+                self.scalar_sum(atom, value, trips, inner)
+                continue
             index = self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
             if value in sums and index:
                 self.drafts[index].kind = "linear"
@@ -162,6 +167,13 @@ class _Builder:
                 self.adopt(result, port, ((), *dims))
         self.depth.update(dict.fromkeys(op.results, start))
 
+    def scalar_sum(self, atom: Atom, value: int, trips: int, times: int) -> None:
+        """A group of its own for a scalar that a loop adds to, so that it is reduced after the loop."""
+        self.drafts.append(Draft("linear", [], times, "carry"))
+        self.adopt(value, len(self.drafts) - 1, ())
+        self.defined[value] = self.depth[value] = self.clock
+        self.want(atom, len(self.drafts) - 1, (), trips)
+
     def accumulators(self, op: Op) -> set[int]:
         """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
         (body,) = op.bodies
@@ -171,7 +183,7 @@ class _Builder:
         found = set()
         for i in range(carry):
             start, value, end = op.operands[consts + i], body.inputs[consts + i], body.outputs[i]
-            if isinstance(start, Lit) or isinstance(end, Lit) or end not in producer or not self.is_zero(start):
+            if isinstance(end, Lit) or end not in producer or not self.is_zero(start):
                 continue
             adds = producer[end]
             once = uses[value] == 1 and uses[end] == 1
@@ -180,8 +192,10 @@ class _Builder:
         self.zero_carries |= found
         return found
 
-    def is_zero(self, value: int) -> bool:
-        """Whether a value is a broadcast zero, which is a partial sum over any axes."""
+    def is_zero(self, value: Atom) -> bool:
+        """Whether a value is zero, a literal or broadcast, which is a partial sum over any axes."""
+        if isinstance(value, Lit):
+            return not np.any(value.value)
         if value not in self.lazy:
             return False
         op = self.ops[self.lazy[value][0]]
@@ -300,7 +314,7 @@ class _Builder:
         self.depth.update(dict.fromkeys(op.results, depth))
         if op.name == "optimization_barrier":
             self.barrier(op)
-        elif rule.source == "opaque" or not rule.factors:
+        elif rule.source == "opaque" or (not rule.factors and op.index not in self.linear):
             self.member(op, rule, 0, (), trips)
         elif self.becomes_lazy(op, rule, tensors):
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})

@@ -47,8 +47,10 @@ def linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value],
         return None
 
     for op in block.ops:
-        if op.name not in _ADDITIONS or op.key not in rules or not rules[op.key].factors:
+        if op.name not in _ADDITIONS or op.key not in rules:
             continue
+        if not rules[op.key].factors and not any(a in accumulators for a in op.operands):
+            continue  # a scalar that no loop adds up
         shape = values[op.results[0]].shape
         if any(isinstance(a, Lit) or values[a].shape != shape for a in op.operands):
             continue

@@ -45,6 +45,7 @@ def write(
     budget: float,
     communication: str,
     replayed: bool = False,
+    num_microbatches: int = 1,
     notes: Sequence[str] = (),
 ) -> Plan:
     """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty."""
@@ -56,6 +57,7 @@ def write(
     compute = float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
     parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
+    parts["micro-batches"] = str(num_microbatches)
     solution = found.solution
     stage = Stage(
         mesh_shape=found.mesh.shape,
@@ -72,7 +74,7 @@ def write(
         cluster=cluster,
         num_devices=found.mesh.size,
         num_stages=1,
-        num_microbatches=1,
+        num_microbatches=num_microbatches,
         schedule="none",
         step_seconds=solution.objective,
         fingerprint=fingerprint(parts),

@@ -103,7 +103,7 @@ def search(
         if finished and solution.objective < cutoff:
             best = problem.mesh, space, solution
     if best is None:
-        raise InfeasibleError(_why_infeasible(traced, [problem for _, problem, _ in tried], budget, cluster))
+        raise _infeasible(traced, [problem for _, problem, _ in tried], budget, cluster)
     mesh, space, solution = best
     choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
     named = tuple(
@@ -280,7 +280,7 @@ def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMes
     return out
 
 
-def _why_infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> str:
+def _infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> InfeasibleError:
     """What binds, the smallest budget that works, and what would fit."""
     smallest, where = math.inf, ""
     for problem in tried:
@@ -294,9 +294,10 @@ def _why_infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cl
     leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
-    return (
+    return InfeasibleError(
         f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
         f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes before they are sharded over "
         f"{cluster.num_devices} devices; the largest of them: {largest}. A larger budget, more devices, "
-        f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit."
+        f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit.",
+        smallest,
     )

@@ -85,8 +85,9 @@ def test_a_batch_that_does_not_divide(method):
     names(text, "batch['x']", "12", "8 devices", "multiple of 8", "method='auto'")
 
 
-def test_auto_takes_a_batch_that_does_not_divide():
-    assert make(args=arguments(batch=12)).num_devices == 8
+def test_a_batch_that_does_not_divide_is_no_error_where_the_plan_is_free():
+    assert make(args=arguments(batch=12), method=alpa_lite.Sharded()).num_devices == 8
+    assert make(args=arguments(batch=12)).num_devices <= 8
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_plan_for_another_model_with_the_same_arguments():
         value, grads = jax.value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
-    text = message(alpa_lite.PlanError, other, plan=make())
+    text = message(alpa_lite.PlanError, other, plan=make(method=alpa_lite.Sharded()))
     names(text, "no decision", "program was", "Plan again")
 
 
@@ -176,7 +177,8 @@ def test_a_plan_file_that_is_no_plan(tmp_path):
         ({"metod": "auto"}, ["metod", "method"]),
         ({"method": "fastest"}, ["'fastest'", "DataParallel()"]),
         ({"cluster": "h1000"}, ["'h1000'", "h100"]),
-        ({"num_microbatches": 4}, ["num_microbatches=4", '"auto"']),
+        ({"num_microbatches": 0}, ["num_microbatches=0", "positive number", '"auto"']),
+        ({"num_microbatches": 4, "method": "off"}, ["num_microbatches=4", 'method="off"', "leave one of the two out"]),
         ({"memory_per_device": -1}, ["memory_per_device=-1", "above 0"]),
         ({"communication": "fast"}, ["'fast'", "explicit", "compiler"]),
     ],

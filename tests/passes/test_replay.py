@@ -82,7 +82,7 @@ def test_state_gathered_twice_is_gathered_twice_again(no_solver):
     plan = loose
     for share in (0.9, 0.8):
         try:
-            plan = planned(method=alpa_lite.Zero(stage=3), memory_per_device=int(budget * share))
+            plan = planned(method=alpa_lite.Zero(stage=3), memory_per_device=int(budget * share), num_microbatches=1)
         except alpa_lite.InfeasibleError:
             break
     assert plan.ingredients[state_twice] == "True"

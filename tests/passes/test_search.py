@@ -119,8 +119,11 @@ def adam_args(layers: int = LAYERS, width: int = 1024, batch: int = 8192) -> tup
 
 
 def adam_plan(budget: int | None) -> alpa_lite.Plan:
-    method = alpa_lite.Sharded((8,))
-    return alpa_lite.make_plan(adam_step, *adam_args(), cluster=H100, method=method, memory_per_device=budget)
+    """Without micro-batches, which would make room too."""
+    return alpa_lite.make_plan(
+        adam_step, *adam_args(), cluster=H100, method=alpa_lite.Sharded((8,)), memory_per_device=budget,
+        num_microbatches=1,
+    )  # fmt: skip
 
 
 def sharded(plan: alpa_lite.Plan, part: str) -> list[bool]:
