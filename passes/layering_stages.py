@@ -148,10 +148,16 @@ class _Assigner:
                     self.shared.add(op.index)
 
     def find_available(self) -> None:
-        """A(v) for forward values and the body's inputs, ascending; nothing for what the forward pass does not read."""
+        """A(v) for forward values and the body's inputs, ascending; nothing for what the forward pass does not read.
+
+        Of the batch, masks are made wherever they are used: these users do not draw the gradient products of others.
+        """
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
-        for value in (*self.body.inputs[: self.consts], *self.body.inputs[self.consts + self.carries :]):
+        for value in self.body.inputs[: self.consts]:
             self.available[value] = self.forward_users(value, forward)
+        for value in self.body.inputs[self.consts + self.carries :]:
+            heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free}
+            self.available[value] = self.forward_users(value, heavy or forward)
         for op in self.body.ops:
             for value in op.results if op.index in forward else ():
                 where = set(self.forward_users(value, forward))

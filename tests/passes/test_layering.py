@@ -256,6 +256,28 @@ def test_first_products_gradient_runs_where_its_weights_are():
     assert_equal_to_step(layers, assignment, state, batch)
 
 
+def test_a_mask_of_the_batch_on_every_stage_draws_no_gradient_product():
+    """The batch is on every stage, for its mask; the gradient of the first weights still runs where they are."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        mask = batch["x"][:, :1] > 0
+        x = batch["x"] @ params["tied"]
+        for w in params["layers"]:
+            x = jnp.where(mask, jnp.tanh(x @ w), x)
+        return ((x @ params["tied"].T) ** 2).mean()
+
+    params = {"tied": normal(9, 16, 16) / 4, "layers": [normal(i, 16, 16) / 4 for i in range(3)]}
+    step, state = microbatched.step_of(loss_fn, params, 2, SGD)
+    batch = {"x": normal(20, 8, 16)}
+    layers = layers_of(step, state, batch)
+    assignment = assign(layers, range(1, len(layers.layers)))
+    products = [o.index for o in layers.body.ops if o.name == "dot_general" and o.index in layers.forward]
+    ((_, parts),) = assignment.split_sums
+    assert {stage for _, stage in parts} == {assignment.stage[products[0]], assignment.stage[products[-1]]}
+    assert assignment.stage[products[0]] == 0 < assignment.stage[products[-1]]
+    assert_equal_to_step(layers, assignment, state, batch)
+
+
 def encoder_decoder() -> tuple[Any, Any, Any]:
     def block(p: Any, x: jax.Array, memory: jax.Array | None = None) -> jax.Array:
         heads = lambda y: y.reshape(*y.shape[:2], 2, 8)  # noqa: E731
@@ -394,7 +416,7 @@ def test_hints_say_where_layers_begin():
         sum(op.name == "dot_general" and op.index in layer.ops for op in layers.body.ops) for layer in layers.layers
     ]
     assert products == [1, 2, 1]
-    with pytest.raises(OptionError, match="'block7'.*block0, block1"):
+    with pytest.raises(OptionError, match=r"'block7'.*block0, block1"):
         layers_of(step, state, batch, hints=["block7"])
 
 
@@ -424,7 +446,7 @@ def test_the_dynamic_program_is_exact(sizes: list[tuple[int, int]], most: int):
 
     def cost(ends: tuple[int, ...]) -> float:
         bounds = [0, *ends, len(atoms)]
-        spans = [sum(a.seconds for a in atoms[i:j]) for i, j in zip(bounds, bounds[1:], strict=False)]
+        spans = [sum(a.seconds for a in atoms[i:j]) for i, j in itertools.pairwise(bounds)]
         cut = sum((1 + atoms[e - 1].cut / typical) / (2 * aimed) for e in ends)
         return cut + aimed * sum((t / total) ** 2 for t in spans) if max(spans) <= bound else np.inf
 
