@@ -290,6 +290,7 @@ def _validate(cluster: Cluster) -> None:
     require("f32" in peaks and min(peaks.values()) > 0, "peak_flops", 'give FLOP/s above 0, for "f32" at least')
     for field in ("node_link", "network_link", "card_link"):
         link = getattr(cluster, field)
+        require(link is None or isinstance(link, Link), field, "give a Link(bytes per second, seconds of latency)")
         require(link is None or (link.bandwidth > 0 and link.latency >= 0), field, "give bytes/s above 0, seconds >= 0")
     require(cluster.network_link is not None or cluster.nodes == 1, "network_link", "several nodes need a network")
     cards = cluster.devices_per_card
