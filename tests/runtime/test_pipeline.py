@@ -21,6 +21,7 @@ from alpa_lite.program import Run, Send
 from alpa_lite.report import timeline
 from alpa_lite.runtime.executor import NewSignature
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.timeline import Event
 from tests import pipeline_driver, pipelines, test_correctness, zoo
 
 WIDTH = 16
@@ -214,7 +215,7 @@ def test_a_trace_has_every_task_once_after_what_it_reads(schedule):
     assert {"executed", "submesh 0", "submesh 1, transfers"} <= names
 
 
-def check_dependencies(program: programs.Program, events: Sequence) -> None:
+def check_dependencies(program: programs.Program, events: Sequence[Event]) -> None:
     """What a run or transfer reads was made before it started. Events come in the order of dispatch, as `order` has."""
     made: dict[int, float] = {}
     pending = iter(events)

@@ -29,6 +29,10 @@ def check(x):
     return np.asarray(x)
 
 
+def printed(x) -> None:
+    check(x)
+
+
 def of_example(kind: str, x: jax.Array) -> jax.Array:
     """Gives one example to a callback."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -36,7 +40,7 @@ def of_example(kind: str, x: jax.Array) -> jax.Array:
         return jax.pure_callback(check, shape, x)
     if kind == "io":
         return io_callback(check, shape, x)
-    jax.debug.callback(lambda x: check(x) is None, x)
+    jax.debug.callback(printed, x)
     return x
 
 

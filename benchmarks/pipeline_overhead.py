@@ -1,0 +1,192 @@
+"""What a task of a pipeline costs in Python, beyond the jit and `device_put` calls that it makes.
+
+The stages are tiny, so that what is timed is the call of the step: from calling until it returns. In it, every call of
+a compiled executable and every `jax.device_put` is timed by itself; the rest is ours: walking the instruction lists,
+checking and placing arguments, the pieces of transfers, flattening and unflattening. It is divided by the number of
+tasks, which are runs of executables: one for each stage, micro-batch and direction, and those before and after.
+
+All is repeated with fresh states. `ours_us` is the median over the calls of microseconds per task that are ours,
+`calls_us` those of the jit and `device_put` calls, and `ours_us_of_each` the medians of the repetitions. The devices
+of a CPU compete with the call for its cores; `ours_cpu_us` and `calls_cpu_us` count only the time that the calling
+thread was running. (A CPU runs some executables within the call that dispatches them: `calls_us` then has their work.)
+
+    python benchmarks/pipeline_overhead.py
+
+writes benchmarks/results/pipeline_overhead.json. Run it on an idle machine: the numbers are tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import alpa_lite
+from alpa_lite.program import Run, Send
+from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.transfer import Mover
+
+RESULTS = Path(__file__).parent / "results" / "pipeline_overhead.json"
+SUBMESHES = {
+    "4 submeshes of 1": ((1,),) * 4,
+    "4 submeshes of 2": ((2,),) * 4,
+    "submeshes of 2, 2 and 4": ((2,), (2,), (4,)),
+}
+LAYERS, WIDTH = 8, 8
+
+
+def main() -> None:
+    """Measures and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--dry-run", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    rows = []
+    for name, shapes in SUBMESHES.items():
+        measured = measure(shapes, arguments.microbatches, arguments.repetitions, arguments.rounds)
+        rows.append({"submeshes": name, "microbatches": arguments.microbatches, **measured})
+        print(rows[-1])
+    if arguments.dry_run:
+        return
+    RESULTS.parent.mkdir(exist_ok=True)
+    machine = {
+        "python": platform.python_version(),
+        "backend": jax.default_backend(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "rounds": arguments.rounds,
+        "repetitions": arguments.repetitions,
+    }
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known[f"jax {jax.__version__}"] = {"machine": machine, "rows": rows}
+    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def step(state: Any, batch: Any) -> tuple[Any, Any]:
+    """Least squares of a small deep network."""
+
+    def loss_fn(params: Any) -> Any:
+        hidden = batch["x"]
+        for weight in params:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], loss
+
+
+def arguments_of(microbatches: int) -> tuple[Any, Any]:
+    """A state, and a batch of eight examples for each micro-batch."""
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=(8 * microbatches, WIDTH)).astype(np.float32) for name in "xy"}
+    return [random.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)], batch
+
+
+def measure(shapes: Any, microbatches: int, repetitions: int, rounds: int) -> dict[str, Any]:
+    """Microseconds per task (the module's docstring says of what)."""
+    method = alpa_lite.Pipeline(num_stages=len(shapes), schedule="1f1b", submesh_shapes=shapes, remat="none")
+    run = alpa_lite.parallelize(step, method=method, num_microbatches=microbatches)
+    args = arguments_of(microbatches)
+    executable = run._executable(args, {})
+    assert isinstance(executable, PipelineExecutable)
+    executable.compile()
+    clocks = Clocks()
+    instrument(executable, clocks)
+    items = executable._items
+    tasks = sum(isinstance(item, Run) for item in items)
+    found = [_rounds(run, run.place(*args), clocks, rounds) for _ in range(repetitions)]
+    each = [[1e6 * statistics.median(column) / tasks for column in zip(*times, strict=True)] for times in found]
+    whole, calls, busy, busy_calls = (statistics.median(column) for column in zip(*each, strict=True))
+    return {
+        "tasks": tasks,
+        "transfers": sum(isinstance(item, Send) for item in items),
+        "arguments_per_task": round(statistics.mean(len(i.inputs) for i in items if isinstance(i, Run)), 1),
+        "ours_us": round(whole - calls, 1),
+        "calls_us": round(calls, 1),
+        "ours_cpu_us": round(busy - busy_calls, 1),
+        "calls_cpu_us": round(busy_calls, 1),
+        "ours_us_of_each": [round(one[0] - one[1], 1) for one in each],
+    }
+
+
+class Clocks:
+    """Seconds within timed calls, by the clock and of the calling thread."""
+
+    def __init__(self) -> None:
+        self.wall = self.busy = 0.0
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed. What the timing itself takes is counted as ours."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start, busy = time.perf_counter(), time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.busy += time.thread_time() - busy
+                self.wall += time.perf_counter() - start
+
+        return run
+
+
+def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:
+    """Times the compiled executables, those within transfers included."""
+    movers = {id(call): call for _, call, *_ in executable._steps if isinstance(call, Mover)}
+    for mover in movers.values():
+        mover._cuts = [(clocks.timed(cut), places) for cut, places in mover._cuts]
+        mover._joins = [(clocks.timed(join), pieces) for join, pieces in mover._joins]
+        mover._reshard = mover._reshard and clocks.timed(mover._reshard)
+    executable._steps = [
+        (is_run, clocks.timed(call) if is_run else call, read, made, dropped)
+        for is_run, call, read, made, dropped in executable._steps
+    ]
+
+
+@contextlib.contextmanager
+def timed_puts(clocks: Clocks) -> Iterator[None]:
+    """Times `jax.device_put` while it lasts."""
+    put = jax.device_put
+    jax.device_put = clocks.timed(put)
+    try:
+        yield
+    finally:
+        jax.device_put = put
+
+
+def _rounds(run: Any, args: Any, clocks: Clocks, rounds: int) -> list[tuple[float, float, float, float]]:
+    """Seconds of each call: by the clock, in timed calls; of the calling thread, in timed calls."""
+    state, batch = args
+    for _ in range(5):
+        state, loss = jax.block_until_ready(run(state, batch))
+    times = []
+    gc.collect()
+    gc.disable()
+    with timed_puts(clocks):
+        for _ in range(rounds):
+            clocks.wall = clocks.busy = 0.0
+            start, busy = time.perf_counter(), time.thread_time()
+            state, loss = run(state, batch)
+            busy, wall = time.thread_time() - busy, time.perf_counter() - start
+            times.append((wall, clocks.wall, busy, clocks.busy))
+            jax.block_until_ready((state, loss))
+    gc.enable()
+    return times
+
+
+if __name__ == "__main__":
+    main()
