@@ -40,6 +40,7 @@ from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.plan import Plan
 from alpa_lite.report import dump, progress, timeline
 from alpa_lite.runtime import executor, pipeline
+from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -259,10 +260,17 @@ class ParallelStep:
         text = self._executable(args, kwargs).hlo()
         return text if isinstance(text, tuple) else (text,)
 
-    def trace(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
         """Runs one pipelined step and writes when everything of it ran, with the predicted timeline beside it.
 
         The file is in the trace-event format, which Perfetto opens. State is copied first: nothing is donated.
+
+        Args:
+          path: the file; None writes nothing.
+          args, kwargs: of the step.
+
+        Returns:
+          When everything ran.
 
         Raises:
           OptionError: the plan has no pipeline; `jax.profiler` shows what one executable does.
@@ -271,7 +279,10 @@ class ParallelStep:
         plan = self.plan(*args, **kwargs)
         if plan.pipeline is None or not isinstance(executable, pipeline.PipelineExecutable):
             raise OptionError("trace: the plan has one mesh and no pipeline; use jax.profiler.trace for its executable")
-        timeline.write(path, executable.trace(*args, **kwargs), plan.pipeline.timeline)
+        executed = executable.trace(*args, **kwargs)
+        if path is not None:
+            timeline.write(path, executed, plan.pipeline.timeline)
+        return executed
 
     @property
     def cluster(self) -> Cluster:

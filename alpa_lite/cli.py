@@ -197,6 +197,7 @@ def _train(
     chosen = _method(method, stages, schedule)
     cluster = training.local_cluster(devices)
     from alpa_lite.report import text as report
+    from alpa_lite.report import timeline
 
     def show(plan: Any) -> None:
         console.print(report.overview(plan) if brief else report.renderable(plan))
@@ -213,6 +214,7 @@ def _train(
         num_microbatches=microbatches or "auto",
         on_plan=show,
         on_line=console.print,
+        on_trace=lambda executed: console.print("\n", timeline.draw(executed), "\n", sep=""),
         **options,
     )
 

@@ -21,6 +21,7 @@ from alpa_lite.models import text as texts
 from alpa_lite.options import Method
 from alpa_lite.plan import Plan
 from alpa_lite.report import units
+from alpa_lite.timeline import Timeline
 
 VIRTUAL_DEVICES = 8
 """CPU devices where there is no accelerator and the user names no number."""
@@ -87,6 +88,7 @@ def train(
     num_microbatches: int | Literal["auto"] = "auto",
     plan: Path | None = None,
     trace: Path | None = None,
+    on_trace: Callable[[Timeline], None] | None = None,
     state: Any = None,
 ) -> Trained:
     """Plans and trains; language models on text, others on one random batch over and over.
@@ -97,6 +99,7 @@ def train(
       text: files; None for the sources of Python's standard library.
       plan: a file with a plan to run instead of solving.
       trace: where to write the timeline of one more step, after the last; for pipelines.
+      on_trace: gets that timeline, of a pipeline, whether it is written or not.
       state: what to go on from, such as another plan's `Trained.state`; None for a fresh model.
 
     Raises:
@@ -128,8 +131,11 @@ def train(
     trained = _loop(step, state, batches, steps, on_line)
     losses = trained.losses
     on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
+    if found.pipeline is not None and (trace is not None or on_trace is not None):
+        executed = step.trace(trace, trained.state, next(batches))
+        if on_trace is not None:
+            on_trace(executed)
     if trace is not None:
-        step.trace(trace, trained.state, next(batches))
         on_line(f"timelines of a step, executed and predicted, in {trace}: open it in https://ui.perfetto.dev")
     return trained
 

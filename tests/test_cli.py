@@ -105,7 +105,8 @@ def test_pipelines_are_planned_simulated_trained_and_traced(tmp_path: Path) -> N
 def test_the_demo_trains_on_one_mesh_and_goes_on_as_a_pipeline() -> None:
     printed = invoke("demo", "--steps", "16", "--microbatches", "2", "--schedule", "1f1b")
     first, second = printed.split("now as a pipeline of 2 stages")
-    assert "submesh 1" in second and "1▓" in second
+    assert "predicted: 2 submeshes" in second and "executed: 2 submeshes" in second
+    assert second.count("submesh 1") == 2 and "1▓" in second
     losses = [
         [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", part, re.MULTILINE)]
         for part in (first, second)

@@ -181,17 +181,20 @@ class _View:
 
 
 def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
-    """Whole columns for the shortest kind of task, enough for a number and a shade; the ends, if that is too wide."""
+    """Whole columns for the shortest kind of task where tasks are multiples of it; else all the room there is.
+
+    At least enough for a number and a shade; the two ends, if that is too wide.
+    """
     if not tasks:
         return _View(1.0, ((0, 0),), 0)
     kinds = {event.kind for event in tasks if event.microbatch >= 0} or {event.kind for event in tasks}
     unit = min(statistics.median(event.seconds for event in tasks if event.kind == kind) for kind in kinds)
     columns = min(_WIDEST, int(room * unit / seconds * (1 + 1e-9)))
-    if columns > digits:
+    if all(abs(event.seconds / unit - round(event.seconds / unit)) < 1e-6 for event in tasks) and columns > digits:
         scale = columns / unit
         return _View(scale, ((0, round(seconds * scale)),), round(seconds * scale))
     shortest = min(event.seconds for event in tasks if event.kind in kinds and event.seconds >= 0.8 * unit)
-    scale = (digits + 1) / shortest
+    scale = min(_WIDEST / unit, max(room / seconds, (digits + 1) / shortest))
     total = round(seconds * scale)
     if total <= room:
         return _View(scale, ((0, total),), total)
