@@ -60,6 +60,8 @@ CASES = {
     "interleaved-1f1b": {"devices": (4, 2), "microbatches": 4, "virtual": 2},
     "zb-h1": {"devices": (2, 4), "microbatches": 4},
 }
+SLOW = ("1f1b", "eager-1f1b")
+ALL = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 
 
 @functools.cache
@@ -79,12 +81,12 @@ def deleted(tree) -> set[bool]:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", CASES)
+@pytest.mark.parametrize("schedule", ALL)
 def test_three_steps_equal_the_single_device_ones(schedule):
     pipeline_driver.compare_steps(executable(schedule), step, arguments())
 
 
-@pytest.mark.parametrize("schedule", CASES)
+@pytest.mark.parametrize("schedule", ALL)
 def test_peak_of_live_arrays_is_the_program_s(schedule):
     measured = executable(schedule).measure_peak(*arguments())
     predicted = programs.peak_bytes(driven(schedule).pipeline.program)
@@ -160,7 +162,10 @@ def toy_parallel(**options):
     return alpa_lite.parallelize(step, method=method, num_microbatches=2, **options)
 
 
-@pytest.mark.parametrize(("donate", "state_goes"), [((), False), ((1,), False), ("auto", True), ((0,), True)])
+@pytest.mark.parametrize(
+    ("donate", "state_goes"),
+    [((), False), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (((1,), False), ((0,), True)))],
+)
 def test_only_what_is_donated_is_deleted(donate, state_goes):
     run = toy_parallel(donate_argnums=donate, verify="off")
     host = arguments(layers=2)
@@ -195,7 +200,7 @@ def test_spared_buffers_are_freed_in_place_of_consumed(schedule):
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", CASES)
+@pytest.mark.parametrize("schedule", ALL)
 def test_a_trace_has_every_task_once_after_what_it_reads(schedule):
     run, program = executable(schedule), driven(schedule).pipeline.program
     state, batch = arguments()
@@ -305,8 +310,8 @@ def test_a_compiled_stage_that_communicates_otherwise_is_named():
 
 
 def test_inputs_and_outputs_of_executables_are_the_program_s_buffers():
-    run = executable("1f1b")
-    program = driven("1f1b").pipeline.program
+    run = executable("zb-h1")
+    program = driven("zb-h1").pipeline.program
     first = {item.executable: item for items in program.lists for item in items if isinstance(item, Run)}
     for number, memory in enumerate(run.memory_analysis()):
         assert memory.argument_size_in_bytes == sum(program.buffers[b].bytes for b in first[number].inputs)

@@ -84,8 +84,17 @@ def failing(run: PipelineExecutable, microbatch: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("devices", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["pure", "io", "debug"])
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [
+        ("pure", (1, 1)),
+        ("io", (2, 2)),
+        ("debug", (2, 2)),
+        pytest.param("pure", (2, 2), marks=pytest.mark.slow),
+        pytest.param("io", (1, 1), marks=pytest.mark.slow),
+        pytest.param("debug", (1, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_a_callback_that_raises_is_located_and_the_next_step_is_right(kind, devices):
     """Also where the devices of a stage wait for each other after the callback, and only one of them has raised."""
     run = executable(kind, devices)
@@ -99,7 +108,7 @@ def test_a_callback_that_raises_is_located_and_the_next_step_is_right(kind, devi
         np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["pure", "debug"])
+@pytest.mark.parametrize("kind", [pytest.param("pure", marks=pytest.mark.slow), "debug"])
 def test_steps_on_what_a_failed_one_left_fail_alike(kind):
     """All micro-batches fail, on devices that wait for each other before and after."""
     run = executable(kind, (2, 2))
@@ -167,7 +176,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("calls", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_interrupt_leaves_no_device_at_work(calls):
     """The same process runs another step, and ends by itself."""
     sizes = {"products": 1, "rows": 16, "width": 8} if calls else {"products": 10, "rows": 512, "width": 256}
