@@ -98,6 +98,7 @@ class _Body:
         self.backward, self.saved = backward, saved
         self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
         self.made = {v: op for op in self.body.ops if op.index in self.layer_of for v in op.results}
+        self.makers = {v: op.index for op in self.body.ops for v in op.results}
         self.entering: dict[int, dict[int, None]] = {}
         self.after: dict[int, Mapping[int, int]] = {}
         self.copied: dict[int, Atom] = {}
@@ -106,7 +107,7 @@ class _Body:
     def block(self) -> Block:
         """The body with copies in it."""
         self.find_entering()
-        for op in self.body.ops:
+        for op in self.forward_first():
             if op.index not in self.backward:
                 self.out.append(op)
                 continue
@@ -119,6 +120,14 @@ class _Body:
                 names.update((v, after[v]) for v in reads(op) if v in after and v not in names and v not in self.made)
             self.out.append(renamed_op(op, names))
         return Block(self.body.inputs, tuple(self.out), self.body.outputs)
+
+    def forward_first(self) -> list[Op]:
+        """The ops, those before all others that layers consist of or need: a barrier reads only what is made."""
+        first = set(self.layer_of)
+        for op in reversed(self.body.ops):
+            if op.index in first:
+                first.update(self.makers[v] for v in reads(op) if v in self.makers)
+        return sorted(self.body.ops, key=lambda op: op.index not in first)
 
     def is_again(self, value: int) -> bool:
         """Whether a value is made again for the backward pass."""
