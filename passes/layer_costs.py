@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, segment_costs, segments, strategies
+from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
 from alpa_lite.passes.local_program import Compute, Instruction, Loop, Operand, Reshard
 from alpa_lite.passes.priced_search import market
 from alpa_lite.passes.rematerialisation import is_kept
@@ -57,7 +58,7 @@ class LayerCost:
 
 
 def layer_costs(
-    graph: StageGraph, clusters: Sequence[Cluster], methods: Sequence[Sharded], *, time_limit: float, max_axes: int = 2
+    graph: StageGraph, clusters: Sequence[Cluster], methods: Sequence[Sharded], *, time_limit: float
 ) -> tuple[tuple[LayerCost, ...], ...]:
     """For each submesh, the costs at each of `PRICES`.
 
@@ -66,7 +67,6 @@ def layer_costs(
       clusters: the devices of each kind of submesh.
       methods: for each of them, the logical meshes that are allowed.
       time_limit: seconds for each integer program.
-      max_axes: the most axes of a logical mesh that is not given.
     """
     traced = graph.traced
     rules = factors.rules(traced.graph.ops(), traced.graph.values)
@@ -74,9 +74,8 @@ def layer_costs(
     shared = strategies.Shared(traced, groups)
     out = []
     for cluster, method in zip(clusters, methods, strict=True):
-        offers = market(
-            traced, groups, rules, cluster, method, time_limit=time_limit, gap=GAP, max_axes=max_axes, shared=shared
-        )
+        meshes = _meshes(cluster, method)
+        offers = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, shared=shared)
         costs: list[LayerCost] = []
         for price in PRICES:
             found = offers.at(price)
@@ -85,6 +84,14 @@ def layer_costs(
             costs.append(_cost(PlannedStage(graph, rules, groups, found, program, cut, cluster)))
         out.append(tuple(costs))
     return tuple(out)
+
+
+def _meshes(cluster: Cluster, method: Sharded) -> list[LogicalMesh]:
+    """The logical meshes that a layer is tried on: of two axes at most, and of several nodes one axis along them."""
+    found = search.meshes(cluster, method, max_axes=2)
+    if method.mesh_shape is not None or cluster.nodes == 1:
+        return list(found)
+    return [mesh for mesh in found if len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes]
 
 
 def _cost(planned: PlannedStage) -> LayerCost:

@@ -145,7 +145,7 @@ def search(
 
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
     """The numbers of micro-batches worth trying: powers of two that the batch divides into, exactly."""
-    most = min(64, 8 * max(2, method.num_stages or cluster.num_devices))
+    most = min(256, 8 * max(2, method.num_stages or cluster.num_devices))
     counts = []
     count = 1
     while count <= most:

@@ -16,7 +16,7 @@ time (`sharding_search`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,7 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.options import Sharded
-from alpa_lite.passes import search, strategies
+from alpa_lite.passes import strategies
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.search import Found
 from alpa_lite.passes.sharding_problem import Problem, from_graph, price_memory
@@ -36,6 +35,9 @@ from alpa_lite.passes.sharding_search import Search
 from alpa_lite.passes.strategies import Shared, Space
 from alpa_lite.plan import Candidate
 from alpa_lite.strategy import Rule, Solution
+
+WORTH = 1.3
+"""Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,27 +58,32 @@ class Market:
     gap: float
 
     def at(self, price: float) -> Found:
-        """The best choice on the best mesh at a price of memory; its seconds and bytes are without it."""
-        if price:
-            scaled = price * self.unit
-            solutions = [_solved(problem, scaled, self.time_limit, self.gap) for problem in self.problems]
-        else:
-            solutions = list(self.free)
-        best = min(range(len(solutions)), key=lambda i: solutions[i].objective)
-        solution, space = solutions[best], self.spaces[best]
+        """The best choice at a price of memory; its seconds and bytes are without it.
+
+        Mesh shapes that are much slower with memory for nothing are not tried at a price.
+        """
+        fastest = min(free.objective for free in self.free)
+        solutions: dict[int, Solution] = {}
+        for i, (problem, free) in enumerate(zip(self.problems, self.free, strict=True)):
+            if not price:
+                solutions[i] = free
+            elif free.objective <= WORTH * fastest:
+                solutions[i] = _solved(problem, price * self.unit, self.time_limit, self.gap)
+        best = min(solutions, key=lambda i: solutions[i].objective)
+        problem, space, solution = self.problems[best], self.spaces[best], solutions[best]
         choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
         candidates = []
-        for i, (mesh, problem, found) in enumerate(zip(self.meshes, self.problems, solutions, strict=True)):
+        for i, (mesh, other) in enumerate(zip(self.meshes, self.problems, strict=True)):
+            found = solutions.get(i, self.free[i])
             status = "chosen" if i == best else "slower"
-            candidates.append(
-                Candidate("Sharded", mesh.shape, problem.seconds(found.choice), int(problem.peak(found.choice)), status)
-            )
+            seconds, size = other.seconds(found.choice), int(other.peak(found.choice))
+            candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
         solution = replace(
             solution,
-            status=solution.status if not price else "feasible",
-            objective=self.problems[best].seconds(solution.choice),
+            status="feasible" if price else solution.status,
+            objective=problem.seconds(solution.choice),
             bound=min(free.bound for free in self.free),
-            peak=self.problems[best].peak(solution.choice),
+            peak=problem.peak(solution.choice),
         )
         return Found(self.meshes[best], space, solution, choice, tuple(candidates))
 
@@ -86,25 +93,23 @@ def market(
     grouping: Grouping,
     rules: Mapping[Any, Rule],
     cluster: Cluster,
-    method: Sharded,
+    meshes: Sequence[LogicalMesh],
     *,
     time_limit: float,
     gap: float,
-    max_axes: int = 3,
     shared: Shared | None = None,
 ) -> Market:
-    """The programs of the mesh shapes that a method admits.
+    """The programs of some mesh shapes.
 
     Args:
+      meshes: of the cluster's devices.
       time_limit: seconds for each integer program.
       gap: (objective - bound) / objective at which a choice counts as optimal.
-      max_axes: the most axes of a mesh that is not given.
       shared: what the programs of several meshes have in common, to make it once.
 
     Raises:
       InfeasibleError: a program has no choice, or none was found in the time.
     """
-    meshes = search.meshes(cluster, method, max_axes)
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), shared=shared) for mesh in meshes
@@ -113,7 +118,7 @@ def market(
     free = tuple(_solved(problem, 0.0, time_limit, gap) for problem in problems)
     fastest = min(range(len(free)), key=lambda i: free[i].objective)
     unit = free[fastest].objective / max(problems[fastest].peak(free[fastest].choice), 1.0)
-    return Market(meshes, spaces, problems, free, unit, time_limit, gap)
+    return Market(tuple(meshes), spaces, problems, free, unit, time_limit, gap)
 
 
 def _solved(problem: Problem, price: float, time_limit: float, gap: float) -> Solution:

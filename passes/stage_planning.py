@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, segment_costs, segments, strategies
+from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.keys import Keys
 from alpa_lite.passes.local_program import LocalProgram
@@ -93,7 +93,8 @@ def plan(
     groups = grouping.group(traced, rules)
     found = _taken_over(like, graph, groups, rules, cluster) if like is not None else None
     if found is None:
-        found = market(traced, groups, rules, cluster, method, time_limit=time_limit, gap=GAP).at(price)
+        meshes = search.meshes(cluster, method)
+        found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
     program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
