@@ -124,7 +124,7 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
 # A callback's parameters, its source and its operands -> other parameters and operands.
 ReplaceCallback = Callable[[Mapping[str, Any], Any, Sequence[Any]], tuple[Mapping[str, Any], Sequence[Any]]]
 _replace_callback: contextvars.ContextVar[ReplaceCallback | None] = contextvars.ContextVar("callback", default=None)
-_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})
+CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})  # names of primitives
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
 def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Sequence[Any]) -> list[Any]:
     """Binds a primitive by the parameters of its equation; always a list of results. `source` is for callbacks."""
     replace = _replace_callback.get()
-    if replace is not None and primitive.name in _CALLBACKS:
+    if replace is not None and primitive.name in CALLBACKS:
         params, operands = replace(params, source, operands)
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]

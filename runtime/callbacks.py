@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
+from alpa_lite.graph import Op
+from alpa_lite.passes.local_program import Instruction, Reshard
 
 MARKER = f"{ExecutionError.__name__}: "
 """What stands before our message in the text that JAX makes of an exception."""
@@ -61,17 +63,13 @@ class Failures:
         raise ExecutionError(str(error)) from error.__cause__
 
 
-def has_callbacks(function: Callable[..., Any], *specs: Any) -> bool:
-    """Whether a function of arrays like `specs` (`jax.ShapeDtypeStruct`s) calls back. Traces it."""
-    met: list[Any] = []
+def calls_back(instructions: Iterable[Instruction]) -> bool:
+    """Whether some instruction is a callback, or a loop that holds one."""
 
-    def meet(params: Any, source: Any, operands: Any) -> Any:
-        met.append(source)
-        return params, operands
+    def within(op: Op) -> bool:
+        return op.name in _jax.CALLBACKS or any(within(inner) for body in op.bodies for inner in body.ops)
 
-    with _jax.replacing_callbacks(meet):
-        jax.eval_shape(function, *specs)
-    return bool(met)
+    return any(within(item.op) for item in instructions if not isinstance(item, Reshard))
 
 
 def located(function: Callable[..., Any], name: str, failures: Failures | None) -> Callable[..., Any]:

@@ -212,7 +212,7 @@ class PipelineExecutable:
             )  # fmt: skip
 
         inputs, results = [spec(b) for b in run.inputs], [spec(b) for b in run.outputs]
-        numbered = callbacks.has_callbacks(function, *inputs)
+        numbered = callbacks.calls_back(self._segment(number).instructions)
         several = mesh.size > 1
         if numbered:
             function = callbacks.located(function, executable.name, self._failures if several else None)
@@ -233,9 +233,7 @@ class PipelineExecutable:
 
     def _function(self, number: int) -> Callable[..., Any]:
         """An executable as a function of flat arrays."""
-        stage, position = self._pipeline.functions[number]
-        parts = self._pipeline.stages[stage]
-        segment = parts.items[position]
+        parts, segment = self._pipeline.stages[self._pipeline.functions[number][0]], self._segment(number)
         inner = segments.function_of(parts, segment, self._meshes[self._program.executables[number].mesh])
         count = self._program.num_microbatches
 
@@ -248,6 +246,11 @@ class PipelineExecutable:
             return inner(*grouped)
 
         return flat
+
+    def _segment(self, number: int) -> segments.Segment:
+        """What an executable does."""
+        stage, position = self._pipeline.functions[number]
+        return self._pipeline.stages[stage].items[position]
 
     def _sharding(self, number: int) -> NamedSharding:
         item = self._program.buffers[number]
@@ -453,8 +456,7 @@ class PipelineExecutable:
         item = self._items[number]
         lines = ""
         if isinstance(item, Run):
-            stage, position = self._pipeline.functions[item.executable]
-            found = [_line_of(i) for i in self._pipeline.stages[stage].items[position].instructions]
+            found = [_line_of(i) for i in self._segment(item.executable).instructions]
             found = list(dict.fromkeys(filter(None, found)))
             lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
         return ExecutionError(f"{describe(self._program, item)}{lines} failed: {type(error).__name__}: {text}")
