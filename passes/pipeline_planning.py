@@ -149,8 +149,11 @@ def donating(found: FoundPipeline, arguments: Collection[int]) -> FoundPipeline:
     """The pipeline that consumes no arguments but these.
 
     Args:
-      arguments: the numbers of flat arguments that the caller gives away.
+      arguments: the numbers of flat arguments of the user's step that the caller gives away.
     """
+    stacked = found.accumulated.traced.extra.get("stacked")
+    if stacked is not None:
+        arguments = {n for i in arguments for n in stacked.arguments[i].numbers}
     program = found.pipeline.program
     owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
     spared = sparing(program, owned)
