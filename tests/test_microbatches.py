@@ -1,0 +1,238 @@
+"""`num_microbatches` on one mesh: the step as the user calls it computes what it does on one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import alpa_lite
+from alpa_lite.cluster import Cluster
+from alpa_lite.options import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
+from tests import zoo
+from tests.passes import accumulation_steps as steps
+from tests.passes.test_accumulation import compare
+
+H100 = Cluster.preset("h100", nodes=1)
+METHODS = {
+    "auto": Auto(), "data": DataParallel(), "zero-2": Zero(2), "zero-3": Zero(3), "tensor": TensorParallel(),
+    "mesh": Sharded((4, 2)), "manual": Manual({"state['a']": jax.sharding.PartitionSpec(None, "m")}, (2, 4), "dm"),
+}  # fmt: skip
+
+
+def wide(batch: int = 512, width: int = 64) -> steps.Made:
+    """Products large enough that devices share them."""
+
+    def loss(p, b):
+        return jax.numpy.mean((jax.numpy.tanh(jax.numpy.tanh(b["x"] @ p["a"]) @ p["b"]) @ p["c"] - b["y"]) ** 2)
+
+    shapes = {"a": (64, width), "b": (width, width), "c": (width, 16)}
+    params = {name: steps.normal(i, *shape) / 8 for i, (name, shape) in enumerate(shapes.items())}
+    return steps.descent(loss, params, {"x": steps.normal(3, batch, 64), "y": steps.normal(4, batch, 16)})
+
+
+def shapes(args: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+
+def plan_of(made: steps.Made, cluster: Cluster | str = H100, **options: Any) -> alpa_lite.Plan:
+    fun, args = made
+    return alpa_lite.make_plan(fun, *shapes(args), cluster=cluster, **options)
+
+
+# -- what is computed, on eight devices -------------------------------------------------------------------------------
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "parts"),
+    [
+        (wide, "data", 4), (wide, "zero-3", 2), (steps.masked, "zero-2", 2), (steps.metrics, "mesh", 4),
+        (steps.batch_axis_1, "auto", 2), slow(wide, "manual", 2), slow(steps.noise, "mesh", 2),
+        slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 4), slow(steps.scanned, "tensor", 4),
+        slow(steps.regularised, "auto", 4), slow(steps.mixed_up, "mesh", 4),
+    ],
+)  # fmt: skip
+def test_steps_on_eight_devices(make, method, parts):
+    fun, args = make()
+    run = alpa_lite.parallelize(fun, method=METHODS[method], num_microbatches=parts, donate_argnums=())
+    got = run(*args)
+    assert run.plan(*args).num_microbatches == parts
+    compare(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "parts"),
+    [
+        ("linen_mlp", "data", 2), ("nnx_mlp", "zero-3", 4),
+        slow("linen_gpt_scan", "zero-3", 2), slow("nnx_gpt_tied", "data", 4), slow("linen_moe", "mesh", 4),
+        slow("nnx_unet", "mesh", 2), slow("nnx_user_gpt", "zero-3", 4),
+    ],
+)  # fmt: skip
+def test_models_on_eight_devices(name, method, parts):
+    case = zoo.get(name)
+
+    def run(step: Any, args: Any) -> Any:
+        out = step(*args)
+        return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if case.style == "nnx" else out
+
+    step, args = case.make()
+    parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=parts)
+    got = run(parallel, args)
+    assert next(iter(parallel._compiled.values())).plan.num_microbatches == parts
+    step, args = case.make()
+    want = run((nnx.jit if case.style == "nnx" else jax.jit)(step), args)
+    # Adam makes steps of equal length out of gradients that are rounding errors: its first moment is compared.
+    pairs = [jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want)]
+    adam = any("mu" in jax.tree_util.keystr(path) for path, _ in pairs[1])
+    first, second = [
+        [x for p, x in leaves if not adam or "mu" in jax.tree_util.keystr(p) or x.ndim == 0] for leaves in pairs
+    ]
+    compare(first, second)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["data", "zero-3"])
+def test_gradients_and_the_loss_are_synchronised_once(method):
+    made = wide()
+    plan = plan_of(made, method=METHODS[method], num_microbatches=4)
+    kind = "all_reduce" if method == "data" else "reduce_scatter"
+    gradients = sorted(w.nbytes for w in made[1][0].values())
+    moved = [(c.kind, c.bytes) for c in plan.collectives if c.kind in (kind, "all_reduce") for _ in range(c.count)]
+    assert sorted(moved) == sorted([("all_reduce", 4), *((kind, size) for size in gradients)])
+
+
+def test_the_compiled_program_synchronises_once():
+    """The HLO verifier counts what the compiled loop runs; and no all-reduce is inside of it."""
+    fun, args = wide()
+    step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=4, verify="hlo", donate_argnums=())
+    (text,) = step.hlo(*args)
+    blocks = re.split(r"\n(?=(?:ENTRY )?%)", text)
+    where = [block.split(" ", 1)[0] for block in blocks if re.search(r"= .* all-reduce(-start)?\(", block)]
+    assert where == ["ENTRY"]
+    assert any("compiled: the planned collectives" in line for line in step.plan(*args).verification)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_was_cut(tmp_path):
+    fun, args = wide()
+    options = {"method": Zero(3), "donate_argnums": ()}
+    step = alpa_lite.parallelize(fun, num_microbatches=4, **options)
+    plan = step.plan(*args)
+    assert plan.num_microbatches == 4 and "4 micro-batches" in str(plan)
+    assert "4 micro-batches of 128 examples: dim 0 of batch['x'], dim 0 of batch['y']" in plan.notes
+    whole = alpa_lite.parallelize(fun, **options).plan(*args)
+    assert whole.num_microbatches == 1 and whole.fingerprint != plan.fingerprint
+    assert "micro-batches" in whole.diff(plan)
+    assert "dot_general" in plan.explain("dot_general") and "state['b']" in plan.explain("state['b']")
+
+    plan.save(tmp_path / "plan.json")
+    again = alpa_lite.parallelize(fun, plan=tmp_path / "plan.json", donate_argnums=())
+    replayed = again.plan(*args)
+    assert (replayed.num_microbatches, replayed.fingerprint) == (4, plan.fingerprint)
+    assert replayed.collectives == plan.collectives and plan.notes[1] in replayed.notes
+    compare(jax.tree.leaves(again(*args)), jax.tree.leaves(jax.jit(fun)(*args)))
+    with pytest.raises(alpa_lite.OptionError, match="num_microbatches=2: the given plan has 4"):
+        alpa_lite.parallelize(fun, plan=plan, num_microbatches=2).plan(*args)
+
+
+# -- the number that is chosen ----------------------------------------------------------------------------------------
+
+
+def deep(batch: int = 16384) -> steps.Made:
+    """Activations many times as large as the weights."""
+
+    def loss(p, b):
+        h = b["x"]
+        for w in p.values():
+            h = jax.numpy.tanh(h @ w)
+        return jax.numpy.mean(h**2)
+
+    params = {f"w{i}": steps.normal(i, 64, 64) / 8 for i in range(6)}
+    return steps.descent(loss, params, {"x": np.zeros((batch, 64), np.float32)})
+
+
+def test_micro_batches_save_memory():
+    """In the plan, and in what is compiled."""
+    fun, args = deep()
+    planned, compiled = [], []
+    for parts in (1, 8):
+        step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=parts, donate_argnums=())
+        planned.append(step.plan(*args).stages[0].memory.activations)
+        compiled.append(step._executable(args, {}).compiled().memory_analysis().temp_size_in_bytes)
+    assert planned[1] < planned[0] / 2 and compiled[1] < compiled[0] / 2
+
+
+@pytest.mark.parametrize("method", ["data", "mesh"])
+def test_auto_takes_the_fewest_that_fit(method):
+    free = plan_of(deep(), method=METHODS[method])
+    assert free.num_microbatches == 1
+    budget = free.stages[0].memory.total // 4
+    plan = plan_of(deep(), method=METHODS[method], memory_per_device=budget)
+    chosen = plan.num_microbatches
+    assert chosen in (2, 4, 8) and plan.stages[0].memory.total <= budget
+    assert any(f"{chosen} micro-batches: fewer do not fit" in note for note in plan.notes)
+    for fewer in (count for count in (1, 2, 4) if count < chosen):
+        with pytest.raises(alpa_lite.InfeasibleError):
+            plan_of(deep(), method=METHODS[method], memory_per_device=budget, num_microbatches=fewer)
+
+
+def test_auto_on_one_device():
+    one = Cluster.local(jax.devices()[:1])
+    whole = plan_of(deep(), one).stages[0].memory.total
+    plan = plan_of(deep(), one, memory_per_device=int(whole * 0.7))
+    assert plan.num_microbatches == 2 and plan.num_devices == 1
+
+
+def test_auto_takes_one_where_micro_batches_are_not_exact():
+    assert plan_of(steps.balanced(), method=Sharded()).num_microbatches == 1
+    with pytest.raises(alpa_lite.InfeasibleError, match=r"Micro-batches do not help: num_microbatches=\d+: .*balanced"):
+        plan_of(steps.balanced(), Cluster.local(jax.devices()[:1]), memory_per_device=4000)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [steps.contrastive, steps.capacity, steps.balanced, steps.log_of_mean])
+def test_what_is_not_exact_is_refused(make):
+    with pytest.raises(alpa_lite.MicrobatchError) as caught:
+        plan_of(make(), num_microbatches=2)
+    assert re.search(
+        r"num_microbatches=2: \w+ at .*accumulation_steps.py:\d+.*use num_microbatches=1", str(caught.value)
+    )
+
+
+def test_what_is_allowed_to_be_inexact_is_said():
+    fun, args = steps.balanced()
+    step = alpa_lite.parallelize(fun, num_microbatches=4, allow_inexact=True, method=DataParallel(), donate_argnums=())
+    got, want = jax.tree.leaves(step(*args)), jax.tree.leaves(steps.reference(fun, args, 4))
+    del got[2], want[2]  # the loss itself comes after the loop and is that of the whole batch
+    compare(got, want)
+    notes = step.plan(*args).notes
+    assert any(re.match(r"inexact, taken within each micro-batch: reduce_sum at .*:\d+", note) for note in notes)
+
+
+@pytest.mark.slow
+def test_batch_norm():
+    fun, args = zoo.get("linen_convnet").make()
+    with pytest.raises(alpa_lite.MicrobatchError, match=r"at tests/zoo_linen.py:\d+.*BatchNorm.*allow_inexact"):
+        alpa_lite.parallelize(fun, num_microbatches=2).plan(*args)
+    assert alpa_lite.parallelize(fun, method=Sharded()).plan(*args).num_microbatches == 1
+
+
+def test_a_number_that_does_not_divide_the_batch():
+    with pytest.raises(alpa_lite.MicrobatchError) as caught:
+        plan_of(wide(), num_microbatches=3)
+    for part in ("num_microbatches=3", "batch['x']", "512 examples", "use one of [1, 2, 4"):
+        assert part in str(caught.value)
