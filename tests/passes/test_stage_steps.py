@@ -95,7 +95,8 @@ def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]
     step = step_in_layers(function, arguments)
     cuts = [len(step.layering.layers) // 2]
     bytes_read = {}
-    for choice in (("none", "none"), remat):
+    both: tuple[tuple[Choice, Choice], ...] = (("none", "none"), remat)
+    for choice in both:
         done = stage_steps.divided(step, cuts, choice)
         forward, values = done.layering.forward, done.accumulated.traced.graph.values
         made = {v: op for op in done.layering.body.ops if op.index in forward for v in op.results}

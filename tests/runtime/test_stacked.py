@@ -29,7 +29,7 @@ def stacked_leaves(places: list[tuple[int, int, int, tuple[Any, ...]]], rest: in
     numbers = tuple(range(len(places)))
     program = Program(submeshes, (), buffers, (), ((),) * len(places), tuple((n,) for n in numbers), (), numbers)
     leaf = Pieces(numbers, bounds)
-    values = tuple(Value(b.shape, FLOAT, jax.core.ShapedArray(b.shape, FLOAT)) for b in buffers)
+    values = tuple(Value(b.shape, FLOAT, jax.typeof(np.zeros(b.shape, FLOAT))) for b in buffers)
     traced = Traced(
         Graph(values, Block(numbers, (), numbers)), (), (), (), None, None, extra={"stacked": Stacked((leaf,), (leaf,))}
     )

@@ -1,0 +1,84 @@
+"""Pipelines of models whose layers are a scan: one shorter scan a stage, rematerialisation, and whole leaves for users.
+
+Three consecutive steps equal the single-device step, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite
+from alpa_lite.passes.rematerialisation import Choice
+from alpa_lite.program import peak_bytes
+from tests import pipeline_driver, test_correctness, zoo_linen, zoo_nnx
+
+MODELS = {"linen": zoo_linen.gpt, "nnx": zoo_nnx.gpt}
+
+
+def trips(texts: Sequence[str]) -> list[int]:
+    """The trip counts of the while loops that the compiler knows."""
+    return [int(n) for text in texts for n in re.findall(r"known_trip_count\W+n\W+(\d+)", text)]
+
+
+def driven(kind: str, remat: Sequence[Choice] = (), **options: Any) -> Any:
+    devices, schedule = options.pop("devices", (4, 4)), options.pop("schedule", "1f1b")
+    microbatches, layers = options.pop("microbatches", 2), options.pop("layers", 4)
+    step, arguments = MODELS[kind](scan=True, layers=layers, **options)
+    found = pipeline_driver.drive(
+        step, arguments, devices=devices, microbatches=microbatches, schedule=schedule, remat=remat
+    )
+    return step, arguments, found
+
+
+def test_two_stages_have_a_scan_of_half_the_layers_each():
+    step, arguments, found = driven("linen", ("layer", "selective"))
+    executable = found.executable()
+    pipeline_driver.compare_steps(executable, step, arguments)
+    assert trips(executable.hlo()) == [2, 2, 2, 2]  # forward and backward of each
+    plain = driven("linen")[2]
+    for less, more in zip(peak_bytes(found.pipeline.program), peak_bytes(plain.pipeline.program), strict=True):
+        assert less < more
+    leaf = executable(*pipeline_driver._copied(arguments, "functional"))[0]["params"]["Block_0"]["q"]["kernel"]
+    assert leaf.shape[0] == 4 and len(leaf.sharding.device_set) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "remat", "options"),
+    [
+        ("nnx", ("none", "selective", "layer", "none"), {"devices": (2, 2, 2, 2), "layers": 8, "schedule": "zb-h1"}),
+        ("linen", ("selective", "layer"), {"layers": 3, "microbatches": 4}),
+        ("nnx", ("layer", "selective"), {"dropout": 0.25}),
+    ],
+    ids=["four-stages", "odd", "dropout"],
+)
+def test_scanned_pipelines(kind: str, remat: Sequence[Choice], options: dict[str, Any]):
+    step, arguments, found = driven(kind, remat, **options)
+    executable = found.executable()
+    pipeline_driver.compare_steps(executable, step, arguments, "nnx" if kind == "nnx" else "functional")
+    assert len(executable.measure_peak(*arguments)) == len(remat)
+
+
+@pytest.mark.slow
+def test_plans_of_scanned_pipelines_are_replayed(tmp_path: Path):
+    step, arguments = zoo_linen.gpt(scan=True, layers=4)
+    method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe", remat="selective")
+    pipelined = alpa_lite.parallelize(step, method=method, num_microbatches=4)
+    plan = pipelined.plan(*arguments)
+    assert plan.pipeline is not None
+    assert plan.pipeline.remat == ("selective", "selective")
+    assert any("nothing is moved or copied" in note for note in plan.notes)
+    assert any("[0:2]" in leaf.path for leaf in plan.stages[0].arguments)
+    plan.save(tmp_path / "plan.json")
+    assert alpa_lite.Plan.load(tmp_path / "plan.json") == plan
+    want = test_correctness.called(jax.jit(step), arguments, "functional")
+    test_correctness.compare(test_correctness.called(pipelined, arguments, "functional"), want)
+    again = alpa_lite.parallelize(step, plan=tmp_path / "plan.json")
+    test_correctness.compare(test_correctness.called(again, arguments, "functional"), want)
+    assert again.plan(*arguments).pipeline.remat == plan.pipeline.remat
