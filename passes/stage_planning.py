@@ -26,7 +26,7 @@ from alpa_lite.passes.staging import StageGraph
 from alpa_lite.program import Submesh, buffer
 from alpa_lite.strategy import Rule
 
-GAP = 1e-3
+GAP = 5e-3
 """(objective - bound) / objective at which the sharding of a stage counts as optimal."""
 
 
