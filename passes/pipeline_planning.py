@@ -29,13 +29,16 @@ MAX_LAYERS = 64
 def write(traced: Traced, found: FoundPipeline, cluster: Cluster, *, method: str, budget: float) -> Plan:
     """The plan of a pipeline. `verification` and `planning_seconds` are left empty."""
     program = found.pipeline.program
-    parts = tuple(
-        planning.write(
+    parts: list[Plan] = []
+    alike: dict[int, Plan] = {}  # stages whose choices were taken over share the solution
+    for number, stage in enumerate(found.stages):
+        part = planning.write(
             stage.graph.traced, stage.grouping, stage.rules, stage.found, stage.program, stage.cluster,
             method=f"stage {number}", budget=budget, communication="explicit",
-        )
-        for number, stage in enumerate(found.stages)
-    )  # fmt: skip
+            like=alike.get(id(stage.found.solution)),
+        )  # fmt: skip
+        alike.setdefault(id(stage.found.solution), part)
+        parts.append(part)
     listed: list[tuple[Collective, float]] = []
     for number, stage in enumerate(found.stages):
         listed += _stage_collectives(number, stage, found)
@@ -71,7 +74,7 @@ def write(traced: Traced, found: FoundPipeline, cluster: Cluster, *, method: str
             temporary_bytes=tuple(pair[1] for pair in found.bytes),
             timeline=found.timeline,
         ),
-        parts=parts,
+        parts=tuple(parts),
     )
 
 

@@ -47,8 +47,13 @@ def write(
     replayed: bool = False,
     num_microbatches: int = 1,
     notes: Sequence[str] = (),
+    like: Plan | None = None,
 ) -> Plan:
-    """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty."""
+    """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty.
+
+    Args:
+      like: the plan of a step that differs in names alone and has the same solution; its alternatives are taken over.
+    """
     cost = MeshCost(cluster, found.mesh)
     moved = lowering.collectives(program, traced)
     listed = tuple(collective for collective, _ in moved)
@@ -90,7 +95,7 @@ def write(
             solution.seconds,
             solution.variables,
         ),
-        decisions=_decisions(traced, grouping, rules, found, cost, budget),
+        decisions=_decisions(traced, grouping, rules, found, cost, budget, None if like is None else like.decisions),
         replicated=_replicated(traced, grouping, rules, cost),
         candidates=found.candidates,
         notes=(*traced.notes, *_ordered(grouping, found.mesh), *notes),
@@ -210,8 +215,11 @@ def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
 
 
 def _decisions(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found, cost: MeshCost, budget: float
-) -> tuple[Decision, ...]:
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found, cost: MeshCost, budget: float,
+    like: Sequence[Decision] | None,
+) -> tuple[Decision, ...]:  # fmt: skip
+    if like is not None:
+        return _renamed(traced, grouping, found, like)
     nodes, choice = found.space.nodes, found.solution.choice
     touching: dict[int, list[int]] = {}
     for number, transfer in enumerate(found.space.program.transfers):
@@ -230,13 +238,12 @@ def _decisions(
             continue
         group = grouping.groups[node.group]
         moved = _transfer_seconds(found, number, touching.get(number, ()))
-        own = tuple(paths[m] for m in node.members if m in paths)
-        first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
+        name, where, own = _named(traced, grouping, node, paths)
         out.append(
             Decision(
                 key=group.color,
-                name=own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}",
-                where=_jax.where(first.source) if first else "argument" if own else "loop or branch value",
+                name=name,
+                where=where,
                 count=len(node.members),
                 factors=tuple(f.size for f in group.factors),
                 strategy=node.strategies[chosen].axes,
@@ -247,6 +254,29 @@ def _decisions(
             )
         )
     return tuple(out)
+
+
+def _renamed(traced: Traced, grouping: Grouping, found: Found, like: Sequence[Decision]) -> tuple[Decision, ...]:
+    """The decisions of an alike step under the names of this one."""
+    paths = _paths(traced, grouping)
+    nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
+    out = []
+    for node, decision in zip(nodes, like, strict=True):
+        name, where, own = _named(traced, grouping, node, paths)
+        key = grouping.groups[node.group].color
+        out.append(replace(decision, key=key, name=name, where=where, paths=own))
+    return tuple(out)
+
+
+def _named(
+    traced: Traced, grouping: Grouping, node: Node, paths: Mapping[int, str]
+) -> tuple[str, str, tuple[str, ...]]:
+    """What a decision is called, where it is, and the paths of the arguments that it decides."""
+    group = grouping.groups[node.group]
+    own = tuple(paths[m] for m in node.members if m in paths)
+    first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
+    name = own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}"
+    return name, _jax.where(first.source) if first else "argument" if own else "loop or branch value", own
 
 
 def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
