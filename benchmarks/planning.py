@@ -30,7 +30,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-PARTS = ("tracing", "factors", "grouping", "building", "solving", "lowering", "writing", "verification")
+PARTS = ("tracing", "factors", "grouping", "building", "bounding", "solving", "lowering", "writing", "verification")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Case:
       model, size, batch, overrides: of `models.get(model).abstract(size, batch, **overrides)`.
       cluster, nodes: a preset.
       mesh: the mesh shape; None for every shape of the cluster.
+      pipelines: whether pipelines are searched besides, and micro-batches, as `Auto` does.
       target_seconds, target_gib: what it should take at most on a quiet machine of two cores; None without a target.
     """
 
@@ -50,6 +51,7 @@ class Case:
     cluster: str
     nodes: int
     mesh: tuple[int, ...] | None = None
+    pipelines: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     target_seconds: float | None = None
     target_gib: float | None = None
@@ -63,12 +65,16 @@ _LLAMA: dict[str, Any] = {"seq": 8192, "layers": 32, "remat": True}
 _GPT3: dict[str, Any] = {"remat": True}
 CASES = {
     "gpt-small": Case("gpt", "small", 64, "a100", 1, target_seconds=5),
+    "gpt-small-auto": Case("gpt", "small", 64, "a100", 1, pipelines=True),
     "gpt-24-layers": _gpt_layers(24),
     "gpt-48-layers": _gpt_layers(48),
-    "llama-8B": Case("llama", "8B", 64, "h100", 8, (8, 8), _LLAMA, target_seconds=15),
-    "llama-8B-scan": Case("llama", "8B", 64, "h100", 8, (8, 8), _LLAMA | {"scan": True}, target_seconds=15),
-    "gpt-175B": Case("gpt", "175B", 64, "h100", 8, None, _GPT3, target_seconds=40, target_gib=6),
-    "gpt-175B-scan": Case("gpt", "175B", 64, "h100", 8, None, _GPT3 | {"scan": True}, target_seconds=40, target_gib=6),
+    "llama-8B": Case("llama", "8B", 64, "h100", 8, (8, 8), False, _LLAMA, target_seconds=15),
+    "llama-8B-scan": Case("llama", "8B", 64, "h100", 8, (8, 8), False, _LLAMA | {"scan": True}, target_seconds=15),
+    "gpt-175B": Case("gpt", "175B", 64, "h100", 8, None, False, _GPT3, target_seconds=40, target_gib=6),
+    "gpt-175B-auto": Case("gpt", "175B", 64, "h100", 8, None, True, _GPT3),
+    "gpt-175B-scan": Case(
+        "gpt", "175B", 64, "h100", 8, None, False, _GPT3 | {"scan": True}, target_seconds=40, target_gib=6
+    ),
 }
 
 
@@ -175,7 +181,7 @@ def prepare(case: Case) -> tuple[Callable[[], Any], dict[str, Any]]:
 
     fun, args = models.get(case.model).abstract(case.size, case.batch, **case.overrides)
     cluster = alpa_lite.Cluster.preset(case.cluster, nodes=case.nodes)
-    method = alpa_lite.Auto() if case.mesh is None else alpa_lite.Sharded(case.mesh)
+    method = alpa_lite.Auto() if case.pipelines else alpa_lite.Sharded(case.mesh)
     environment = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "jax": jax.__version__,
@@ -221,6 +227,8 @@ def instrument(done: Callable[[dict[str, Any]], None]) -> None:
     report(factors, "rules", "factors")
     report(grouping, "group", "grouping")
     report(search.strategies, "build", "building", of_space)
+    report(search.sharding.Bound, "improve", "bounding")
+    report(search.sharding, "Bound", "bounding")
     report(search.sharding, "solve", "solving", of_solution)
     report(lowering, "lower", "lowering")
     report(planning, "write", "writing")
@@ -267,6 +275,7 @@ def table(rows: dict[str, Any]) -> str:
 
 def _whole(name: str, row: dict[str, Any]) -> str:
     meshes = "all meshes" if row["mesh"] is None else "mesh " + " x ".join(map(str, row["mesh"]))
+    meshes += ", pipelines" if row.get("pipelines") else ""
     cpu = f"{row['total_cpu_seconds']:.1f}" if "total_cpu_seconds" in row else "-"
     cells = [
         name, f"{row['nodes']} x {row['cluster']}, {meshes}", row["status"],
@@ -302,7 +311,7 @@ def _depth(rows: dict[str, Any]) -> list[str]:
     for n in finished:
         parts = rows[n]["parts"]
         nodes = max(p["nodes"] for p in parts if p["part"] == "building")
-        cells = f"{spent(parts, 'solving'):.2f} | {spent(parts, 'building'):.2f} | {nodes}"
+        cells = f"{spent(parts, 'bounding') + spent(parts, 'solving'):.2f} | {spent(parts, 'building'):.2f} | {nodes}"
         lines.append(f"| {rows[n]['overrides'].get('layers', 12)} | {cells} |")
     return lines
 

@@ -1,8 +1,9 @@
 """Searches the mesh shapes of a cluster for the best plan of one mesh.
 
-For every logical mesh shape that the method admits, the integer program is built, and solved without the memory budget.
-That bounds what the shape can reach, so shapes are then solved within the budget in the order of their bounds, and one
-whose bound is no better than the best found so far is cut off. The best objective wins. Textbook methods are the same
+For every logical mesh shape that the method admits, the integer program is built, and what it can reach is bounded
+from below, quickly (`sharding.Bound`). Shapes are then solved in the order of their bounds, first without the memory
+budget and, if that does not fit, within it; one that is proven no better than the best found so far is cut off. The
+best objective wins. Textbook methods are the same
 program with the layouts of arguments fixed, so the free program is never worse than a textbook plan on the same mesh.
 
 Under a binding memory budget the program is also solved with state gathered anew for late uses (`strategies.build`,
@@ -71,28 +72,40 @@ def search(
       InfeasibleError: if no mesh shape admits a plan within the budget; names what binds and what would fit.
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
-    tried = []
+    tried: list[tuple[sharding.Bound, _Problem, Space]] = []
     shapes = meshes(cluster, method, max_axes)
     shared = strategies.Shared(traced, grouping)
-    quick = time_limit if len(shapes) == 1 else _QUICK
     for mesh in shapes:
-        progress(f"relaxing mesh {_by(mesh)}")
+        progress(f"bounding mesh {_by(mesh)}")
         allowed = limits(traced, grouping, method, mesh)
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
         problem = _Problem(mesh, cluster.platform, build)
         space = problem.build()
-        free = sharding.solve(replace(space.program, budget=None), time_limit=quick, roof=budget)
-        tried.append((free, problem, space))
-    # Without the budget a mesh costs no more than with it: the most promising first, the others against its result.
+        bound = sharding.Bound(space.program)
+        if len(shapes) > 1:
+            bound.improve()
+        tried.append((bound, problem, space))
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
     share = max(5.0, time_limit / len(tried))
-    for free, problem, space in sorted(tried, key=lambda item: item[0].bound):
-        progress(f"solving mesh {_by(problem.mesh)}")
+    waiting = list(tried)
+    while waiting:
+        number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
+        bound, problem, space = waiting[number]
         cutoff = best[2].objective if best else math.inf
-        space, solution = _under_budget(free, problem, space, budget, cutoff, share)
+        if best and len(problem.mesh.shape) < len(best[0].shape):
+            cutoff *= 1 + _EQUAL  # of equals, the mesh of fewer axes
+        if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED:
+            bound.improve()
+            continue
+        del waiting[number]
+        if bound.seconds >= cutoff:
+            candidates.append(Candidate(type(method).__name__, problem.mesh.shape, None, None, "cutoff"))
+            continue
+        progress(f"solving mesh {_by(problem.mesh)}")
+        space, solution = _solve(problem, space, budget, cutoff, share)
         finished = solution.status in ("optimal", "feasible")
         candidates.append(
             Candidate(
@@ -123,16 +136,14 @@ class _Problem:
     build: Callable[..., Space]
 
 
-def _under_budget(
-    free: Solution, problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float
-) -> tuple[Space, Solution]:
-    """The best choice on one mesh within the budget, given the best without one.
+def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float) -> tuple[Space, Solution]:
+    """The best choice on one mesh within the budget.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
     """
-    if free.bound >= cutoff:
-        return space, replace(free, status="cutoff", choice=())
-    if free.status == "optimal" and free.peak <= budget:
+    program = replace(space.program, budget=None)
+    free = sharding.solve(program, cutoff=cutoff, time_limit=time_limit, roof=budget)
+    if free.status == "cutoff" or (free.choice and free.peak <= budget):
         return space, free
     known = free.bound if free.choice and free.peak > budget else None
     solution = sharding.solve(space.program, cutoff=cutoff, time_limit=time_limit, free=known)
@@ -150,8 +161,8 @@ def _by(mesh: LogicalMesh) -> str:
     return " x ".join(map(str, mesh.shape))
 
 
-# Seconds for the bound of each of several mesh shapes; one that looks promising gets its share of the whole time later.
-_QUICK = 2.0
+_IMPROVED = 2  # times that a bound is improved before the mesh is solved
+_EQUAL = 1e-9  # relative difference of seconds that is rounding
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
 # 0.10.2): a plan that counts on gathering anew would not be true there.
 _MERGING = frozenset({"cpu"})

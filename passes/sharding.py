@@ -18,8 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from alpa_lite.passes.sharding_problem import from_graph
-from alpa_lite.passes.sharding_search import CutoffReached, Search
+from alpa_lite.passes.sharding_dual import Ascent
+from alpa_lite.passes.sharding_problem import forget_memory, from_graph
+from alpa_lite.passes.sharding_reductions import Contradiction, consistent
+from alpa_lite.passes.sharding_search import SWEEPS, CutoffReached, Search
 from alpa_lite.strategy import Solution, StrategyGraph
 
 
@@ -60,6 +62,30 @@ def solve(
     if search.choice is None:
         return search.solution("infeasible", started)
     return search.solution("optimal" if search.closed else "feasible", started)
+
+
+class Bound:
+    """Seconds that no choice undercuts, without regard to the budget: a quick bound that can be improved.
+
+    Attributes:
+      seconds: the bound; `inf` if every choice uses something forbidden.
+      improved: how often it was improved.
+    """
+
+    def __init__(self, graph: StrategyGraph) -> None:
+        """Raises ValueError as `solve`."""
+        self.improved, self.seconds = 0, 0.0
+        try:
+            self._ascent = Ascent(consistent(forget_memory(from_graph(graph))).problem)
+        except Contradiction:
+            self._ascent, self.seconds = None, math.inf
+
+    def improve(self) -> None:
+        """Raise the bound: mostly within a tenth of the optimum at first, and within a few percent after that."""
+        self.improved += 1
+        if self._ascent is not None:
+            self._ascent.sweep(SWEEPS)
+            self.seconds = max(self.seconds, self._ascent.bound)
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:
