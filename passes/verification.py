@@ -157,10 +157,14 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         return replace(plan, verification=(text,))
     cost = MeshCost(plan.cluster, mesh)
     found = collectives_of_shardy(module, mesh)
+    # The partitioner may use a part of an axis, `x:(1)4`, which costs no more than all of it.
+    whole = [tuple(dict.fromkeys(axis.partition(":(")[0] for axis in c.axes)) for c in found]
     return replace(
         plan,
         collectives=found,
-        collective_seconds=tuple(cost.collective(c.kind, c.axes, c.bytes) * c.count for c in found),
+        collective_seconds=tuple(
+            cost.collective(c.kind, axes, c.bytes) * c.count for c, axes in zip(found, whole, strict=True)
+        ),
         verification=("Shardy: these are the collectives that the partitioner inserts for the plan's shardings",),
     )
 

@@ -122,6 +122,16 @@ def test_the_compiled_program_synchronises_once():
     assert any("compiled: the planned collectives" in line for line in step.plan(*args).verification)
 
 
+@pytest.mark.slow
+def test_communication_left_to_the_compiler():
+    """It may use a part of an axis, which the plan shows as it is, and synchronise more often."""
+    fun, args = wide()
+    options = {"method": DataParallel(), "communication": "compiler", "donate_argnums": ()}
+    step = alpa_lite.parallelize(fun, num_microbatches=4, **options)
+    compare(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fun)(*args)))
+    assert step.plan(*args).collectives and "micro-batches" in str(step.plan(*args))
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
