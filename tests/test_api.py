@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import jax
@@ -78,6 +79,16 @@ def test_a_loop_of_steps_computes_what_one_device_computes():
         state, loss = parallel(state, batch)
         other, expected = single(other, batch)
         same((state, loss), (other, expected))
+
+
+def test_planning_leaves_the_garbage_collector_as_it_was():
+    before = gc.get_threshold()
+    method = alpa_lite.DataParallel()
+    alpa_lite.make_plan(step, *arguments(), cluster=H100, method=method)
+    assert gc.get_threshold() == before
+    with pytest.raises(alpa_lite.InfeasibleError):
+        alpa_lite.make_plan(step, *arguments(), cluster=H100, method=method, memory_per_device=16)
+    assert gc.get_threshold() == before
 
 
 def test_keyword_batches():

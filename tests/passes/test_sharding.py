@@ -154,6 +154,33 @@ def test_minimal_budget_equals_brute_force(seed):
         assert sharding.solve(with_budget(graph, peak - 0.5)).status == "infeasible"
 
 
+@settings(max_examples=80, deadline=None)
+@given(SEEDS)
+def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
+    """A quick bound holds and never falls; a search that begins with it finds the same; a roof keeps bounds true."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True, forbidden=0.05)
+    every = brute_force(graph)
+    bound = sharding.Bound(graph)
+    if not every:
+        assert bound.seconds in (0.0, math.inf)
+        return
+    fastest = min(seconds for seconds, _, _ in every)
+    before = bound.seconds
+    for _ in range(3):
+        bound.improve()
+        assert before <= bound.seconds <= fastest * (1 + 1e-9)
+        before = bound.seconds
+    budget = float(rng.choice(sorted({peak for _, peak, _ in every})))
+    within = min(seconds for seconds, peak, _ in every if peak <= budget)
+    solution = sharding.solve(with_budget(graph, budget), gap=0.0, free=bound.seconds)
+    assert_optimal(with_budget(graph, budget), solution, within)
+    roofed = sharding.solve(with_budget(graph, None), gap=0.0, roof=budget)
+    assert roofed.bound <= fastest * (1 + 1e-9) <= roofed.objective * (1 + 2e-9)
+    if roofed.peak <= budget:
+        assert_optimal(with_budget(graph, None), roofed, fastest)
+
+
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.floats(0.3, 1.7))
 def test_cutoff(seed, factor):
