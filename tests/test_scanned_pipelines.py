@@ -66,13 +66,15 @@ def test_scanned_pipelines(kind: str, remat: Sequence[Choice], options: dict[str
 
 
 @pytest.mark.slow
-def test_plans_of_scanned_pipelines_are_replayed(tmp_path: Path):
+def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: Path):
     step, arguments = zoo_linen.gpt(scan=True, layers=4)
-    method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe", remat="selective")
-    pipelined = alpa_lite.parallelize(step, method=method, num_microbatches=4)
+    method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe")
+    pipelined = alpa_lite.parallelize(step, method=method, num_microbatches=4, memory_per_device=450_000)
     plan = pipelined.plan(*arguments)
     assert plan.pipeline is not None
-    assert plan.pipeline.remat == ("selective", "selective")
+    assert set(plan.pipeline.remat) != {"none"}  # which takes 650,000 bytes
+    used = zip(plan.pipeline.buffer_bytes, plan.pipeline.temporary_bytes, strict=True)
+    assert all(sum(pair) <= 450_000 for pair in used)
     assert any("nothing is moved or copied" in note for note in plan.notes)
     assert any("[0:2]" in leaf.path for leaf in plan.stages[0].arguments)
     plan.save(tmp_path / "plan.json")
