@@ -9,7 +9,7 @@ the number that was chosen, so that the choice of stages rests on true sizes.
 
 The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
 simulation's time and the program's own peak of buffers, not the DP's estimate. Where a submesh exceeds the budget, its
-stages are planned again with memory four times as dear.
+stages are planned again with memory four times as dear; if that does not help, the DP chooses anew with less room.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
-ATTEMPTS = 5
-"""How often stages are planned, each time with memory dearer to those that exceed the budget."""
+ATTEMPTS = 3
+"""How often the same stages are planned, each time with memory dearer to those that exceed the budget."""
+
+SLICINGS = 3
+"""How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +139,21 @@ def search(
     reference = counts[len(counts) // 2]
     slicer = _Slicer(traced, rules, cluster, method, allow_inexact, budget, time_limit, max_layers, progress)
     coster = slicer.layers(reference)
-    found = slicer.slice([coster.costs(count) for count in counts], counts)
-    if found.num_microbatches != reference:
-        coster = slicer.layers(found.num_microbatches)
-        found = slicer.slice([coster.costs(found.num_microbatches)], [found.num_microbatches])
-    return slicer.realise(coster, found)
+    found = slicer.slice([coster.costs(count) for count in counts], budget)
+    count = found.num_microbatches
+    if count != reference:
+        coster = slicer.layers(count)
+        found = slicer.slice([coster.costs(count)], budget)
+    room = budget
+    for _ in range(SLICINGS - 1):
+        pipeline = slicer.realise(coster, found)
+        over = max(map(sum, pipeline.bytes)) - budget
+        if over <= 0:
+            return pipeline
+        room -= 1.05 * over  # the estimates of layers were too low by as much
+        logger.info("the program exceeds the budget by %s bytes: slicing again with as much less", over)
+        found = slicer.slice([coster.costs(count)], room)
+    return slicer.fitting(slicer.realise(coster, found))
 
 
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
@@ -202,14 +215,14 @@ class _Slicer:
             return Sharded(shape) if len(shape) > 1 else Sharded()
         return Sharded((1,)) if devices == 1 else Sharded()
 
-    def slice(self, costs: Sequence[StageCosts], counts: Sequence[int]) -> StageSlices:
-        """What the stage DP chooses."""
+    def slice(self, costs: Sequence[StageCosts], budget: float) -> StageSlices:
+        """What the stage DP chooses within a budget in bytes per device."""
         self.progress("choosing stages")
         method = self.method
         kinds = costs[0].devices
         shapes = method.submesh_shapes
         options = SliceOptions(
-            budget=self.budget,
+            budget=budget,
             schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),
             num_stages=method.num_stages,
             kinds=None if shapes is None else tuple(kinds.index(math.prod(shape)) for shape in shapes),
@@ -219,7 +232,8 @@ class _Slicer:
         found = stage_slicing.slice_stages(costs, options)
         if found.best is None:
             assert found.infeasible is not None
-            raise InfeasibleError(f"no pipeline with {_list(counts)} micro-batches: {found.infeasible.message}")
+            counts = ", ".join(str(c.num_microbatches) for c in costs)
+            raise InfeasibleError(f"no pipeline with {counts} micro-batches: {found.infeasible.message}")
         self.weighed, self.bound = found.weighed, found.bound
         return found.best
 
@@ -234,8 +248,9 @@ class _Slicer:
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual
         )  # fmt: skip
         prices = [layer_costs.PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
+        planned: dict[tuple[Any, ...], PlannedStage] = {}
         for attempt in range(ATTEMPTS):
-            stages = self.plan_stages(coster, graphs, slices, prices, schedule.splits_backward)
+            stages = self.plan_stages(coster, graphs, slices, prices, schedule.splits_backward, planned)
             submeshes = [
                 Submesh(stages[m].found.mesh, first) for m, first in enumerate(slices.first_devices)
             ]  # fmt: skip
@@ -253,28 +268,37 @@ class _Slicer:
             prices = [
                 max(1.0, 4.0 * price) if over[pipeline.mesh_of[s]] > 0 else price for s, price in enumerate(prices)
             ]  # fmt: skip
-        if max(over) > 0:
-            worst = int(np.argmax(over))
-            raise InfeasibleError(
-                f"the pipeline of {len(graphs)} stages needs {sum(used[worst]):,} bytes per device on submesh {worst}, "
-                f"of {self.budget:,.0f}; allow more memory, more micro-batches or more stages"
-            )
         return FoundPipeline(
             accumulated, coster.layering, slices, remat, stages, pipeline,
             simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
         )  # fmt: skip
 
+    def fitting(self, found: FoundPipeline) -> FoundPipeline:
+        """The pipeline itself, if it fits the budget.
+
+        Raises:
+          InfeasibleError: it does not.
+        """
+        needed = [sum(pair) for pair in found.bytes]
+        worst = int(np.argmax(needed))
+        if needed[worst] > self.budget:
+            raise InfeasibleError(
+                f"the pipeline of {len(found.stages)} stages needs {needed[worst]:,} bytes per device on submesh "
+                f"{worst}, of {self.budget:,.0f}; allow more memory, more micro-batches or more stages"
+            )
+        return found
+
     def plan_stages(
         self, coster: _Coster, graphs: Sequence[staging.StageGraph], slices: StageSlices, prices: Sequence[float],
-        split: bool,
+        split: bool, planned: dict[tuple[Any, ...], PlannedStage],
     ) -> tuple[PlannedStage, ...]:  # fmt: skip
         """Plans every stage; the mesh of the first stage of a submesh binds its others.
 
-        Which mesh shape suits a stage has been weighed for its layers.
+        Which mesh shape suits a stage has been weighed for its layers. `planned` gathers what has been planned: what is
+        asked again is taken from it, and alike stages take over the choices of the first.
         """
         stages: list[PlannedStage] = []
         meshes: dict[int, tuple[int, ...]] = {}
-        known: dict[tuple[Any, ...], PlannedStage] = {}
         for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
             devices = slices.devices[stage.mesh]
             self.progress(f"planning stage {number} of {len(graphs)}")
@@ -284,13 +308,15 @@ class _Slicer:
             elif method.mesh_shape is None:
                 method = Sharded(coster.mesh_of(stage, coster.devices.index(devices)))
             key = stage_planning.digest(graph), devices, method, prices[number]
-            planned = stage_planning.plan(
-                graph, self.cluster.part(devices), method,
-                price=prices[number], time_limit=self.time_limit, split_weights=split, like=known.get(key),
-            )  # fmt: skip
-            known.setdefault(key, planned)
-            meshes[stage.mesh] = planned.found.mesh.shape
-            stages.append(planned)
+            if (number, *key) not in planned:
+                planned[number, *key] = stage_planning.plan(
+                    graph, self.cluster.part(devices), method,
+                    price=prices[number], time_limit=self.time_limit, split_weights=split, like=planned.get(key),
+                )  # fmt: skip
+            one = planned[number, *key]
+            planned.setdefault(key, one)
+            meshes[stage.mesh] = one.found.mesh.shape
+            stages.append(one)
         return tuple(stages)
 
 
@@ -413,7 +439,3 @@ def _variants(remat: str) -> tuple[int, ...]:
     if remat not in REMAT:
         raise OptionError(f'Pipeline remat={remat!r} cannot be planned; use "auto" or one of {", ".join(REMAT)}')
     return tuple(v for v, (_, again) in enumerate(VARIANTS) if again == remat)
-
-
-def _list(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts))
