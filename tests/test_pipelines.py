@@ -118,7 +118,7 @@ def stages_without_parameters() -> tuple[Any, Any]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x = batch["x"] @ params["first"]
         for _ in range(8):
-            x = jnp.sin(x * 1.5) + x
+            x = (jnp.sin(x * 1.5) + x) / 2.5  # a slope of at most one: rounding errors do not grow
         return ((x @ params["last"] - batch["y"]) ** 2).mean()
 
     return toy(loss_fn, {"first": normal(3, SIZE, 64) / 4, "last": normal(4, 64, SIZE) / 8})
