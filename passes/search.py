@@ -150,8 +150,10 @@ def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_l
     if free.peak > budget and problem.platform not in _MERGING:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
-        # What is served twice costs no less: the bound without the budget is one here, too.
-        other = sharding.solve(again.program, cutoff=limit, time_limit=time_limit, free=known)
+        # What is served twice costs no less: the bound without the budget is one here, too. Where there is a choice
+        # already, this may only improve it, and gets half the time.
+        less = time_limit / 2 if solution.choice else time_limit
+        other = sharding.solve(again.program, cutoff=limit, time_limit=less, free=known)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other
     return space, solution

@@ -43,7 +43,7 @@ def solve(
       gap: (objective - bound) / objective at which a choice counts as optimal.
       free: seconds that no choice undercuts even without the budget, where that is known and the best choice without
         it is known not to fit: the search then begins with the budget.
-      roof: bytes; where the best choice takes more, its bound alone is of interest, and two parts in 1e3 are enough.
+      roof: bytes; where the best choice takes more, its bound alone is of interest, and five parts in 1e3 are enough.
 
     Returns:
       A Solution. "optimal": the gap is closed. "feasible": time ran out before. "infeasible" with an infinite bound: no

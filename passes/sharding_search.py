@@ -38,7 +38,7 @@ ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
 SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
 LARGEST = 500_000  # costs beyond which a linear program is not worth building: 65,000 variables take it 10 s
 RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
-LOOSE = 2e-3  # the gap at which a bound is good enough, where the choice does not matter
+LOOSE = 5e-3  # the gap at which a bound is good enough, where the choice does not matter
 
 
 class CutoffReached(Exception):
