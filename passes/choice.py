@@ -36,6 +36,13 @@ logger = logging.getLogger(__name__)
 WORTH = 0.9
 """A pipeline is searched if one mesh computes for less than this fraction of its step."""
 
+LEAST = 2e-3
+"""Seconds that one mesh must spend besides computing for a pipeline to be searched: what it takes to dispatch one.
+
+Two stages and two micro-batches are some twenty tasks and transfers, at about 1e-4 seconds each for one controller
+(`benchmarks/pipeline_overhead.py`), which predictions do not count.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -187,4 +194,4 @@ def _worth_a_pipeline(whole: Found, cluster: Cluster) -> bool:
         return False
     nodes, choice = whole.space.nodes, whole.solution.choice
     compute = sum(float(n.compute[c]) * len(n.members) for n, c in zip(nodes, choice, strict=True))
-    return compute < WORTH * whole.solution.objective
+    return compute < min(WORTH * whole.solution.objective, whole.solution.objective - LEAST)
