@@ -133,7 +133,7 @@ class Pipeline(Method):
 
     num_stages: int | None = None
     schedule: str = "auto"
-    submesh_shapes: tuple[MeshShape, ...] | None = None
+    submesh_shapes: tuple[int | MeshShape, ...] | None = None
     remat: str = "auto"
 
     def __post_init__(self) -> None:
@@ -158,17 +158,24 @@ class Pipeline(Method):
                     f"Pipeline num_stages={stages}, but submesh_shapes has {len(shapes)} entries; leave one of them out"
                 )
 
+    @property
+    def mesh_shapes(self) -> tuple[MeshShape, ...] | None:
+        """`submesh_shapes`, numbers as shapes of one axis."""
+        shapes = self.submesh_shapes
+        return None if shapes is None else tuple(_mesh_shape(shape, "Pipeline submesh_shapes") for shape in shapes)
+
     def describe(self) -> str:
         """The method in a few words."""
+        shapes = self.mesh_shapes
         parts = [f"{self.num_stages} stages"] if self.num_stages is not None else []
         parts += [self.schedule] if self.schedule != "auto" else []
-        parts += ["on " + ", ".join(map(_by, self.submesh_shapes))] if self.submesh_shapes is not None else []
+        parts += ["on " + ", ".join(map(_by, shapes))] if shapes is not None else []
         parts += [f"remat {self.remat}"] if self.remat != "auto" else []
         return "pipeline" + (": " + ", ".join(parts) if parts else "")
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
-        shapes = None if self.submesh_shapes is None else [list(shape) for shape in self.submesh_shapes]
+        shapes = None if self.mesh_shapes is None else [list(shape) for shape in self.mesh_shapes]
         fields = {"num_stages": self.num_stages, "schedule": self.schedule, "submesh_shapes": shapes}
         return super().to_json() | fields | {"remat": self.remat}
 

@@ -195,8 +195,8 @@ class _Slicer:
 
     def kinds(self) -> tuple[int, ...]:
         """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond."""
-        if self.method.submesh_shapes is not None:
-            return tuple(sorted({math.prod(shape) for shape in self.method.submesh_shapes}))
+        if self.method.mesh_shapes is not None:
+            return tuple(sorted({math.prod(shape) for shape in self.method.mesh_shapes}))
         node, total = self.cluster.devices_per_node, self.cluster.num_devices
         inside = [n for n in range(1, node + 1) if node % n == 0 and (n == node or n & (n - 1) == 0)]
         nodes = [node * n for n in range(2, self.cluster.nodes + 1) if n & (n - 1) == 0 or n == self.cluster.nodes]
@@ -209,7 +209,7 @@ class _Slicer:
 
     def shape_of(self, stage: int, devices: int) -> Sharded:
         """The logical mesh that a stage may have."""
-        shapes = self.method.submesh_shapes
+        shapes = self.method.mesh_shapes
         if shapes is not None:
             shape = shapes[stage % len(shapes)]
             return Sharded(shape) if len(shape) > 1 else Sharded()
@@ -220,7 +220,7 @@ class _Slicer:
         self.progress("choosing stages")
         method = self.method
         kinds = costs[0].devices
-        shapes = method.submesh_shapes
+        shapes = method.mesh_shapes
         options = SliceOptions(
             budget=budget,
             schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),

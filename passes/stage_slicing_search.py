@@ -209,7 +209,7 @@ class _Search:
             last = (p.head == self.terminal)[:, None]
             others = [p.count(left, p.stages[0]) for left in range(2, p.stages[1] + 1)]
             least = np.where(last, p.count(1, p.stages[0]), min(others, default=0))
-            usable &= p.fixed + p.each * least <= p.budget
+            usable &= p.fixed + np.where(usable, p.each, 0.0) * least <= p.budget
             self.alive = usable
             self._bound(limit)
 

@@ -127,10 +127,12 @@ class Executable:
         self._match = self._calling.matches if self._calling.has_static else None
         self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
         count = len(traced.arguments)
-        self._in_shardings = [NamedSharding(mesh, spec) for spec in in_specs[:count]]
-        self._out_shardings = [NamedSharding(mesh, spec) for spec in out_specs]
         specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
-        self._constant_shardings = [NamedSharding(mesh, spec) for spec in specs]
+        # Equal shardings are one object: the executable compares those of its arguments, sooner by identity.
+        known = {spec: NamedSharding(mesh, spec) for spec in (*in_specs, *out_specs, *specs)}
+        self._in_shardings = [known[spec] for spec in in_specs[:count]]
+        self._out_shardings = [known[spec] for spec in out_specs]
+        self._constant_shardings = [known[spec] for spec in specs]
         self._donated = _donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
         ranges = _ranges(traced)
