@@ -21,11 +21,11 @@ from alpa_lite.graph import Op, Traced
 from alpa_lite.passes import layering_cuts
 from alpa_lite.passes.layering_cuts import Atom
 from alpa_lite.passes.layering_split import Split, is_heavy, split
-from alpa_lite.passes.layering_stages import assign
+from alpa_lite.passes.layering_stages import assign, check_cuts, stages
 from alpa_lite.passes.layering_types import Assignment, Layer, Layering, reads, scan_op
 from alpa_lite.strategy import Rule
 
-__all__ = ["Assignment", "Layer", "Layering", "assign", "layering"]
+__all__ = ["Assignment", "Layer", "Layering", "assign", "check_cuts", "layering", "stages"]
 
 
 def layering(

@@ -42,13 +42,23 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
     Raises:
       OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
     """
+    check_cuts(layering, cuts)
+    return _Assigner(layering, cuts).assignment()
+
+
+def stages(layering: Layering, cuts: Sequence[int]) -> Mapping[int, int]:
+    """The stage of every operation of the scan's body, as `assign` has it, for less work."""
+    return _placed(layering, cuts).stage
+
+
+def check_cuts(layering: Layering, cuts: Sequence[int]) -> None:
+    """Raises OptionError unless `cuts` rise strictly within 1 .. number of layers - 1."""
     bounds = [0, *cuts, len(layering.layers)]
     if any(low >= high for low, high in itertools.pairwise(bounds)):
         raise OptionError(
             f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to "
             f"{len(layering.layers) - 1}, for {len(layering.layers)} layers"
         )
-    return _Assigner(layering, cuts).assignment()
 
 
 def _placed(layering: Layering, cuts: Sequence[int]) -> _Assigner:
@@ -65,6 +75,7 @@ class _Assigner:
         self.stages = len(cuts) + 1
         self.scan = layering.scan_op
         self.body = layering.body
+        self.outputs = frozenset(v for v in self.body.outputs if isinstance(v, int))
         self.values: Sequence[Value] = layering.traced.graph.values
         top = layering.traced.graph.block.ops
         at = top.index(self.scan)
@@ -74,6 +85,10 @@ class _Assigner:
         for op in (*self.body.ops, *self.before, *self.after):
             for value in dict.fromkeys(reads(op)):
                 self.users.setdefault(value, []).append(op)
+        self.inner: dict[int, list[int]] = {}  # operand of the scan -> inputs of its body
+        for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
+            if isinstance(outer, int):
+                self.inner.setdefault(outer, []).append(inner)
         self.stage: dict[int, int] = {}
         self.shared: set[int] = set()
         for number, layer in enumerate(layering.layers):
@@ -284,23 +299,32 @@ class _Assigner:
 
     def rise(self, before: Mapping[int, int]) -> None:
         """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
-        reached: dict[int, frozenset[int]] = {}
+        alone: dict[
+            int, int
+        ] = {}  # op -> the only sum that its results reach, -1 for the only way out; none of several
+        several: set[int] = set()
         adding = {op.index: number for number, (op, _) in self.sums.items()}
+        placed = {op.index for op in self.backward}
         for op in reversed(self.backward):
-            users = [u for v in op.results for u in self.users.get(v, ())]
-            found = frozenset().union(*(reached.get(u.index, frozenset({-1})) for u in users))
-            reached[op.index] = frozenset({adding[op.index]}) if op.index in adding else found
+            users = [u.index for v in op.results for u in self.users.get(v, ())]
+            found = {alone.get(u, -1) for u in users if u in alone or u not in placed}
+            if op.index in adding:
+                alone[op.index] = adding[op.index]
+            elif len(found) > 1 or not several.isdisjoint(users):
+                several.add(op.index)
+            elif found:
+                (alone[op.index],) = found
         for op in self.backward:
             if self.stage.get(op.index) == before.get(op.index):
                 continue
             made = [self.defined[v].index for v in reads(op) if v in self.defined]
-            stages = [self.stage[i] for i in made if len(reached.get(i, ())) == 1 and i in self.stage]
+            stages = [self.stage[i] for i in made if i in alone and i in self.stage]
             if any(s > self.stage[op.index] for s in stages):
                 self.stage[op.index] = min(stages)
 
     def returned(self, value: int) -> bool:
         """Whether the body returns a value as it is."""
-        return value in self.body.outputs
+        return value in self.outputs
 
     def can_sink(self, op: Op, stage: int) -> bool:
         """Whether every forward value that an op reads is available on a stage."""
@@ -332,14 +356,15 @@ class _Assigner:
         layer = self.stage if layers == self.stages else _placed(self.layering, range(1, layers)).stage
         adding = {op.index for op, _ in self.sums.values()}
         found: set[int] = set()
-        returned = {v for v in self.body.outputs if isinstance(v, int)}
         for op in reversed(self.backward):
             users = [u for v in op.results for u in self.users.get(v, ()) if u.index not in self.dissolved]
             stays = all(
                 u.index in found and self.stage[u.index] == self.stage[op.index] and layer[u.index] == layer[op.index]
                 for u in users
             )
-            if op.index not in self.dissolved and (op.index in adding or (stays and returned.isdisjoint(op.results))):
+            if op.index not in self.dissolved and (
+                op.index in adding or (stays and self.outputs.isdisjoint(op.results))
+            ):
                 found.add(op.index)
         return frozenset(found)
 
@@ -400,8 +425,8 @@ class _Assigner:
     def stages_of_inner_users(self, op: Op) -> set[int]:
         """The stages of an op before the scan: those of its users, within the body too."""
         found = self.stages_of_users(op)
-        for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
-            for user in self.users.get(inner, ()) if outer in op.results else ():
+        for inner in (i for value in op.results for i in self.inner.get(value, ())):
+            for user in self.users.get(inner, ()):
                 several = self.stages_of(user) if user.index in self.shared else set()
                 found |= several | {self.stage[user.index]}
         return found

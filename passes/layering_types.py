@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from alpa_lite.graph import Block, Op, Traced
 
@@ -48,7 +49,7 @@ class Layering:
     order: tuple[int, ...]
     free: frozenset[int]
 
-    @property
+    @cached_property
     def scan_op(self) -> Op:
         """The scan over micro-batches."""
         return scan_op(self.traced, self.scan)

@@ -84,7 +84,7 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
     Raises:
       OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
     """
-    layering.assign(step.layering, cuts)  # raises for cuts that cannot be
+    layering.check_cuts(step.layering, cuts)
     layers, cuts = _coarse(step, cuts)
     if any(choice != "none" for choice in remat):
         layers = rematerialised(layers, cuts, remat)
@@ -155,7 +155,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
         result = scan_rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
         layers = _carried_over(layers, result)
         wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
-    stage_of = layering.assign(layers, cuts).stage
+    stage_of = layering.stages(layers, cuts)
     saved = rematerialisation.choices(layers)
     made = {v: op for op in layers.body.ops if op.index in layers.forward for v in op.results}
     own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
