@@ -39,12 +39,16 @@ from alpa_lite.strategy import Rule, Solution
 WORTH = 1.3
 """Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""
 
+ROUGH = 5e-2
+"""The gap at which a choice with memory for nothing is good enough to tell the unit of prices, and slow mesh shapes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Market:
-    """The integer programs of some mesh shapes, each solved with memory for nothing.
+    """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
 
     Attributes:
+      rough: these solutions.
       unit: seconds per byte, of price 1.
       time_limit: seconds for each integer program. gap: at which a choice counts as optimal.
     """
@@ -52,7 +56,7 @@ class Market:
     meshes: tuple[LogicalMesh, ...]
     spaces: tuple[Space, ...]
     problems: tuple[Problem, ...]
-    free: tuple[Solution, ...]
+    rough: tuple[Solution, ...]
     unit: float
     time_limit: float
     gap: float
@@ -62,19 +66,20 @@ class Market:
 
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
-        fastest = min(free.objective for free in self.free)
+        fastest = min(rough.objective for rough in self.rough)
         solutions: dict[int, Solution] = {}
-        for i, (problem, free) in enumerate(zip(self.problems, self.free, strict=True)):
-            if not price:
-                solutions[i] = free
-            elif free.objective <= WORTH * fastest:
+        for i, (problem, rough) in enumerate(zip(self.problems, self.rough, strict=True)):
+            if not price and (rough.gap <= self.gap or rough.bound >= fastest):
+                solutions[i] = rough
+            elif rough.objective <= WORTH * fastest:
                 solutions[i] = _solved(problem, price * self.unit, self.time_limit, self.gap)
+        free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
         problem, space, solution = self.problems[best], self.spaces[best], solutions[best]
         choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
         candidates = []
         for i, (mesh, other) in enumerate(zip(self.meshes, self.problems, strict=True)):
-            found = solutions.get(i, self.free[i])
+            found = solutions.get(i, self.rough[i])
             status = "chosen" if i == best else "slower"
             seconds, size = other.seconds(found.choice), int(other.peak(found.choice))
             candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
@@ -82,7 +87,7 @@ class Market:
             solution,
             status="feasible" if price else solution.status,
             objective=problem.seconds(solution.choice),
-            bound=min(free.bound for free in self.free),
+            bound=min(solution.bound for solution in free),
             peak=problem.peak(solution.choice),
         )
         return Found(self.meshes[best], space, solution, choice, tuple(candidates))
@@ -115,10 +120,10 @@ def market(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), shared=shared) for mesh in meshes
     )  # fmt: skip
     problems = tuple(from_graph(space.program) for space in spaces)
-    free = tuple(_solved(problem, 0.0, time_limit, gap) for problem in problems)
-    fastest = min(range(len(free)), key=lambda i: free[i].objective)
-    unit = free[fastest].objective / max(problems[fastest].peak(free[fastest].choice), 1.0)
-    return Market(tuple(meshes), spaces, problems, free, unit, time_limit, gap)
+    rough = tuple(_solved(problem, 0.0, time_limit, max(gap, ROUGH)) for problem in problems)
+    fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
+    unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
+    return Market(tuple(meshes), spaces, problems, rough, unit, time_limit, gap)
 
 
 def _solved(problem: Problem, price: float, time_limit: float, gap: float) -> Solution:
