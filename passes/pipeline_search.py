@@ -5,7 +5,7 @@ two prices of memory (`layer_costs`); repeated layers are planned once. What a r
 layers. The stage DP (`stage_slicing`) then chooses the number of micro-batches, the cuts, the submeshes and the
 schedule together, and for each stage a variant: the price of its memory, and what its backward pass computes again.
 Seconds and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned anew at
-the number that was chosen, so that the choice of stages rests on true sizes.
+the number that was chosen, on the sizes of submeshes that were, so that the choice of stages rests on true sizes.
 
 The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
 simulation's time and the program's own peak of buffers, not the DP's estimate. Where a submesh exceeds the budget, its
@@ -142,8 +142,12 @@ def search(
     found = slicer.slice([coster.costs(count) for count in counts], budget)
     count = found.num_microbatches
     if count != reference:
-        coster = slicer.layers(count)
-        found = slicer.slice([coster.costs(count)], budget)
+        coster = slicer.layers(count, tuple(sorted({found.devices[stage.mesh] for stage in found.stages})))
+        try:
+            found = slicer.slice([coster.costs(count)], budget)
+        except InfeasibleError:  # what was scaled fitted by little
+            coster = slicer.layers(count)
+            found = slicer.slice([coster.costs(count)], budget)
     room = budget
     for _ in range(SLICINGS - 1):
         pipeline = slicer.realise(coster, found)
@@ -187,11 +191,12 @@ class _Slicer:
     weighed: tuple[Weighed, ...] = ()
     bound: float = 0.0
 
-    def layers(self, count: int) -> _Coster:
-        """The step cut into `count` micro-batches and into layers, each distinct layer planned on every submesh."""
+    def layers(self, count: int, kinds: tuple[int, ...] | None = None) -> _Coster:
+        """The step in `count` micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
         self.progress(f"cutting into {count} micro-batches")
         accumulated = accumulation.accumulate(self.traced, self.rules, count, allow_inexact=self.allow_inexact)
-        return _Coster(self, stage_steps.divisible(accumulated, max_layers=self.max_layers), count)
+        step = stage_steps.divisible(accumulated, max_layers=self.max_layers)
+        return _Coster(self, step, count, self.kinds() if kinds is None else kinds)
 
     def kinds(self) -> tuple[int, ...]:
         """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond."""
@@ -323,10 +328,10 @@ class _Slicer:
 class _Coster:
     """Costs of the layers at one number of micro-batches."""
 
-    def __init__(self, slicer: _Slicer, step: Divisible, count: int) -> None:
+    def __init__(self, slicer: _Slicer, step: Divisible, count: int, devices: tuple[int, ...]) -> None:
         self.step, self.layering, self.count = step, step.layering, count
         self.cluster = slicer.cluster
-        self.devices = slicer.kinds()
+        self.devices = devices
         layers = step.layering
         number = len(layers.layers)
         assignment = layering.assign(layers, range(1, number))
