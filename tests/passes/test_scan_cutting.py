@@ -133,7 +133,7 @@ def test_stages_of_a_scanned_model_send_the_residual_stream():
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_gpt_with_scanned_layers(remat: bool):
-    step, state, batch = microbatched.zoo("gpt", 2, layers=4, batch=4, scan=True, remat=remat, **GPT)
+    step, state, batch = microbatched.zoo("gpt", 2, layers=4, batch=4, tx=SGD, scan=True, remat=remat, **GPT)
     traced = microbatched.traced_of(step, state, batch)
     done = cut(traced, (1, 2, 3))
     layers = layered(done.traced)
