@@ -134,7 +134,8 @@ def test_every_device_throws_the_first_note_once():
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have it ignored
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np
@@ -180,18 +181,16 @@ except KeyboardInterrupt:
 def test_an_interrupt_leaves_no_device_at_work(calls):
     """The same process runs another step, and ends by itself."""
     sizes = {"products": 1, "rows": 16, "width": 8} if calls else {"products": 10, "rows": 512, "width": 256}
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED.format(calls=calls, **sizes)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n", process.communicate(timeout=60)[1]
+    command = [sys.executable, "-c", INTERRUPTED.format(calls=calls, **sizes)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            process.wait(timeout=1)  # it is in the middle of its steps
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n", process.communicate(timeout=60)[1]
+            try:
+                process.wait(timeout=1)  # it is in the middle of its steps
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (0, "interrupted\n"), errors
