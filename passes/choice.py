@@ -11,7 +11,8 @@ plan holds the training state, F bytes per device when all of it is sharded, the
 so numbers b for which that exceeds the budget are left out without solving.
 
 A pipeline can be faster only by communicating less, since all devices together compute as much either way: where what
-one mesh computes is nearly all that it costs, none is searched. It is searched too where nothing fits one mesh.
+one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, none is
+searched. It is searched too where nothing fits one mesh.
 """
 
 from __future__ import annotations
@@ -192,6 +193,5 @@ def _state_bytes(traced: Traced) -> int:
 def _worth_a_pipeline(whole: Found, cluster: Cluster) -> bool:
     if cluster.num_devices == 1:
         return False
-    nodes, choice = whole.space.nodes, whole.solution.choice
-    compute = sum(float(n.compute[c]) * len(n.members) for n, c in zip(nodes, choice, strict=True))
-    return compute < min(WORTH * whole.solution.objective, whole.solution.objective - LEAST)
+    objective = whole.solution.objective
+    return whole.compute_seconds < min(WORTH * objective, objective - LEAST)

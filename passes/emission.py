@@ -30,7 +30,10 @@ from alpa_lite.passes.local_program import (
     Outside,
     Reshard,
     in_mesh_order,
+    read_before,
+    reads,
     spec_of,
+    writes,
 )
 from alpa_lite.passes.shared_runs import runs_of
 
@@ -54,10 +57,14 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
             if outside is not None:
                 operands = [o.value if isinstance(o, Lit) else registers[o] for o in outside.operands]
                 registers.update(zip(outside.results, evaluation.bind(outside.op, operands), strict=True))
-            later = [_reads(rest, before) for before, rest in pieces[number + 1 :]]
+            later = [
+                read_before(rest).union(reads(before) if before is not None else ())
+                for before, rest in pieces[number + 1 :]
+            ]
             finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
-            wanted = sorted(set(finals).union(*later) & _writes(instructions))
-            taken = sorted(_reads(instructions, None) & registers.keys())
+            written = {register for item in instructions for register in writes(item)}
+            wanted = sorted(set(finals).union(*later) & written)
+            taken = sorted(read_before(instructions) & registers.keys())
             region = functools.partial(_region, program, traced, instructions, taken, wanted, shared)
             run = jax.shard_map(
                 region,
@@ -137,21 +144,6 @@ def _crossing_spec(layout: Layout) -> PartitionSpec:
     if not layout.partial:
         return spec_of(layout)
     return spec_of(Layout((layout.partial, *layout.dims)))
-
-
-def _reads(instructions: Sequence[Instruction], outside: Outside | None) -> set[int]:
-    """The registers that some instructions read and do not write themselves."""
-    found = {o for o in outside.operands if not isinstance(o, Lit)} if outside is not None else set()
-    written: set[int] = set()
-    for item in instructions:
-        operands = (item.source,) if isinstance(item, Reshard) else item.operands
-        found |= {o for o in operands if not isinstance(o, Lit) and o not in written}
-        written |= _writes([item])
-    return found
-
-
-def _writes(instructions: Sequence[Instruction]) -> set[int]:
-    return {r for i in instructions for r in ((i.result,) if isinstance(i, Reshard) else i.results)}
 
 
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:

@@ -15,11 +15,11 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
-from alpa_lite.passes.local_program import Compute, Instruction, Loop, Operand, Reshard
+from alpa_lite.passes import factors, grouping, search, segment_costs, strategies
+from alpa_lite.passes.local_program import Compute, Instruction, Loop, Operand, reads, writes
 from alpa_lite.passes.priced_search import market
 from alpa_lite.passes.rematerialisation import is_kept
-from alpa_lite.passes.stage_planning import PlannedStage, bytes_of
+from alpa_lite.passes.stage_planning import PlannedStage, bytes_of, realised
 from alpa_lite.passes.staging import StageGraph
 
 PRICES = (0.0, 4.0)
@@ -78,10 +78,7 @@ def layer_costs(
         offers = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, shared=shared)
         costs: list[LayerCost] = []
         for price in PRICES:
-            found = offers.at(price)
-            program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
-            cut = segments.cut(graph, program, split_weights=False)
-            costs.append(_cost(PlannedStage(graph, rules, groups, found, program, cut, cluster)))
+            costs.append(_cost(realised(graph, rules, groups, offers.at(price), cluster, split_weights=False)))
         out.append(tuple(costs))
     return tuple(out)
 
@@ -109,8 +106,7 @@ def _cost(planned: PlannedStage) -> LayerCost:
             fixed += sum(planned.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
     for port, register in zip(planned.graph.inputs, planned.program.body.inputs, strict=False):
         if port.kind in ("argument", "copy"):
-            shape, dtype, layout = planned.segments.register_type(register)
-            fixed += bytes_of(planned.found.mesh, shape, dtype, layout)
+            fixed += _bytes(planned, register)
     kept, again = _selective(planned)
     return LayerCost(
         planned.found.mesh.shape, seconds["forward"], seconds["backward"], seconds["update"] + seconds["prologue"],
@@ -138,7 +134,7 @@ def _again(
     found: list[Instruction] = []
     total = 0.0
     for item in reversed(items):
-        if needed.isdisjoint(segments.writes(item)):
+        if needed.isdisjoint(writes(item)):
             continue
         if isinstance(item, Compute) and is_kept(item.op):
             total += sum(_bytes(planned, r) for r in item.results)
@@ -149,9 +145,7 @@ def _again(
             total += item.op.params["length"] * sum(size for _, size in inner)
             item = replace(item, bodies=bodies)
         found.append(item)
-        needed |= {
-            o for o in ((item.source,) if isinstance(item, Reshard) else item.operands) if not isinstance(o, Lit)
-        }
+        needed.update(reads(item))
     return tuple(reversed(found)), total
 
 

@@ -7,6 +7,7 @@ the plan's list off it, so that what the plan lists is what is emitted.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -132,6 +133,27 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
 
     visit(program.body, 1)
     return tuple(out)
+
+
+def reads(item: Instruction) -> list[int]:
+    """The registers among an instruction's operands."""
+    operands = (item.source,) if isinstance(item, Reshard) else item.operands
+    return [o for o in operands if not isinstance(o, Lit)]
+
+
+def writes(item: Instruction) -> tuple[int, ...]:
+    """The registers that an instruction writes."""
+    return (item.result,) if isinstance(item, Reshard) else item.results
+
+
+def read_before(instructions: Iterable[Instruction]) -> set[int]:
+    """The registers that some instructions read before they write them themselves."""
+    found: set[int] = set()
+    written: set[int] = set()
+    for item in instructions:
+        found.update(o for o in reads(item) if o not in written)
+        written.update(writes(item))
+    return found
 
 
 def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:

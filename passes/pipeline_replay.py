@@ -12,21 +12,17 @@ from alpa_lite.passes import (
     accumulation,
     factors,
     grouping,
-    lowering,
-    pipelining,
     replay,
     schedules,
-    segments,
     simulation,
     stage_steps,
     staging,
 )
-from alpa_lite.passes.pipeline_search import REMAT, FoundPipeline, bytes_of, seconds_of, transfers_of
+from alpa_lite.passes.pipeline_search import REMAT, FoundPipeline, bytes_of, written
 from alpa_lite.passes.rematerialisation import Choice
-from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.passes.stage_planning import realised
 from alpa_lite.passes.stage_slicing import StageChoice, StageSlices
 from alpa_lite.plan import Plan
-from alpa_lite.program import Submesh
 from alpa_lite.strategy import Rule
 
 
@@ -65,15 +61,9 @@ def replayed(
         stage_rules = factors.rules(own.graph.ops(), own.graph.values)
         groups = grouping.group(own, stage_rules)
         found = replay.replay(own, groups, stage_rules, part.cluster, part, communication="explicit")
-        program = lowering.lower(own, groups, stage_rules, found.mesh, found.choice, found.space.late_from)
-        cut = segments.cut(stage_graph, program, split_weights=schedule.splits_backward)
-        stages.append(PlannedStage(stage_graph, stage_rules, groups, found, program, cut, part.cluster))
-    submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(shape.first_devices)]
-    pipeline = pipelining.build(
-        accumulated.traced, [s.segments for s in stages], submeshes, schedule,
-        donated=[argument for _, argument in accumulated.traced.state],
-        segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(cluster),
-    )  # fmt: skip
+        split = schedule.splits_backward
+        stages.append(realised(stage_graph, stage_rules, groups, found, part.cluster, split_weights=split))
+    pipeline = written(accumulated.traced, stages, shape.first_devices, schedule, cluster)
     stops = [*shape.first_layers[1:], shape.num_layers]
     slices = StageSlices(
         stages=tuple(
@@ -84,7 +74,7 @@ def replayed(
         schedule=plan.schedule,
         virtual=shape.virtual,
         seconds=plan.step_seconds,
-        devices=tuple(submesh.mesh.size for submesh in submeshes),
+        devices=tuple(submesh.mesh.size for submesh in pipeline.program.submeshes),
         first_devices=shape.first_devices,
         bytes=(),
     )

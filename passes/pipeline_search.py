@@ -48,6 +48,7 @@ from alpa_lite.passes.layer_costs import LayerCost
 from alpa_lite.passes.layering_types import Layering
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.passes.rematerialisation import Choice
+from alpa_lite.passes.schedules import Schedule
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.stage_costs import StageCosts
 from alpa_lite.passes.stage_planning import PlannedStage
@@ -149,15 +150,19 @@ def search(
             coster = slicer.layers(count)
             found = slicer.slice([coster.costs(count)], budget)
     room = budget
+    pipeline = slicer.realise(coster, found)
     for _ in range(SLICINGS - 1):
-        pipeline = slicer.realise(coster, found)
         over = max(map(sum, pipeline.bytes)) - budget
         if over <= 0:
-            return pipeline
+            break
         room -= 1.05 * over  # the estimates of layers were too low by as much
         logger.info("the program exceeds the budget by %s bytes: slicing again with as much less", over)
-        found = slicer.slice([coster.costs(count)], room)
-    return slicer.fitting(slicer.realise(coster, found))
+        try:
+            found = slicer.slice([coster.costs(count)], room)
+        except InfeasibleError:
+            break
+        pipeline = slicer.realise(coster, found)
+    return slicer.fitting(pipeline)
 
 
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
@@ -256,15 +261,8 @@ class _Slicer:
         planned: dict[tuple[Any, ...], PlannedStage] = {}
         for attempt in range(ATTEMPTS):
             stages = self.plan_stages(coster, graphs, slices, prices, schedule.splits_backward, planned)
-            submeshes = [
-                Submesh(stages[m].found.mesh, first) for m, first in enumerate(slices.first_devices)
-            ]  # fmt: skip
             self.progress("writing the program")
-            pipeline = pipelining.build(
-                accumulated.traced, [s.segments for s in stages], submeshes, schedule,
-                donated=[argument for _, argument in accumulated.traced.state],
-                segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(self.cluster),
-            )  # fmt: skip
+            pipeline = written(accumulated.traced, stages, slices.first_devices, schedule, self.cluster)
             used = bytes_of(pipeline, stages)
             over = [sum(pair) - self.budget for pair in used]
             if max(over) <= 0 or attempt == ATTEMPTS - 1:
@@ -342,11 +340,11 @@ class _Coster:
         self.layers: list[tuple[tuple[LayerCost, ...], ...]] = []
         known: dict[str, tuple[tuple[LayerCost, ...], ...]] = {}
         clusters = [self.cluster.part(size) for size in self.devices]
+        methods = [slicer.shape_of(0, size) for size in self.devices]
         for n, graph in enumerate(graphs):
             name = stage_planning.digest(graph)
             if name not in known:
                 slicer.progress(f"planning layer {n} of {number}")
-                methods = [slicer.shape_of(0, size) for size in self.devices]
                 known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=slicer.time_limit)
             self.layers.append(known[name])
             for k in range(len(self.devices)):
@@ -405,6 +403,23 @@ class _Coster:
             network = cluster.network_link
             seconds = network.latency + crossing / (network.bandwidth * max(1.0, width / node))
         return seconds
+
+
+def written(
+    traced: Traced, stages: Sequence[PlannedStage], first_devices: Sequence[int], schedule: Schedule, cluster: Cluster
+) -> Pipeline:
+    """The program of planned stages; its state is donated.
+
+    Args:
+      traced: the step that was cut into stages.
+      first_devices: the number of each submesh's first device.
+    """
+    submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(first_devices)]
+    return pipelining.build(
+        traced, [stage.segments for stage in stages], submeshes, schedule,
+        donated=[argument for _, argument in traced.state],
+        segment_seconds=seconds_of(stages), transfer_seconds=transfers_of(cluster),
+    )  # fmt: skip
 
 
 def seconds_of(stages: Sequence[PlannedStage]) -> Callable[[Segments, Segment], float]:

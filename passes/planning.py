@@ -58,8 +58,6 @@ def write(
     moved = lowering.collectives(program, traced)
     listed = tuple(collective for collective, _ in moved)
     seconds = tuple(_collective_seconds(cost, found.space, *item) for item in moved)
-    nodes, choice = found.space.nodes, found.solution.choice
-    compute = float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
     parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
     parts["micro-batches"] = str(num_microbatches)
@@ -69,10 +67,10 @@ def write(
         axis_names=found.mesh.axis_names,
         arguments=_leaves(traced, program, arguments=True),
         results=_leaves(traced, program, arguments=False),
-        memory=_memory(traced, grouping, found.space, choice),
+        memory=_memory(traced, grouping, found.space, found.solution.choice),
         seconds=solution.objective,
-        compute_seconds=compute,
-        communication_seconds=solution.objective - compute,
+        compute_seconds=found.compute_seconds,
+        communication_seconds=solution.objective - found.compute_seconds,
     )
     return Plan(
         method=method,

@@ -3,8 +3,8 @@
 For every logical mesh shape that the method admits, the integer program is built, and what it can reach is bounded
 from below, quickly (`sharding.Bound`). Shapes are then solved in the order of their bounds, first without the memory
 budget and, if that does not fit, within it; one that is proven no better than the best found so far is cut off. The
-best objective wins. Textbook methods are the same
-program with the layouts of arguments fixed, so the free program is never worse than a textbook plan on the same mesh.
+best objective wins. Textbook methods are the same program with the layouts of arguments fixed, so the free program is
+never worse than a textbook plan on the same mesh.
 
 Under a binding memory budget the program is also solved with state gathered anew for late uses (`strategies.build`,
 `regather`), which trades communication for memory.
@@ -47,6 +47,12 @@ class Found:
     choice: tuple[Strategy, ...]
     candidates: tuple[Candidate, ...]
 
+    @property
+    def compute_seconds(self) -> float:
+        """What of the objective is not communication."""
+        nodes, choice = self.space.nodes, self.solution.choice
+        return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+
 
 def search(
     traced: Traced,
@@ -57,7 +63,6 @@ def search(
     *,
     budget: float,
     time_limit: float = 60.0,
-    max_axes: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
     """The best plan of one mesh for a method.
@@ -65,7 +70,6 @@ def search(
     Args:
       budget: bytes per device.
       time_limit: seconds that the solver may spend on one mesh shape.
-      max_axes: the most axes of a mesh that is not given.
       progress: told what is being solved.
 
     Raises:
@@ -73,7 +77,7 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried: list[tuple[sharding.Bound, _Problem, Space]] = []
-    shapes = meshes(cluster, method, max_axes)
+    shapes = meshes(cluster, method)
     shared = strategies.Shared(traced, grouping)
     for mesh in shapes:
         progress(f"bounding mesh {_by(mesh)}")

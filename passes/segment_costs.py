@@ -20,8 +20,18 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.layout import Layout, local_shape
-from alpa_lite.passes.local_program import Body, Compute, Instruction, Loop, Operand, Reshard, block_count
-from alpa_lite.passes.segments import Segment, Segments, writes
+from alpa_lite.passes.local_program import (
+    Body,
+    Compute,
+    Instruction,
+    Loop,
+    Operand,
+    Reshard,
+    block_count,
+    reads,
+    writes,
+)
+from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.strategy_prices import work
 from alpa_lite.strategy import Rule
 
@@ -67,7 +77,7 @@ class _Sizes:
         last: dict[int, int] = {}
         for n, item in enumerate(items):
             if not _is_light(item):
-                last.update(dict.fromkeys(_operands(item), n))
+                last.update(dict.fromkeys(reads(item), n))
         change = np.zeros(len(items) + 2)
         inner = np.zeros(len(items) + 2)
         for n, item in enumerate(items):
@@ -124,7 +134,7 @@ class _Pricer:
         used = {a for layout in item.form.operands for dim in layout.dims for a in dim}
         flops = work(op, self.rules[op.key], self.sizes.values) / math.prod(map(self.mesh.axis_size, used))
         dtype = self.sizes.values[op.results[0]].dtype
-        moved = sum(self.sizes.bytes(r) for r in (*_operands(item), *item.results))
+        moved = sum(self.sizes.bytes(r) for r in (*reads(item), *item.results))
         return self.cost.compute(flops, moved, dtype, self.efficiency(item))
 
     def efficiency(self, item: Compute) -> float | None:
@@ -149,9 +159,9 @@ class _Pricer:
         read_by_heavy = {o for o in ends if not isinstance(o, Lit)}
         total = 0.0
         for item in items:
-            (read_by_light if _is_light(item) else read_by_heavy).update(_operands(item))
+            (read_by_light if _is_light(item) else read_by_heavy).update(reads(item))
             if isinstance(item, Compute) and item.op.name in _HEAVY and item.op.name not in _PRODUCTS:
-                total += sum(self.sizes.bytes(r) for r in (*_operands(item), *item.results))
+                total += sum(self.sizes.bytes(r) for r in (*reads(item), *item.results))
         for register in read_by_light:
             if register not in maker or not _is_light(maker[register]):
                 total += self.sizes.bytes(register)
@@ -163,8 +173,3 @@ class _Pricer:
 
 def _is_light(item: Instruction) -> bool:
     return isinstance(item, Compute) and item.op.name not in _HEAVY
-
-
-def _operands(item: Instruction) -> list[int]:
-    operands = (item.source,) if isinstance(item, Reshard) else item.operands
-    return [o for o in operands if not isinstance(o, Lit)]

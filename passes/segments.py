@@ -37,7 +37,10 @@ from alpa_lite.passes.local_program import (
     Operand,
     Outside,
     Reshard,
+    read_before,
+    reads,
     spec_of,
+    writes,
 )
 from alpa_lite.passes.staging import StageGraph
 from alpa_lite.program import Kind
@@ -273,7 +276,7 @@ class _Cut:
         for phase in range(count):
             own = [item for n, item in enumerate(items) if phases[n] == phase]
             ends = [o for _, o, p in self._ends(body, made_in, carried) if p == phase and not isinstance(o, Lit)]
-            needed = _reads(own) | {o for o in ends if made_in.get(o, phase) != phase}
+            needed = read_before(own) | {o for o in ends if made_in.get(o, phase) != phase}
             again: dict[int, None] = {}
             pending = [r for r in needed if made_in.get(r, phase) != phase]
             while pending:
@@ -282,7 +285,7 @@ class _Cut:
                     wanted[made_in[register]].add(register)
                 elif id(maker[register]) not in again:
                     again[id(maker[register])] = None
-                    pending += [r for r in _reads([maker[register]]) if made_in.get(r, phase) != phase]
+                    pending += [r for r in reads(maker[register]) if made_in.get(r, phase) != phase]
             chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
         for phase in range(count):
             kind: Kind = ("forward", "backward", "weight")[phase]
@@ -322,7 +325,7 @@ class _Cut:
                 phase = -1  # only an output reads it: as early as its source
             out[n] = phase
             if phase >= 0:
-                for register in _reads([item]):
+                for register in reads(item):
                     first[register] = min(first.get(register, 2), phase)
         made: dict[int, int] = {}
         for n, item in enumerate(items):
@@ -356,7 +359,7 @@ class _Cut:
         operand = body.outputs[carry]
         phase = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
         old = body.inputs[self._num_consts + carry]
-        readers = [made_in[w] for item in body.instructions if old in _reads([item]) for w in writes(item)]
+        readers = [made_in[w] for item in body.instructions if old in reads(item) for w in writes(item)]
         return max([phase, *readers])
 
     def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
@@ -367,7 +370,7 @@ class _Cut:
         made: set[int] = set()
         for item in items:
             free = isinstance(item, Reshard) or (isinstance(item, Compute) and item.op.name in _FREE)
-            if free and all(r in known for r in _reads([item])):
+            if free and all(r in known for r in reads(item)):
                 known.update(writes(item))
                 made.update(writes(item))
         return frozenset(made)
@@ -389,7 +392,7 @@ class _Cut:
         loop = self.loop
         assert loop is not None
         made = {r for item in items for r in writes(item)}
-        taken = sorted((_reads(items) | finals) - made)
+        taken = sorted((read_before(items) | finals) - made)
         place = {r: i for i, r in enumerate(body.inputs)}
         crossing = self._crossing_registers(body)
         inputs: dict[Wire, list[int]] = {}
@@ -426,7 +429,7 @@ class _Cut:
             item = maker.get(pending.pop())
             if item is not None and id(item) not in found:
                 found.add(id(item))
-                pending += _reads([item])
+                pending += reads(item)
         return [item for item in self.early if id(item) in found]
 
     def _prologue(self, later: Sequence[Segment]) -> Segment | None:
@@ -446,7 +449,7 @@ class _Cut:
         if not outputs:
             return None
         finals = {o for _, o in outputs if not isinstance(o, Lit)}
-        taken = sorted((_reads(items) | finals) - made)
+        taken = sorted((read_before(items) | finals) - made)
         assert all(r in inputs for r in taken)
         return Segment(
             "prologue", 0, tuple(Wire("top", r) for r in taken), tuple((r,) for r in taken), (),
@@ -464,7 +467,7 @@ class _Cut:
         ends = {o for _, _, o in results if not isinstance(o, Lit)}
         before_loop = self._prologue_made()
         late = self._wanted(ends)
-        needed = self._needed(_reads(late) | ends)
+        needed = self._needed(read_before(late) | ends)
         items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
         rounds = self._rounds(items)
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
@@ -480,11 +483,11 @@ class _Cut:
         for current in range(last + 1):
             own = [item for n, item in enumerate(items) if rounds[n] == current]
             made = {r for item in own for r in writes(item)}
-            wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in _reads([item])} & made
+            wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in reads(item)} & made
             outputs: dict[Wire, Operand] = {Wire("top", r): r for r in sorted(wanted)}
             outputs |= {wire: operand for when, wire, operand in due if when == current}
             registers = {o for o in outputs.values() if not isinstance(o, Lit)}
-            inputs = {self._top_wire(r): (r,) for r in sorted((_reads(own) | registers) - made)}
+            inputs = {self._top_wire(r): (r,) for r in sorted((read_before(own) | registers) - made)}
             if outputs or own:
                 segments.append(
                     Segment(
@@ -508,7 +511,7 @@ class _Cut:
             effects = not isinstance(item, Reshard) and item.op.has_effects
             if effects or not wanted.isdisjoint(writes(item)):
                 found.append(item)
-                wanted |= _reads([item])
+                wanted.update(reads(item))
         return found[::-1]
 
     def _top_wire(self, register: int) -> Wire:
@@ -535,7 +538,7 @@ class _Cut:
         out = []
         for item in items:
             own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
-            current = max([own, *(made[r] for r in _reads([item]) if r in made)])
+            current = max([own, *(made[r] for r in reads(item) if r in made)])
             out.append(current)
             made.update(dict.fromkeys(writes(item), current))
         return out
@@ -545,19 +548,3 @@ class _Cut:
         graph = self.stage.traced.graph
         readers = [self.stage.rounds[op.index] for op in graph.block.ops if value in op.operands]
         return min(readers, default=1) - 1
-
-
-def writes(item: Instruction) -> tuple[int, ...]:
-    """The registers that an instruction writes."""
-    return (item.result,) if isinstance(item, Reshard) else item.results
-
-
-def _reads(items: Iterable[Instruction]) -> set[int]:
-    """The registers that some instructions read, those that they write themselves excluded."""
-    found: set[int] = set()
-    written: set[int] = set()
-    for item in items:
-        operands = (item.source,) if isinstance(item, Reshard) else item.operands
-        found |= {o for o in operands if not isinstance(o, Lit) and o not in written}
-        written.update(writes(item))
-    return found

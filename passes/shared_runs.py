@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.passes.local_program import Compute, Instruction, Reshard
+from alpa_lite.passes.local_program import Compute, Instruction, Reshard, reads, writes
 
 SHORTEST = 8  # instructions: a call is itself one
 _PERIODS = 12  # distances that are tried
@@ -43,7 +43,7 @@ def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: 
     tokens = _tokens(instructions, traced)
     last_read: dict[int, int] = {}
     for i, item in enumerate(instructions):
-        last_read.update((o, i) for o in _operands(item) if not isinstance(o, Lit))
+        last_read.update(dict.fromkeys(reads(item), i))
     last_read.update((register, len(instructions)) for register in wanted)
     out = []
     cuts = _cuts(tokens)
@@ -58,24 +58,15 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
     made: dict[int, int] = {}
     wiring: list[int] = []
     for item in instructions:
-        for o in _operands(item):
-            if not isinstance(o, Lit):
-                wiring.append(made[o] if o in made else -1 - inputs.setdefault(o, len(inputs)))
-        for register in _results(item):
+        for o in reads(item):
+            wiring.append(made[o] if o in made else -1 - inputs.setdefault(o, len(inputs)))
+        for register in writes(item):
             made[register] = len(made)
     outputs = tuple(register for register in made if last_read.get(register, -1) >= end)
     key = None
     if len(instructions) >= SHORTEST and min(tokens) >= 0:
         key = tuple(tokens), tuple(wiring), tuple(made[register] for register in outputs)
     return Run(tuple(instructions), tuple(inputs), outputs, key)
-
-
-def _operands(item: Any) -> Sequence[Any]:
-    return (item.source,) if isinstance(item, Reshard) else item.operands
-
-
-def _results(item: Any) -> Sequence[int]:
-    return (item.result,) if isinstance(item, Reshard) else item.results
 
 
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
 from alpa_lite.passes.keys import Keys
@@ -141,7 +142,7 @@ class _Splitter:
     def zeros(self, value: int, out: list[Op]) -> int:
         """Appends an op before the scan that makes zeros like `value`."""
         aval = self.values[value].aval
-        zero = Lit(np.zeros((), aval.dtype), jax.core.ShapedArray((), aval.dtype))
+        zero = Lit(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
         params: Mapping[str, object] = {
             "shape": tuple(aval.shape),
             "broadcast_dimensions": (),

@@ -95,7 +95,15 @@ def plan(
     if found is None:
         meshes = search.meshes(cluster, method)
         found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
-    program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+    return realised(graph, rules, groups, found, cluster, split_weights=split_weights)
+
+
+def realised(
+    graph: StageGraph, rules: Mapping[Any, Rule], groups: Grouping, found: Found, cluster: Cluster, *,
+    split_weights: bool,
+) -> PlannedStage:  # fmt: skip
+    """A solved stage, lowered and cut into segments; arguments as for `plan`."""
+    program = lowering.lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
 

@@ -309,14 +309,20 @@ class Executable:
 
     def _check(self, numbers: Sequence[int], leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless the leaves have the shapes, dtypes and weak types of these arguments."""
+        values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         for number, leaf in zip(numbers, leaves, strict=True):
-            spec = self._spec(number)
-            try:
-                aval = jax.typeof(leaf)
-            except TypeError:
-                raise NewSignature from None
-            if (aval.shape, aval.dtype, is_weak(leaf)) != (spec.shape, spec.dtype, spec.weak_type):
-                raise NewSignature
+            check_leaf(leaf, values[inputs[number]].aval)
+
+
+def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:
+    """Raises NewSignature unless a leaf has the shape (or a given one), dtype and weak type of an abstract value."""
+    try:
+        have = jax.typeof(leaf)
+    except TypeError:
+        raise NewSignature from None
+    weak = bool(getattr(aval, "weak_type", False))
+    if (have.shape, have.dtype, is_weak(leaf)) != (aval.shape if shape is None else shape, aval.dtype, weak):
+        raise NewSignature
 
 
 def is_weak(leaf: Any) -> bool:

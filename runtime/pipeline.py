@@ -37,7 +37,7 @@ from alpa_lite.passes.local_program import spec_of
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.program import Free, Program, Run, Send, describe, order
 from alpa_lite.runtime import callbacks, placement
-from alpa_lite.runtime.executor import NewSignature, is_weak, mesh_of
+from alpa_lite.runtime.executor import NewSignature, check_leaf, mesh_of
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.runtime.transfer import Mover
@@ -350,7 +350,7 @@ class PipelineExecutable:
         shardings = [self._sharding(number) for _, number in group]
         shared = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] > 1]
         fresh = placement.copies([group[n][0] for n in shared], [shardings[n] for n in shared])
-        alone = [n for n in range(len(group)) if n not in set(shared)]
+        alone = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] == 1]
         ready = placement.settle([group[n][0] for n in alone], [shardings[n] for n in alone])
         for n, array in (*zip(shared, fresh, strict=True), *zip(alone, ready, strict=True)):
             env[group[n][1]] = array
@@ -404,14 +404,7 @@ class PipelineExecutable:
         if len(leaves) != len(self._program.inputs):
             raise NewSignature
         for i in places:
-            aval = values[block.inputs[i]].aval
-            try:
-                have = jax.typeof(leaves[i])
-            except TypeError:
-                raise NewSignature from None
-            weak = bool(getattr(aval, "weak_type", False))
-            if (have.shape, have.dtype, is_weak(leaves[i])) != (aval.shape, aval.dtype, weak):
-                raise NewSignature
+            check_leaf(leaves[i], values[block.inputs[i]].aval)
 
     # -- running ----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.stacked_arguments import Arrangement, Bounds, Pieces, Stacked, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
-from alpa_lite.runtime.executor import NewSignature, is_weak
+from alpa_lite.runtime.executor import NewSignature, check_leaf
 
 Box = tuple[tuple[int, int], ...]
 
@@ -68,7 +68,8 @@ class StackedLeaves:
             if not one.bounds:
                 out.append(leaf)
                 continue
-            self._check(leaf, one)
+            aval = self._avals[one.numbers[0]]
+            check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
             parts = one.apart(leaf) if id(leaf) not in seen else None
             seen.add(id(leaf))
             if parts is None:
@@ -91,16 +92,6 @@ class StackedLeaves:
             parts = [outputs[n] for n in one.numbers]
             out.append(one.together(parts) if one.bounds else parts[0])
         return out
-
-    def _check(self, leaf: Any, one: _Leaf) -> None:
-        aval = self._avals[one.numbers[0]]
-        try:
-            have = jax.typeof(leaf)
-        except TypeError:
-            raise NewSignature from None
-        weak = bool(getattr(aval, "weak_type", False))
-        if (have.shape, have.dtype, is_weak(leaf)) != ((one.bounds[-1], *aval.shape[1:]), aval.dtype, weak):
-            raise NewSignature
 
 
 class _Leaf:

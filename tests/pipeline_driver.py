@@ -18,16 +18,15 @@ from alpa_lite import graph
 from alpa_lite.cluster import Cluster
 from alpa_lite.graph import Traced
 from alpa_lite.options import Sharded
-from alpa_lite.passes import accumulation, factors, pipelining, schedules, stage_planning, stage_steps, staging, tracing
+from alpa_lite.passes import accumulation, factors, schedules, stage_planning, stage_steps, staging, tracing
 from alpa_lite.passes.accumulation import Accumulated
 from alpa_lite.passes.layering_types import Assignment, Layering
-from alpa_lite.passes.pipeline_search import seconds_of, transfers_of
+from alpa_lite.passes.pipeline_search import written
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.passes.rematerialisation import Choice
 from alpa_lite.passes.schedules import Schedule
 from alpa_lite.passes.stage_planning import PlannedStage
 from alpa_lite.passes.staging import StageGraph
-from alpa_lite.program import Submesh
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import test_correctness
 
@@ -111,12 +110,8 @@ def drive(
         )
         for number, one in enumerate(cut.graphs)
     )  # fmt: skip
-    submeshes = [Submesh(planned[m].found.mesh, sum(devices[:m])) for m in range(len(devices))]
-    pipeline = pipelining.build(
-        cut.accumulated.traced, [stage.segments for stage in planned], submeshes, tasks,
-        donated=[argument for _, argument in cut.traced.state],
-        segment_seconds=seconds_of(planned), transfer_seconds=transfers_of(cluster),
-    )  # fmt: skip
+    first_devices = [sum(devices[:m]) for m in range(len(devices))]
+    pipeline = written(cut.accumulated.traced, planned, first_devices, tasks, cluster)
     return Driven(cut, planned, tasks, pipeline, cluster)
 
 

@@ -84,14 +84,8 @@ def alike(plan: Plan) -> list[tuple[int, ...]]:
 
 def named(group: Sequence[int], noun: str = "stage") -> str:
     """Numbers of stages as text, such as "stages 1-6"."""
-    runs: list[list[int]] = []
-    for number in group:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
     plural = "" if len(group) == 1 else "es" if noun.endswith("sh") else "s"
-    return f"{noun}{plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+    return f"{noun}{plural} {units.runs(group, '-')}"
 
 
 def _each(group: Sequence[int]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,15 +261,4 @@ def _left_out(view: _View, tasks: list[Event]) -> str:
     seen = {event.microbatch for event in tasks if view.visible(event)}
     hidden = sorted({event.microbatch for event in tasks} - seen)
     text = f"{_GAP.strip()} {units.percent(right - left, view.total)} of the step left out"
-    return f"{text}, and with it all of micro-batches {_ranges(hidden)}" if hidden else text
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text, such as "3, 5 to 9"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join(" to ".join(map(str, run)) for run in runs)
+    return f"{text}, and with it all of micro-batches {units.runs(hidden, ' to ')}" if hidden else text

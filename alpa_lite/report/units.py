@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from jax.sharding import PartitionSpec
 
@@ -24,6 +25,17 @@ def nbytes(value: float) -> str:
         if abs(value) >= 0.9995 * scale:
             return f"{digits(value / scale)} {unit}"
     return f"{value:.0f} B"
+
+
+def runs(numbers: Iterable[int], between: str) -> str:
+    """Ascending numbers as text, those that follow each other by their first and last: "3, 5-9" with "-" between."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join(between.join(map(str, run)) for run in found)
 
 
 def digits(value: float) -> str:
