@@ -79,7 +79,8 @@ def compile_step(
             write("factors", rules)
         with clock.lap("grouping", show):
             step = choice.cut(traced, rules, _parts(options, given), allow_inexact=options.allow_inexact)
-            write("groups", step.groups)
+            if not isinstance(method, Pipeline):
+                write("groups", step.groups)
         with clock.lap("search", show):
             if given is not None and given.pipeline is not None:
                 found = pipeline_replay.replayed(traced, rules, cluster, given, allow_inexact=options.allow_inexact)

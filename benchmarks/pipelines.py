@@ -127,8 +127,13 @@ def compare(case: Case) -> dict[str, Any]:
 
 def planning(num_microbatches: int | str) -> dict[str, Any]:
     """How long the large pipeline takes to plan."""
+    fun, args = models.get(LARGE.model).abstract(LARGE.size, LARGE.batch, **LARGE.overrides)
+    cluster = alpa_lite.Cluster.preset(LARGE.cluster, nodes=LARGE.nodes)
     start, cpu = time.perf_counter(), time.process_time()
-    plan = planned(LARGE, alpa_lite.Pipeline(), num_microbatches=num_microbatches)
+    plan = alpa_lite.make_plan(
+        fun, *args, cluster=cluster, method=alpa_lite.Pipeline(), solver_time_limit=10,
+        num_microbatches=num_microbatches,
+    )  # fmt: skip
     return {
         "case": f"gpt {LARGE.size}, batch {LARGE.batch}, {LARGE.nodes} x 8 {LARGE.cluster}",
         "asked_microbatches": num_microbatches,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -52,14 +53,17 @@ class Step:
     Attributes:
       traced: the step; with several micro-batches a loop over them, and the notes say what was cut.
       rules: of its operations.
-      groups: of its operations.
       num_microbatches: the length of the loop; with 1 there is none.
     """
 
     traced: Traced
     rules: Mapping[Any, Rule]
-    groups: Grouping
     num_microbatches: int
+
+    @cached_property
+    def groups(self) -> Grouping:
+        """Its operations in groups; pipelines group those of their stages instead."""
+        return grouping.group(self.traced, self.rules)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +84,7 @@ def cut(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int, *, all
         found = accumulation.accumulate(traced, rules, num_microbatches, allow_inexact=allow_inexact)
         traced = replace(found.traced, notes=(*traced.notes, *found.notes))
         rules = factors.rules(traced.graph.ops(), traced.graph.values)
-    return Step(traced, rules, grouping.group(traced, rules), num_microbatches)
+    return Step(traced, rules, num_microbatches)
 
 
 def choose(

@@ -192,9 +192,20 @@ def function_of(
     return emit_constrained(program, traced, mesh)
 
 
-def run_region(body: Body, inputs: Sequence[Any], program: LocalProgram, traced: Traced) -> list[Any]:
-    """Executes a body of a program's instructions inside a `shard_map` that the caller has opened, on local blocks."""
-    return _run(body, inputs, {}, program.mesh, traced)
+def run_region(
+    body: Body, inputs: Sequence[Any], program: LocalProgram, traced: Traced, *, shared: bool = False
+) -> list[Any]:
+    """Executes a body of a program's instructions inside a `shard_map` that the caller has opened, on local blocks.
+
+    `shared` is that of `emit`.
+    """
+    if not shared:
+        return _run(body, inputs, {}, program.mesh, traced)
+    wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
+    made = dict(
+        zip(wanted, _run_shared(body.instructions, body.inputs, wanted, inputs, program.mesh, traced), strict=True)
+    )
+    return [o.value if isinstance(o, Lit) else made[o] for o in body.outputs]
 
 
 def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:

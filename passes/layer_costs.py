@@ -93,24 +93,13 @@ def _meshes(cluster: Cluster, method: Sharded) -> list[LogicalMesh]:
 
 def _cost(planned: PlannedStage) -> LayerCost:
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
-    temporary = saved = entering = fixed = 0
     for segment in planned.segments.items:
         seconds[segment.kind] += planned.seconds[segment]
-        temporary = max(temporary, planned.temporary[segment])
-        for i, wire in enumerate(segment.inputs):
-            if segment.kind == "backward" and wire.kind == "saved":
-                saved += planned.wire_bytes(segment, i)
-            if segment.kind == "forward" and wire.kind == "crossing":
-                entering += planned.wire_bytes(segment, i)
-        if segment.kind == "prologue":
-            fixed += sum(planned.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
-    for port, register in zip(planned.graph.inputs, planned.program.body.inputs, strict=False):
-        if port.kind in ("argument", "copy"):
-            fixed += _bytes(planned, register)
+    held = planned.held
     kept, again = _selective(planned)
     return LayerCost(
         planned.found.mesh.shape, seconds["forward"], seconds["backward"], seconds["update"] + seconds["prologue"],
-        fixed, saved, min(kept, saved), again, entering, temporary,
+        held.fixed, held.saved, min(kept, held.saved), again, held.entering, max(planned.temporary.values(), default=0),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ counter) follows its lowest user. Operations before the scan run where their use
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import OptionError
@@ -218,6 +219,12 @@ class _Assigner:
             group = groups.get(value)
             if group is not None:
                 by_group[group] = min(stage, by_group.get(group, stage))
+        times = Counter(value for op in self.after for value in reads(op))
+        for op in reversed(self.after):  # through what is not elementwise, such as the transpose of a lookup
+            found = [by_group[groups[v]] for v in op.results if groups.get(v) in by_group]
+            for value in reads(op) if found else ():
+                if self.values[value].shape and times[value] == 1:
+                    by_group.setdefault(groups.setdefault(value, value), min(found))
         for number in self.sums:
             group = groups.get(self.scan.results[number])
             if group in by_group:

@@ -99,7 +99,7 @@ def verified(plan: Plan, found: FoundPipeline) -> Plan:
             if key in known:
                 continue
             known.add(key)
-            verification.check_shardy(_module(stage, segment, plan.cluster.platform), mesh, wanted)
+            verification.check_shardy(_module(stage, segment, plan.cluster.platform, shared=True), mesh, wanted)
             checked += 1
     if not checked:
         return replace(plan, verification=("every stage has one device: nothing to communicate within a stage",))
@@ -170,8 +170,8 @@ def segment_collectives(stage: PlannedStage, segment: Segment) -> tuple[Collecti
     return tuple(collective for collective, _ in collectives(program, stage.graph.traced))
 
 
-def _module(stage: PlannedStage, segment: Segment, platform: str) -> Any:
-    """The lowered program of a segment, on an abstract mesh."""
+def _module(stage: PlannedStage, segment: Segment, platform: str, *, shared: bool = False) -> Any:
+    """The lowered program of a segment, on an abstract mesh; with `shared`, equal layers are one function."""
     import jax
 
     count = stage.graph.traced.graph  # the number of micro-batches is the length of the stage's scan
@@ -184,7 +184,7 @@ def _module(stage: PlannedStage, segment: Segment, platform: str) -> Any:
         specs += [spec_of(layout)] * sizes[-1]
 
     def make(abstract: Any) -> Any:
-        inner = segments.function_of(stage.segments, segment, abstract)
+        inner = segments.function_of(stage.segments, segment, abstract, shared=shared)
 
         def flat(*arrays: Any) -> Any:
             grouped, start = [], 0

@@ -69,6 +69,9 @@ VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(lay
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory dearer to those that exceed the budget."""
 
+CERTAIN = 0.02
+"""By what share of the budget it must be exceeded, before the program is written, for it not to be."""
+
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
@@ -137,18 +140,9 @@ def search(
       OptionError: the method asks for what the cluster or the step does not have.
     """
     counts = [num_microbatches] if isinstance(num_microbatches, int) else _counts(traced, rules, cluster, method)
-    reference = counts[len(counts) // 2]
     slicer = _Slicer(traced, rules, cluster, method, allow_inexact, budget, time_limit, max_layers, progress)
-    coster = slicer.layers(reference)
-    found = slicer.slice([coster.costs(count) for count in counts], budget)
+    coster, found = _sliced(slicer, counts, budget)
     count = found.num_microbatches
-    if count != reference:
-        coster = slicer.layers(count, tuple(sorted({found.devices[stage.mesh] for stage in found.stages})))
-        try:
-            found = slicer.slice([coster.costs(count)], budget)
-        except InfeasibleError:  # what was scaled fitted by little
-            coster = slicer.layers(count)
-            found = slicer.slice([coster.costs(count)], budget)
     room = budget
     pipeline = slicer.realise(coster, found)
     for _ in range(SLICINGS - 1):
@@ -165,16 +159,40 @@ def search(
     return slicer.fitting(pipeline)
 
 
+def _sliced(slicer: _Slicer, counts: Sequence[int], budget: float) -> tuple[_Coster, StageSlices]:
+    """The costs at the best number of micro-batches, and the best slices at these costs.
+
+    Raises:
+      InfeasibleError: none of the numbers fits.
+    """
+    reference = counts[len(counts) // 2]
+    coster = slicer.layers(reference)
+    left = list(counts)
+    while True:
+        found = slicer.slice([coster.costs(count) for count in left], budget)
+        count = found.num_microbatches
+        if count == reference:
+            return coster, found
+        others = [row for row in slicer.weighed if row.num_microbatches != count]
+        for kinds in (tuple(sorted({found.devices[stage.mesh] for stage in found.stages})), None):
+            exact = slicer.layers(count, kinds)
+            try:
+                found = slicer.slice([exact.costs(count)], budget)
+            except InfeasibleError:  # what was scaled fitted by little
+                continue
+            slicer.weighed = (*slicer.weighed, *others)
+            return exact, found
+        left.remove(count)
+        if not left:
+            raise InfeasibleError(f"no pipeline with {', '.join(map(str, counts))} micro-batches fits the budget")
+
+
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
     """The numbers of micro-batches worth trying: powers of two that the batch divides into, exactly."""
     most = min(256, 8 * max(2, method.num_stages or cluster.num_devices))
-    counts = []
-    count = 1
-    while count <= most:
-        if accumulation.batch_dims(traced, rules, count) is None:
-            break
-        counts.append(count)
-        count *= 2
+    counts = [1 << i for i in range(most.bit_length())]
+    while counts and accumulation.batch_dims(traced, rules, counts[-1]) is None:
+        counts.pop()  # what can be cut into a number of parts can be cut into half as many
     if not counts:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
     return counts
@@ -259,18 +277,20 @@ class _Slicer:
         )  # fmt: skip
         prices = [layer_costs.PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
         planned: dict[tuple[Any, ...], PlannedStage] = {}
+        mesh_of = [stage.mesh for stage in slices.stages]
         for attempt in range(ATTEMPTS):
+            last = attempt == ATTEMPTS - 1
             stages = self.plan_stages(coster, graphs, slices, prices, schedule.splits_backward, planned)
-            self.progress("writing the program")
-            pipeline = written(accumulated.traced, stages, slices.first_devices, schedule, self.cluster)
-            used = bytes_of(pipeline, stages)
-            over = [sum(pair) - self.budget for pair in used]
-            if max(over) <= 0 or attempt == ATTEMPTS - 1:
-                break
+            over = [size - self.budget for size in estimated_bytes(stages, mesh_of, schedule)]
+            if max(over) <= CERTAIN * self.budget or schedule.splits_backward or last:
+                self.progress("writing the program")
+                pipeline = written(accumulated.traced, stages, slices.first_devices, schedule, self.cluster)
+                used = bytes_of(pipeline, stages)
+                over = [sum(pair) - self.budget for pair in used]
+                if max(over) <= 0 or last:
+                    break
             logger.info("submeshes exceed the budget by %s bytes: memory is dearer to their stages", over)
-            prices = [
-                max(1.0, 4.0 * price) if over[pipeline.mesh_of[s]] > 0 else price for s, price in enumerate(prices)
-            ]  # fmt: skip
+            prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
         return FoundPipeline(
             accumulated, coster.layering, slices, remat, stages, pipeline,
             simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
@@ -439,6 +459,21 @@ def transfers_of(cluster: Cluster) -> Callable[[Buffer, Submesh, Submesh, Layout
         return known[key]
 
     return seconds
+
+
+def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:
+    """For each submesh the bytes per device that its stages will need: what `bytes_of` counts, without a program.
+
+    What waits to be sent is left out. Where the backward pass is split, less than all of a micro-batch is held until
+    its weight task; then this is too much.
+    """
+    flying = schedules.in_flight(schedule)
+    fixed, each, most = ([0.0] * len(flying) for _ in range(3))
+    for mesh, stage in zip(mesh_of, stages, strict=True):
+        fixed[mesh] += stage.held.fixed
+        each[mesh] = max(each[mesh], stage.held.saved + stage.held.entering)
+        most[mesh] = max([most[mesh], *stage.temporary.values()])
+    return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
 
 
 def bytes_of(pipeline: Pipeline, stages: Sequence[PlannedStage]) -> tuple[tuple[int, int], ...]:

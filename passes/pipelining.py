@@ -113,6 +113,11 @@ class _Writer:
         self.executables: list[Executable] = []
         self.functions: list[tuple[int, int]] = []
         self.made: dict[tuple[int, int], int] = {}  # (stage, position) -> executable
+        self.kinds: dict[tuple[int, tuple], Buffer] = {}  # (mesh, shape and the like) -> a buffer of that kind
+        self.kind_of: list[Buffer] = []  # buffer -> that of `kinds`
+        self.kind_there: dict[tuple[int, int], Buffer] = {}  # (stage, register) -> that of `kinds`
+        self.seconds_between: dict[tuple[int, int], float] = {}  # identities of two kinds -> those of a transfer
+        self.outputs_of: dict[tuple[int, int], list[tuple[Wire, Buffer, str]]] = {}  # (stage, position) -> by output
 
     def pipeline(self) -> Pipeline:
         self._place()
@@ -139,9 +144,17 @@ class _Writer:
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
-    def _buffer(self, mesh: int, kind: tuple, name: str, microbatch: int = -1) -> int:
-        shape, dtype, layout = kind
-        self.buffers.append(buffer(mesh, self.submeshes[mesh], layout, shape, dtype, microbatch=microbatch, name=name))
+    def _kind(self, mesh: int, kind: tuple) -> Buffer:
+        """What all buffers of a shape, dtype and layout on a submesh have in common."""
+        if (mesh, kind) not in self.kinds:
+            shape, dtype, layout = kind
+            self.kinds[mesh, kind] = buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
+        return self.kinds[mesh, kind]
+
+    def _buffer(self, kind: Buffer, name: str, microbatch: int = -1) -> int:
+        """A new buffer of a kind."""
+        self.buffers.append(Buffer(kind.mesh, kind.layout, kind.shape, kind.dtype, kind.bytes, microbatch, name))
+        self.kind_of.append(kind)
         return len(self.buffers) - 1
 
     def _place(self) -> None:
@@ -157,7 +170,7 @@ class _Writer:
                 if port.kind == "argument":
                     key = ("argument", port.number, mesh, kind[2])
                     if key not in placed:
-                        placed[key] = self._buffer(mesh, kind, self.traced.arguments[port.number].path)
+                        placed[key] = self._buffer(self._kind(mesh, kind), self.traced.arguments[port.number].path)
                         self.inputs[port.number].append(placed[key])
                     self.top[number][register] = placed[key]
                     owned[port.number] = number, placed[key]
@@ -167,14 +180,13 @@ class _Writer:
                 kind = stage.register_type(register)
                 key = ("constant", constant, mesh, kind[2])
                 if key not in placed:
-                    placed[key] = self._buffer(mesh, kind, f"constant {constant}")
+                    placed[key] = self._buffer(self._kind(mesh, kind), f"constant {constant}")
                     self.constants[constant].append(placed[key])
                 self.top[number][register] = placed[key]
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for number, argument, register in copies:
             owner, there = owned[argument]
-            kind = self.stages[number].register_type(register)
-            here = self._landed(there, number, kind, -1)
+            here = self._landed(there, number, register, -1)
             self.top[number][register] = here
             if here != there:
                 groups.setdefault((owner, number), []).append((there, here))
@@ -190,23 +202,31 @@ class _Writer:
         for mesh in sorted(needs):
             for i in range(self.schedule.num_microbatches):
                 kind = ((), np.dtype(np.int32), Layout(()))
-                self.numbers[mesh].append(self._buffer(mesh, kind, f"micro-batch number {i}"))
+                self.numbers[mesh].append(self._buffer(self._kind(mesh, kind), f"micro-batch number {i}"))
 
-    def _landed(self, there: int, stage: int, kind: tuple, microbatch: int) -> int:
-        """The buffer that a value has on a stage's submesh: the same one, if it is there in the right layout."""
-        sent, mesh = self.buffers[there], self.mesh_of[stage]
-        if sent.mesh == mesh and sent.layout == kind[2]:
+    def _landed(self, there: int, stage: int, register: int, microbatch: int) -> int:
+        """The buffer of a stage's register for a value: the same one, if it is there in the right layout."""
+        kind = self.kind_there.get((stage, register))
+        if kind is None:
+            kind = self._kind(self.mesh_of[stage], self.stages[stage].register_type(register))
+            self.kind_there[stage, register] = kind
+        sent = self.buffers[there]
+        if sent.mesh == kind.mesh and sent.layout == kind.layout:
             return there
-        return self._buffer(mesh, kind, sent.name, microbatch)
+        return self._buffer(kind, sent.name, microbatch)
+
+    def _seconds(self, there: int, here: int) -> float:
+        """Predicted seconds of sending a buffer to another submesh."""
+        sent, received = self.kind_of[there], self.kind_of[here]
+        key = id(sent), id(received)  # `kinds` keeps them
+        if key not in self.seconds_between:
+            source, destination = self.submeshes[sent.mesh], self.submeshes[received.mesh]
+            self.seconds_between[key] = self.transfer_seconds(sent, source, destination, received.layout)
+        return self.seconds_between[key]
 
     def _send(self, source: int, destination: int, pairs: Sequence[tuple[int, int]], microbatch: int) -> int:
         """Writes a transfer down and starts it; returns its number."""
-        seconds = sum(
-            self.transfer_seconds(
-                self.buffers[a], self.submeshes[source], self.submeshes[destination], self.buffers[b].layout
-            )
-            for a, b in pairs
-        )
+        seconds = sum(self._seconds(there, here) for there, here in pairs)
         sent, received = zip(*pairs, strict=True)
         self.transfers.append(Transfer(source, destination, sent, received, seconds, microbatch))
         self.lists[source].append(Send(len(self.transfers) - 1))
@@ -242,14 +262,16 @@ class _Writer:
         inputs: list[int] = []
         for wire in segment.inputs:
             inputs += self._operands(stage, wire, microbatch)
+        if (stage, position) not in self.outputs_of:
+            self.outputs_of[stage, position] = [
+                (wire, self._kind(mesh, stages.type_of(segment, i, output=True)), f"{wire.kind} {wire.number}")
+                for i, wire in enumerate(segment.outputs)
+            ]
         outputs = []
-        for i, wire in enumerate(segment.outputs):
-            kind = stages.type_of(segment, i, output=True)
-            outputs.append(self._buffer(mesh, kind, _name(stages, segment, i), microbatch))
+        for wire, kind, name in self.outputs_of[stage, position]:
+            outputs.append(self._buffer(kind, name, microbatch))
             self._define(stage, wire, microbatch, outputs[-1])
-        self.lists[mesh].append(
-            Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs))
-        )  # fmt: skip
+        self.lists[mesh].append(Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs)))
 
     def _operands(self, stage: int, wire: Wire, microbatch: int) -> list[int]:
         match wire.kind:
@@ -366,7 +388,7 @@ class _Writer:
             there = self.crossing[task.stage, wire.number, task.microbatch]
             for stage, kind, register in readers.get(wire.number, []):
                 key = stage, wire.number, task.microbatch
-                here = self._landed(there, stage, self.stages[stage].register_type(register), task.microbatch)
+                here = self._landed(there, stage, register, task.microbatch)
                 self.crossing[key], self.arrival[key] = here, end
                 found.append(key)
                 if here != there:
@@ -408,7 +430,7 @@ class _Writer:
                     ports = zip(reader.stage.inputs, reader.program.body.inputs, strict=False)
                     for port, register in ports:
                         if port.kind == "late" and port.number == value:
-                            here = self._landed(there, other, reader.register_type(register), -1)
+                            here = self._landed(there, other, register, -1)
                             self.top[other][register] = here
                             if here != there:
                                 groups.setdefault((number, other), []).append((there, here))
@@ -433,9 +455,3 @@ def _mesh_of(schedule: Schedule) -> tuple[int, ...]:
     """The submesh of each stage."""
     found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
     return tuple(found[stage] for stage in range(schedule.num_stages))
-
-
-def _name(stages: Segments, segment: Segment, position: int) -> str:
-    """What an output is, for messages."""
-    wire = segment.outputs[position]
-    return f"{wire.kind} {wire.number}"

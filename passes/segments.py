@@ -164,8 +164,13 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     return _Cut(stage, program, split_weights).segments()
 
 
-def function_of(segments: Segments, segment: Segment, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """The segment as a function of global arrays, one for each input wire ("pieces": one tuple)."""
+def function_of(
+    segments: Segments, segment: Segment, mesh: AnyMesh, *, shared: bool = False
+) -> Callable[..., list[Any]]:
+    """The segment as a function of global arrays, one for each input wire ("pieces": one tuple).
+
+    `shared` is that of `emission.emit`.
+    """
     program, traced = segments.program, segments.stage.traced
 
     def blocks(*arrays: Any) -> list[Any]:
@@ -184,7 +189,7 @@ def function_of(segments: Segments, segment: Segment, mesh: AnyMesh) -> Callable
                         block = lax.dynamic_index_in_dim(block, number, 0, keepdims=False)
                 registers[register] = block
         body = Body(tuple(registers), segment.instructions, segment.reads)
-        outputs = run_region(body, list(registers.values()), program, traced)
+        outputs = run_region(body, list(registers.values()), program, traced, shared=shared)
         return [_shaped(block, segments, segment, position) for position, block in enumerate(outputs)]
 
     specs_in = tuple(_spec(segments, segment, i) for i in range(len(segment.inputs)))
@@ -532,9 +537,10 @@ class _Cut:
     def _rounds(self, items: Sequence[Instruction]) -> list[int]:
         """The round of each instruction: its op's, and not before what it reads."""
         made: dict[int, int] = {}
-        for register, port in zip(self.program.body.inputs, self.stage.inputs, strict=False):
+        values = self.stage.traced.graph.block.inputs
+        for register, value, port in zip(self.program.body.inputs, values, self.stage.inputs, strict=False):
             if port.kind == "late":
-                made[register] = 1 + self.stage.late_rounds.get(port.number, self._late_in(port.number))
+                made[register] = 1 + self.stage.late_rounds.get(port.number, self._late_in(value))
         out = []
         for item in items:
             own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)

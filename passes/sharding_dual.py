@@ -52,9 +52,16 @@ class _Classes:
         self.order = np.argsort(klass, kind="stable")
         self.starts = np.searchsorted(klass[self.order], np.arange(klass.max() + 1))
         self.plain = len(self.starts) == len(klass)
+        self.same = self.plain and bool((klass == np.arange(len(klass))).all())  # every strategy is a class of its own
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """The value of each strategy's class."""
+        return values if self.same else values[self.klass]
 
     def least(self, values: np.ndarray) -> np.ndarray:
         """The minimum over each class."""
+        if self.same:
+            return values
         return values[self.order] if self.plain else np.minimum.reduceat(values[self.order], self.starts)
 
 
@@ -118,7 +125,7 @@ class Ascent:
         for part, side in self.at[i]:
             message = (part.costs[side] - part.messages[1 - side]).min(1)
             part.messages[side] = message
-            potential += message[part.classes[side].klass]
+            potential += part.classes[side].spread(message)
             if (part.nodes[1 - side] > i) == forward:
                 ahead.append((part, side))
         weight = 1.0 / max(len(ahead), len(self.at[i]) - len(ahead), 1)
@@ -128,7 +135,7 @@ class Ascent:
     def _potential(self, i: int) -> np.ndarray:
         potential = self.cost[i].copy()
         for part, side in self.at[i]:
-            potential += part.messages[side][part.classes[side].klass]
+            potential += part.classes[side].spread(part.messages[side])
         return potential
 
     def _share(self, e: int) -> None:

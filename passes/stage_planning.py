@@ -15,11 +15,12 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments, strategies
+from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.keys import Keys
 from alpa_lite.passes.local_program import LocalProgram
 from alpa_lite.passes.priced_search import market
+from alpa_lite.passes.renumbering import renumbered
 from alpa_lite.passes.search import Found
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.staging import StageGraph
@@ -30,12 +31,27 @@ GAP = 5e-3
 """(objective - bound) / objective at which the sharding of a stage counts as optimal."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes per device that a stage holds between its runs.
+
+    Attributes:
+      fixed: arguments, and what is computed before the micro-batches.
+      saved: for each micro-batch in flight, what the backward pass reads of the forward pass.
+      entering: for each micro-batch in flight, what comes from the stage before.
+    """
+
+    fixed: int
+    saved: int
+    entering: int
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedStage:
     """A stage, solved and cut.
 
     Attributes:
-      graph, rules, grouping, found, program: what each pass made of it.
+      graph, rules, grouping, found, program: what each pass made of it; the graph's values are numbered densely.
       segments: what a schedule runs.
       cluster: the devices of its submesh, as a cluster.
     """
@@ -58,6 +74,23 @@ class PlannedStage:
     def temporary(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs besides inputs and outputs."""
         return {s: segment_costs.temporary_bytes(self.segments, s) for s in self.segments.items}
+
+    @cached_property
+    def held(self) -> Held:
+        """Bytes of the buffers between runs."""
+        fixed = saved = entering = 0
+        for segment in self.segments.items:
+            for i, wire in enumerate(segment.inputs):
+                if segment.kind == "backward" and wire.kind == "saved":
+                    saved += self.wire_bytes(segment, i)
+                if segment.kind == "forward" and wire.kind == "crossing":
+                    entering += self.wire_bytes(segment, i)
+            if segment.kind == "prologue":
+                fixed += sum(self.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
+        for port, register in zip(self.graph.inputs, self.program.body.inputs, strict=False):
+            if port.kind in ("argument", "copy"):
+                fixed += bytes_of(self.found.mesh, *self.segments.register_type(register))
+        return Held(fixed, saved, entering)
 
     def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
         """Bytes per device of a segment's input or output."""
@@ -83,18 +116,20 @@ def plan(
       price: of memory, in units of `priced_search.Market`.
       time_limit: seconds for each integer program.
       split_weights: as for `segments.cut`.
-      like: a planned stage with the same `digest`, whose choices are taken over without solving.
+      like: a planned stage with the same `digest`, on a submesh of the same kind, whose choices are taken over.
 
     Raises:
       InfeasibleError: no choice was found in the time.
     """
-    traced = graph.traced
+    traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
+    graph = replace(graph, traced=traced)
+    if like is not None:  # equal digests, and values numbered alike: the graphs differ in names alone
+        groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
+        return realised(graph, like.rules, groups, like.found, cluster, split_weights=split_weights)
     rules = factors.rules(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    found = _taken_over(like, graph, groups, rules, cluster) if like is not None else None
-    if found is None:
-        meshes = search.meshes(cluster, method)
-        found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
+    meshes = search.meshes(cluster, method)
+    found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
     return realised(graph, rules, groups, found, cluster, split_weights=split_weights)
 
 
@@ -108,22 +143,6 @@ def realised(
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
 
 
-def _taken_over(
-    like: PlannedStage, graph: StageGraph, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster
-) -> Found | None:
-    """The choices of an alike stage for this one; None where the groups are not the same after all."""
-    before = like.found
-    space = strategies.build(graph.traced, groups, rules, MeshCost(cluster, before.mesh))
-    choice = before.solution.choice
-    alike = len(space.nodes) == len(before.space.nodes) and all(
-        a.strategies == b.strategies for a, b in zip(space.nodes, before.space.nodes, strict=True)
-    )
-    if not alike:
-        return None
-    chosen = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
-    return replace(before, space=space, choice=chosen)
-
-
 def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:
     """Bytes per device of an array without partial sums."""
     return buffer(0, Submesh(mesh, 0), layout, shape, dtype).bytes
@@ -131,7 +150,9 @@ def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layo
 
 def digest(graph: StageGraph) -> str:
     """Equal for stages that are planned alike: the same operations wired the same way, arguments of the same roles."""
-    traced = graph.traced
+    traced, keys = graph.traced, Keys()
     roles = ",".join(a.role for a in traced.arguments)
     ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))
-    return f"{Keys().block(traced.graph.block, traced.graph.values.__getitem__)} {roles} {ports} {traced.state}"
+    blocks = [traced.graph.block, *(body for op in traced.graph.block.ops for body in op.bodies)]
+    bodies = ",".join(keys.block(block, traced.graph.values.__getitem__) for block in blocks)
+    return f"{bodies} {roles} {ports} {traced.state}"

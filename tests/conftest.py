@@ -12,8 +12,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 MAPPINGS = 20_000
-"""Linux lets a process map 65,530 regions of memory, and every executable of XLA's CPU compiler takes several; JAX keeps
-executables for as long as it runs. A worker that has run a thousand tests would be killed by the next compilation."""
+"""Linux lets a process map 65,530 regions of memory. Every executable of XLA's CPU compiler takes several, and JAX
+keeps executables for as long as it runs: a worker that has run a thousand tests is killed by the next compilation."""
 
 _tests = itertools.count(1)
 
