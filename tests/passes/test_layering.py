@@ -18,6 +18,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes import evaluation, factors, layering_cuts
 from alpa_lite.passes.layering import Assignment, Layering, assign, layering
 from alpa_lite.passes.layering_types import reads
+from tests import pipeline_driver
 from tests.passes import microbatched, staged
 from tests.zoo_base import attend, cross_entropy, normal, tokens
 
@@ -215,6 +216,29 @@ def test_state_is_at_home_with_its_layer():
             assert stage == 1, argument.path
         if "tokens" in argument.path or "positions" in argument.path or "count" in argument.path:
             assert stage == 0, argument.path
+
+
+def test_the_gradient_of_looked_up_rows_is_added_up_where_they_are():
+    """The lookup is done once a step, before the micro-batches, and its transpose after them."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"] @ params["first"] + params["table"][jnp.arange(4)]
+        for w in params["weights"]:
+            x = x + jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    state = {"table": normal(9, 16, 8), "first": normal(8, 8, 8), "weights": [normal(i, 8, 8) for i in range(4)]}
+    cut = pipeline_driver.staged(step, (state, {"x": normal(20, 4, 4, 8)}), 2, 2, cuts=[1])
+    layers, values = cut.layers, cut.traced.graph.values
+    (row,) = (i for i, v in enumerate(layers.scan_op.results) if values[v].shape == (4, 8))
+    made = {value: op for op in layers.body.ops for value in op.results}
+    assert cut.assignment.stage[made[layers.body.outputs[row]].index] == 0  # type: ignore[index]
+    homes = dict(zip((a.path for a in cut.traced.arguments), cut.traced.graph.block.inputs, strict=False))
+    assert cut.assignment.home[homes["state['table']"]] == 0
 
 
 def test_bias_gradients_run_with_the_bias():
