@@ -263,7 +263,8 @@ def _solver(found: FoundPipeline, parts: Sequence[Plan]) -> Solver:
 def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
     out = []
     for weighed in found.weighed:
-        name = f"{weighed.schedule}, {weighed.num_microbatches} micro-batches"
+        twice = f" with {weighed.virtual} stages a submesh" if weighed.virtual > 1 else ""
+        name = f"{weighed.schedule}{twice}, {weighed.num_microbatches} micro-batches"
         shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
         size = None if weighed.bytes is None else int(weighed.bytes)
         out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))

@@ -63,6 +63,9 @@ def replay(
             f"{', '.join(sorted(set(missing))[:5])}: {_differences(plan, here)}. "
             "Plan again for this program and version."
         )
+    undecided = all(len(node.strategies) == 1 for node in space.nodes)  # one device: no key has been compared
+    if undecided and plan.ingredients.get("jax") == here["jax"] and plan.ingredients.get("program") != here["program"]:
+        raise PlanError(f"the plan is for another program: {_differences(plan, here)}. Plan again for this one.")
     objective, peak = sharding.evaluate(space.program, tuple(choice))
     solution = Solution("feasible", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
     strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)

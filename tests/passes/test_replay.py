@@ -118,3 +118,17 @@ def test_a_plan_does_not_depend_on_names_of_functions():
 
     plan = planned(method=alpa_lite.Zero(stage=2))
     assert replayed(plan, fun=renamed).solution.objective == pytest.approx(plan.step_seconds)
+
+
+def test_on_one_device_another_program_of_equal_arguments_is_refused():
+    def other(state, batch):
+        grads = jax.grad(lambda layers: sum((jnp.tanh(batch["x"] @ one["up"]) ** 2).mean() for one in layers))(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), jnp.float32(0)
+
+    one = H100.part(1)
+    plan = alpa_lite.make_plan(step, *arguments(), cluster=one, verify="off")
+    assert replayed(plan, cluster=one).solution.objective == pytest.approx(plan.step_seconds)
+    with pytest.raises(PlanError, match=r"another program: program was .*Plan again"):
+        replayed(plan, fun=other, cluster=one)
+    elsewhere = dataclasses.replace(plan, ingredients={**plan.ingredients, "jax": "0.0.1"})
+    replayed(elsewhere, fun=other, cluster=one)  # what another version traces cannot be compared
