@@ -66,24 +66,26 @@ def compile_step(
     assert isinstance(method, Method)  # `Options` has looked names up
     budget = options.memory_per_device or cluster.usable_memory
     given = Plan.load(options.plan) if isinstance(options.plan, str | os.PathLike) else options.plan
+    trace = functools.partial(
+        tracing.trace, fun, args, kwargs,
+        batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
+        static_argnums=options.static_argnums, static_argnames=options.static_argnames,
+    )  # fmt: skip
+    inexact = {"allow_inexact": options.allow_inexact, "retrace": lambda shapes: trace(shapes=shapes)}
     with _seldom_collecting(), progress.planning() as show, dump.stages(options.dump_dir) as write:
         with clock.lap("tracing", show):
-            traced = tracing.trace(
-                fun, args, kwargs,
-                batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
-                static_argnums=options.static_argnums, static_argnames=options.static_argnames,
-            )  # fmt: skip
+            traced = trace()
             write("graph", traced.graph)
         with clock.lap("factors", show):
             rules = factors.rules(traced.graph.ops(), traced.graph.values)
             write("factors", rules)
         with clock.lap("grouping", show):
-            step = choice.cut(traced, rules, _parts(options, given), allow_inexact=options.allow_inexact)
+            step = choice.cut(traced, rules, _parts(options, given), **inexact)
             if not isinstance(method, Pipeline):
                 write("groups", step.groups)
         with clock.lap("search", show):
             if given is not None and given.pipeline is not None:
-                found = pipeline_replay.replayed(traced, rules, cluster, given, allow_inexact=options.allow_inexact)
+                found = pipeline_replay.replayed(traced, rules, cluster, given, **inexact)
             elif given is not None:
                 found = choice.OneMesh(
                     step,
@@ -94,7 +96,7 @@ def compile_step(
             else:
                 found = choice.choose(
                     traced, rules, step, cluster, method,
-                    num_microbatches=options.num_microbatches, allow_inexact=options.allow_inexact,
+                    num_microbatches=options.num_microbatches, **inexact,
                     budget=budget, time_limit=options.solver_time_limit, progress=show.stage,
                 )  # fmt: skip
             write("solution", found if isinstance(found, FoundPipeline) else found.found)

@@ -10,7 +10,8 @@ is S = sum_t s(x_t): the s(x_t) are added up in a loop, and what depends on S co
 the whole batch (a mean's 1/N is a constant of the step), so sums are exact up to the order of additions. Where single
 examples would need S itself, S is computed from the batch before the loop if it depends on no parameters; else the step
 has no exact form and is refused, unless `allow_inexact`: then b s(x_t) stands for S within micro-batch t, which is what
-a step on the micro-batch alone would use, and what is returned of it is the mean over micro-batches.
+a step on the micro-batch alone would use, and what is returned of it is the mean over micro-batches. Where there is no
+such S (contrastive losses, capacities), each micro-batch is made a batch of its own (`accumulation_alone`).
 
 Source: DESIGN section 3; GPipe (Huang et al. 2019), section 2.2, for micro-batches and for batch norm within them.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +29,13 @@ import jax.numpy as jnp
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.graph import Graph, Op, Traced
+from alpa_lite.passes import accumulation_alone, factors
 from alpa_lite.passes.accumulation_analysis import Analysis, Refused
 from alpa_lite.passes.accumulation_emission import emit
 from alpa_lite.strategy import Rule
+
+Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]
+"""Traces the step anew with other shapes for some flat arguments, by their numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +57,12 @@ class Accumulated:
 
 
 def accumulate(
-    traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int, *, allow_inexact: bool = False
+    traced: Traced,
+    rules: Mapping[Any, Rule],
+    num_microbatches: int,
+    *,
+    allow_inexact: bool = False,
+    retrace: Retrace | None = None,
 ) -> Accumulated:
     """Rewrites a step as a loop over micro-batches.
 
@@ -60,7 +70,9 @@ def accumulate(
       traced: the step.
       rules: of its operations, by `Op.key`.
       num_microbatches: how many; it divides the batch. With 1 the loop is there too, and everything is exact.
-      allow_inexact: take reductions over the batch that single examples need (batch norm) within the micro-batch.
+      allow_inexact: take reductions over the batch that single examples need (batch norm) within the micro-batch, and
+        where that does not help (contrastive losses), let each micro-batch be a batch of its own.
+      retrace: traces the step on other shapes, for the latter; without it such steps are refused.
 
     Returns:
       The step with the same arguments and results.
@@ -70,19 +82,30 @@ def accumulate(
     """
     if num_microbatches < 1:
         raise MicrobatchError(f"num_microbatches={num_microbatches}: give a positive number")
-    refusals = []
+    refusals, smaller = [], []
     found: tuple[Analysis, tuple[int, dict[int, int]]] | None = None
     for candidate in _candidates(traced, num_microbatches):
         try:
-            analysis = _analysed(traced, rules, num_microbatches, candidate[1], allow_inexact)
+            analysis = _analysed(traced, rules, num_microbatches, candidate[1], False)
         except MicrobatchError as error:
             refusals.append(error)
-            continue
+            if not allow_inexact:
+                continue
+            try:
+                small = _smaller(traced, num_microbatches, candidate[1], retrace)
+                smaller.append((candidate, small))
+                analysis = _analysed(traced, rules, num_microbatches, candidate[1], True)
+            except MicrobatchError as error:
+                refusals[-1] = error
+                continue
         if found is None or _better(analysis, found[0]):
             found = analysis, candidate
         if not analysis.local and all(dim == 0 for dim in candidate[1].values()):
             break
     if found is None:
+        for (size, dims), small in smaller:
+            if small is not None:
+                return _alone(traced, rules, num_microbatches, size, dims, small, refusals[0])
         raise refusals[0]
     analysis, (size, dims) = found
     try:
@@ -91,6 +114,64 @@ def accumulate(
         raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
     notes = _notes(traced, analysis, size, dims)
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
+
+
+def _smaller(traced: Traced, parts: int, dims: Mapping[int, int], retrace: Retrace | None) -> Traced | None:
+    """The step on one micro-batch; None if nothing can trace it.
+
+    Raises:
+      MicrobatchError: it is no step there, as where the dim that is cut is one of the model's.
+    """
+    if retrace is None:
+        return None
+    shapes = {}
+    for number, value in enumerate(traced.graph.block.inputs):
+        if value in dims:
+            shape = list(traced.graph.values[value].shape)
+            shape[dims[value]] //= parts
+            shapes[number] = tuple(shape)
+    try:
+        return retrace(shapes)
+    except Exception as error:  # the user's function may raise anything on shapes that it was not given
+        number = min(shapes)
+        raise MicrobatchError(
+            f"num_microbatches={parts}: the step cannot be traced on one micro-batch, in which "
+            f"{traced.arguments[number].path} has shape {list(shapes[number])}: {error}; use num_microbatches=1"
+        ) from error
+
+
+def _alone(
+    traced: Traced,
+    rules: Mapping[Any, Rule],
+    parts: int,
+    size: int,
+    dims: Mapping[int, int],
+    small: Traced,
+    refusal: MicrobatchError,
+) -> Accumulated:
+    """The step in micro-batches that are batches of their own.
+
+    Raises:
+      MicrobatchError: the step does something else on one of them.
+    """
+    by_number = {i: dims[v] for i, v in enumerate(traced.graph.block.inputs) if v in dims}
+    small_rules = factors.rules(small.graph.ops(), small.graph.values)
+    try:
+        graph, scan, notes = accumulation_alone.loop(
+            *_loop_of_one(traced, rules, by_number), *_loop_of_one(small, small_rules, by_number), by_number, parts
+        )
+    except accumulation_alone.Unlike as error:
+        raise MicrobatchError(f"{refusal}; nor can each micro-batch be a batch of its own: {error}") from error
+    cut = ", ".join(f"dim {dim} of {traced.arguments[number].path}" for number, dim in by_number.items())
+    notes = (f"{parts} micro-batches of {size // parts} examples: {cut}", *notes, f"because {refusal}")
+    return Accumulated(replace(traced, graph=graph), scan, parts, notes)
+
+
+def _loop_of_one(traced: Traced, rules: Mapping[Any, Rule], by_number: Mapping[int, int]) -> tuple[Traced, int]:
+    """A step as a loop over one micro-batch, which is exact, and the index of its scan."""
+    dims = {traced.graph.block.inputs[number]: dim for number, dim in by_number.items()}
+    graph, scan = emit(_analysed(traced, rules, 1, dims, False))
+    return replace(traced, graph=graph), scan
 
 
 def _better(new: Analysis, old: Analysis) -> bool:
@@ -191,11 +272,10 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) ->
     text = f"num_microbatches={parts}: {_named(op, graph)} has no exact form in a micro-batch: {reason}"
     if op is not refused.op:
         text += f", and {_named(refused.op, graph)} needs its result for single examples"
-    if allow_inexact or not refused.roots:
+    if allow_inexact:
         return MicrobatchError(f"{text}; use num_microbatches=1")
-    return MicrobatchError(
-        f"{text}; use num_microbatches=1, or allow_inexact=True to compute it within each micro-batch"
-    )
+    within = "compute it within each micro-batch" if refused.roots else "make each micro-batch a batch of its own"
+    return MicrobatchError(f"{text}; use num_microbatches=1, or allow_inexact=True to {within}")
 
 
 def _named(op: Op, graph: Graph) -> str:

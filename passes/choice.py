@@ -28,6 +28,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Method, Pipeline
 from alpa_lite.passes import accumulation, factors, grouping, pipeline_search, search
+from alpa_lite.passes.accumulation import Retrace
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.search import Found
@@ -74,14 +75,21 @@ class OneMesh:
     found: Found
 
 
-def cut(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int, *, allow_inexact: bool = False) -> Step:
+def cut(
+    traced: Traced,
+    rules: Mapping[Any, Rule],
+    num_microbatches: int,
+    *,
+    allow_inexact: bool = False,
+    retrace: Retrace | None = None,
+) -> Step:
     """The step with its batch cut into micro-batches, ready to be planned on one mesh.
 
     Raises:
       MicrobatchError: the batch does not divide, or the step has no exact form and `allow_inexact` is false.
     """
     if num_microbatches > 1:
-        found = accumulation.accumulate(traced, rules, num_microbatches, allow_inexact=allow_inexact)
+        found = accumulation.accumulate(traced, rules, num_microbatches, allow_inexact=allow_inexact, retrace=retrace)
         traced = replace(found.traced, notes=(*traced.notes, *found.notes))
         rules = factors.rules(traced.graph.ops(), traced.graph.values)
     return Step(traced, rules, num_microbatches)
@@ -96,6 +104,7 @@ def choose(
     *,
     num_microbatches: int | str,
     allow_inexact: bool,
+    retrace: Retrace,
     budget: float,
     time_limit: float,
     progress: Callable[[str], None] = lambda text: None,
@@ -106,7 +115,7 @@ def choose(
       traced, rules: the step on the whole batch.
       step: the same, cut into as many micro-batches as are to be tried first on one mesh.
       num_microbatches: a number, or "auto".
-      allow_inexact: for the micro-batches of pipelines.
+      allow_inexact, retrace: for the micro-batches of pipelines, as in `accumulation.accumulate`.
       budget: bytes per device.
       time_limit: seconds for each integer program.
 
@@ -118,8 +127,9 @@ def choose(
 
     def pipelined(asked: Pipeline) -> FoundPipeline:
         return pipeline_search.search(
-            traced, rules, cluster, asked, num_microbatches=num_microbatches, allow_inexact=allow_inexact, **given
-        )
+            traced, rules, cluster, asked,
+            num_microbatches=num_microbatches, allow_inexact=allow_inexact, retrace=retrace, **given,
+        )  # fmt: skip
 
     def meshed(step: Step) -> OneMesh:
         return OneMesh(step, search.search(step.traced, step.groups, step.rules, cluster, method, **given))

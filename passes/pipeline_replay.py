@@ -18,6 +18,7 @@ from alpa_lite.passes import (
     stage_steps,
     staging,
 )
+from alpa_lite.passes.accumulation import Retrace
 from alpa_lite.passes.pipeline_search import REMAT, FoundPipeline, bytes_of, written
 from alpa_lite.passes.rematerialisation import Choice
 from alpa_lite.passes.stage_planning import realised
@@ -27,7 +28,7 @@ from alpa_lite.strategy import Rule
 
 
 def replayed(
-    traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, plan: Plan, *, allow_inexact: bool
+    traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, plan: Plan, *, allow_inexact: bool, retrace: Retrace
 ) -> FoundPipeline:
     """What `pipeline_search.search` would return, with the decisions of `plan`.
 
@@ -41,7 +42,9 @@ def replayed(
             f"the plan is for a cluster of {plan.cluster.num_devices} devices, and there are {cluster.num_devices}; "
             "plan again for these."
         )
-    accumulated = accumulation.accumulate(traced, rules, plan.num_microbatches, allow_inexact=allow_inexact)
+    accumulated = accumulation.accumulate(
+        traced, rules, plan.num_microbatches, allow_inexact=allow_inexact, retrace=retrace
+    )
     step = stage_steps.divisible(accumulated, max_layers=shape.max_layers)
     layers = step.layering
     if len(layers.layers) != shape.num_layers:

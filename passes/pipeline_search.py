@@ -43,7 +43,7 @@ from alpa_lite.passes import (
     staging,
     transfers,
 )
-from alpa_lite.passes.accumulation import Accumulated
+from alpa_lite.passes.accumulation import Accumulated, Retrace
 from alpa_lite.passes.layer_costs import LayerCost
 from alpa_lite.passes.layering_types import Layering
 from alpa_lite.passes.pipelining import Pipeline
@@ -120,6 +120,7 @@ def search(
     *,
     num_microbatches: int | str,
     allow_inexact: bool,
+    retrace: Retrace | None,
     budget: float,
     time_limit: float,
     max_layers: int = 64,
@@ -129,6 +130,7 @@ def search(
 
     Args:
       num_microbatches: a number, or "auto" to choose it.
+      allow_inexact, retrace: as in `accumulation.accumulate`.
       budget: bytes per device.
       time_limit: seconds for each integer program.
       max_layers: the most layers that the forward pass is cut into.
@@ -140,7 +142,9 @@ def search(
       OptionError: the method asks for what the cluster or the step does not have.
     """
     counts = [num_microbatches] if isinstance(num_microbatches, int) else _counts(traced, rules, cluster, method)
-    slicer = _Slicer(traced, rules, cluster, method, allow_inexact, budget, time_limit, max_layers, progress)
+    slicer = _Slicer(
+        traced, rules, cluster, method, allow_inexact, retrace, budget, time_limit, max_layers, progress
+    )  # fmt: skip
     coster, found = _sliced(slicer, counts, budget)
     count = found.num_microbatches
     room = budget
@@ -207,6 +211,7 @@ class _Slicer:
     cluster: Cluster
     method: Method
     allow_inexact: bool
+    retrace: Retrace | None
     budget: float
     time_limit: float
     max_layers: int
@@ -217,7 +222,9 @@ class _Slicer:
     def layers(self, count: int, kinds: tuple[int, ...] | None = None) -> _Coster:
         """The step in `count` micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
         self.progress(f"cutting into {count} micro-batches")
-        accumulated = accumulation.accumulate(self.traced, self.rules, count, allow_inexact=self.allow_inexact)
+        accumulated = accumulation.accumulate(
+            self.traced, self.rules, count, allow_inexact=self.allow_inexact, retrace=self.retrace
+        )
         step = stage_steps.divisible(accumulated, max_layers=self.max_layers)
         return _Coster(self, step, count, self.kinds() if kinds is None else kinds)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ def trace(
     batch_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Traced:
     """Traces `fun(*args, **kwargs)`.
 
@@ -38,6 +40,7 @@ def trace(
       objects.
       batch_argnums, batch_argnames: the arguments that are the batch; `batch_argnums=()` for none; "auto" finds it.
       static_argnums, static_argnames: as in `jax.jit`.
+      shapes: for the flat arguments with these numbers, in place of their own.
 
     Returns:
       The traced step. `extra["calling"]` is an `arguments.Calling`, `extra["name"]` the step's name; `in_tree` is the
@@ -51,7 +54,7 @@ def trace(
     calling = arguments.calling(fun, args, kwargs, static_argnums, static_argnames)
     traced_args = calling.traced(args, kwargs)
     calling = replace(calling, modules=modules.present(traced_args))
-    run = _Run(fun, calling, traced_args)
+    run = _Run(fun, calling, traced_args, shapes)
     jaxpr = run.jaxpr()
     graph = conversion.graph_of(jaxpr)
     named = arguments.named_batch(calling, run.inputs, batch_argnums, batch_argnames)
@@ -94,9 +97,13 @@ class _Run:
     """One tracing: the step as a function of flat leaves, and what is learnt about its pytrees on the way."""
 
     def __init__(
-        self, fun: Callable[..., Any], calling: Calling, traced_args: tuple[tuple[Any, ...], dict[str, Any]]
+        self,
+        fun: Callable[..., Any],
+        calling: Calling,
+        traced_args: tuple[tuple[Any, ...], dict[str, Any]],
+        shapes: Mapping[int, tuple[int, ...]],
     ) -> None:
-        self._fun, self._calling, self._arguments = fun, calling, traced_args
+        self._fun, self._calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
         self.inputs: Flat
@@ -113,7 +120,9 @@ class _Run:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
         found = modules.leaf_paths(self._arguments)
         paths = tuple(self._argument_path(path.keys, path.inner) for path in found)
-        specs = [_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        specs = [
+            _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
+        ]
         trees, start = [], 0
         args_tree, kwargs_tree = jax.tree_util.treedef_children(self.in_tree)
         whole = [*jax.tree_util.treedef_children(args_tree), *jax.tree_util.treedef_children(kwargs_tree)]
@@ -188,15 +197,16 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def _spec(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a leaf; where it lies is not the program's business."""
+def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
+    """Shape (or a given one), dtype and weak type of a leaf; where it lies is not the program's business."""
     try:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     except TypeError as error:
         raise SignatureError(
             f"{path} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or static_argnames"
         ) from error
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
 def _no_state(inputs: Flat) -> str:

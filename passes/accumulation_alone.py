@@ -1,0 +1,373 @@
+"""Micro-batches that are batches of their own: the inexact form of steps that look across the batch.
+
+Problem. A contrastive loss compares every example with every other, and the capacity of an expert is a share of the
+batch. Such operations have no local form, and no sum over micro-batches gives what they give on the whole batch. What
+is meant by micro-batches there is the step on a batch of b examples, M times, and the mean of its gradients.
+
+Answer. The step is traced once more on b examples. As a loop of length one (`accumulation`), which is exact, that trace
+says what comes before, in and after the loop; here its body runs M times, on each micro-batch in turn. Both traces are
+the same operations in the same order; where their shapes differ, a dim is derived from the batch.
+
+    what depends on the batch alone     in the loop: the number of tokens that count is that of the micro-batch
+    random draws                        those of the whole batch, a block for each micro-batch
+    sums, and single results (a loss)   averaged, if the step divides by a number of examples on the way: by a literal
+                                        that differs between the traces, or by a value of the batch alone; else added
+    results with one value an example   put together again
+
+(GPipe, Huang et al. 2019, section 2.2, takes the statistics of batch norm so, within micro-batches.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value, walk
+from alpa_lite.passes import conversion, evaluation
+
+SCOPE = "micro_batches"
+"""The named scope of the loop, by which it is found in the new trace."""
+
+_PAIRS = "random numbers are drawn for pairs of examples of the batch"
+_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"})
+
+
+class Unlike(Exception):
+    """The step on one micro-batch is not the same operations as the step on the batch; says what differs."""
+
+
+def loop(
+    whole: Traced, whole_scan: int, one: Traced, one_scan: int, dims: Mapping[int, int], parts: int
+) -> tuple[Graph, int, tuple[str, ...]]:
+    """The step in `parts` micro-batches that do not know of each other.
+
+    Args:
+      whole, whole_scan: the step on the batch as a loop of length one, and the index of its scan.
+      one, one_scan: the same for the step on one micro-batch.
+      dims: argument number -> the dim that is cut.
+      parts: the number of micro-batches.
+
+    Returns:
+      The graph, the index of its scan, and notes on what is averaged.
+
+    Raises:
+      Unlike: the traces differ in more than shapes, or a result has no form that micro-batches can give.
+    """
+    return _Loop(_Pair(whole, whole_scan, one, one_scan), dims, parts).graph()
+
+
+class _Pair:
+    """The two traces side by side; `big` and `small` in names of what is said of both."""
+
+    def __init__(self, whole: Traced, whole_scan: int, one: Traced, one_scan: int) -> None:
+        self.whole, self.one = whole, one
+        self.big, self.small = whole.graph, one.graph
+        self.scans = _at(self.big.block, whole_scan), _at(self.small.block, one_scan)
+        self.other: dict[int, Op] = {}  # index of a small op -> the big one
+        self.value: dict[int, int] = dict(zip(self.small.block.inputs, self.big.block.inputs, strict=False))
+        pairs = list(zip(_ops(self.big), _ops(self.small), strict=False))
+        if len(list(_ops(self.big))) != len(list(_ops(self.small))) or any(
+            a.name != b.name or len(a.results) != len(b.results) or len(a.operands) != len(b.operands) for a, b in pairs
+        ):
+            raise Unlike("on one micro-batch the step does other operations than on the batch")
+        for big, small in pairs:
+            self.other[small.index] = big
+            self.value.update(zip(small.results, big.results, strict=True))
+            for a, b in zip(big.bodies, small.bodies, strict=True):
+                self.value.update(zip(b.inputs, a.inputs, strict=True))
+        if len(self.big.block.inputs) != len(self.small.block.inputs):
+            raise Unlike("on one micro-batch the step closes over other constants than on the batch")
+
+    def literals_differ(self, op: Op) -> bool:
+        """Whether an op on small values, or one inside of it, has another floating-point literal than its twin."""
+        pairs = [(op, self.other[op.index])]
+        pairs += [(o, self.other[o.index]) for body in op.bodies for o in walk(body)]
+        return any(
+            isinstance(a, Lit) and isinstance(b, Lit) and _is_float(a.aval) and not np.array_equal(a.value, b.value)
+            for small, big in pairs
+            for a, b in zip(small.operands, big.operands, strict=True)
+        )
+
+    def grown(self, small: Atom, big: Atom) -> list[int]:
+        """The dims in which a value differs between the traces."""
+        a, b = (_value(self.small, small).shape, _value(self.big, big).shape)
+        if len(a) != len(b):
+            raise Unlike("a value has other dims on one micro-batch than on the batch")
+        return [d for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n]
+
+
+class _Loop:
+    """The new step, as a function of its flat arguments."""
+
+    def __init__(self, pair: _Pair, dims: Mapping[int, int], parts: int) -> None:
+        self.pair, self.dims, self.parts = pair, dims, parts
+        scan, block = pair.scans[1], pair.small.block
+        at = block.ops.index(scan)
+        self.before, self.after = block.ops[:at], block.ops[at + 1 :]
+        self.batch = _reached(self.before, {block.inputs[i] for i in dims})
+        self.random = {v for op in self.before if op.name in _RANDOM for v in op.results}
+        self.random = _reached(self.before, self.random)
+        (self.body,) = scan.bodies
+        self.carries: int = scan.params["num_carry"]
+        self.first: int = scan.params["num_consts"]
+        self.averaged = self._averaged()
+        self.sliced = self._sliced()
+        self.draws, self.drawn = self._drawn()
+
+    # -- what is averaged -----------------------------------------------------------------------------------------
+
+    def _averaged(self) -> list[bool]:
+        """For each result of the scan, whether the step divides by a number of examples on its way."""
+        pair, scan, block = self.pair, self.pair.scans[1], self.pair.small.block
+        state = {
+            value
+            for argument, value in zip(pair.one.arguments, block.inputs, strict=False)
+            if argument.role == "state" and _is_float(pair.small.values[value])
+        }
+        inner = dict(zip(self.body.inputs, scan.operands, strict=True))
+        of_state = _reached(self.before, state)
+        of_state |= {v for v, a in inner.items() if a in of_state}
+        of_batch = self.batch | {v for v, a in inner.items() if a in self.batch}
+        of_state = _reached(self.body.ops, of_state)
+        of_batch = _reached(self.body.ops, of_batch)
+
+        def divides(op: Op) -> bool:
+            if pair.literals_differ(op):
+                return True
+            by = op.operands[1] if op.name == "div" else None
+            return isinstance(by, int) and by in of_batch and by not in of_state and _is_float(pair.small.values[by])
+
+        normed = {v for op in self.before if divides(op) for v in op.results}
+        normed = _reached(self.before, normed)
+        normed |= {v for v, a in inner.items() if a in normed}
+        normed |= {v for op in self.body.ops if divides(op) for v in op.results}
+        normed = _reached(self.body.ops, normed)
+        late = [op for op in self.after if pair.literals_differ(op)]
+        found = []
+        for result, atom in zip(scan.results, self.body.outputs, strict=True):
+            reach = _reached(self.after, {result})
+            later = any(a in reach for op in late for a in op.operands if isinstance(a, int))
+            number = _is_float(pair.small.values[result])
+            found.append(number and (later or (isinstance(atom, int) and atom in normed)))
+        return found
+
+    # -- what differs between micro-batches besides the batch ---------------------------------------------------------
+
+    def _sliced(self) -> dict[int, int]:
+        """Random values made before the loop whose shape comes from the batch: value -> the dim that is cut."""
+        scan = self.pair.scans[1]
+        inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
+        used = [a for op in (*inside, scan) for a in op.operands if isinstance(a, int)]
+        found = {}
+        for value in dict.fromkeys(used):
+            if value in self.random and value not in self.batch:
+                grown = self.pair.grown(value, self.pair.value[value])
+                if len(grown) > 1:
+                    raise Unlike(_PAIRS)
+                if grown:
+                    found[value] = grown[0]
+        return found
+
+    def _drawn(self) -> tuple[list[Op], dict[int, int]]:
+        """The same of values that the loop makes of random keys alone: the ops, and value -> the dim that is cut."""
+        scan = self.pair.scans[1]
+        carried = set(self.body.inputs[self.first : self.first + self.carries])
+        inputs = list(zip(self.body.inputs, scan.operands, strict=True))
+        known = {v for v, a in inputs if v not in carried and not (isinstance(a, int) and a in self.batch)}
+        random = {v for v, a in inputs if v in known and isinstance(a, int) and a in self.random}
+        ops = []
+        for op in self.body.ops:
+            reads = [a for a in op.operands if isinstance(a, int)]
+            if not op.bodies and not op.has_effects and known.issuperset(reads):
+                ops.append(op)
+                known.update(op.results)
+                if op.name in _RANDOM or not random.isdisjoint(reads):
+                    random.update(op.results)
+        own = {op.index for op in ops}
+        used = {a for op in self.body.ops if op.index not in own for a in op.operands if isinstance(a, int)}
+        found = {}
+        for value in sorted(random & (used | {a for a in self.body.outputs if isinstance(a, int)})):
+            grown = self.pair.grown(value, self.pair.value[value])
+            if len(grown) > 1:
+                raise Unlike(_PAIRS)
+            if grown:
+                found[value] = grown[0]
+        return ops, found
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def graph(self) -> tuple[Graph, int, tuple[str, ...]]:
+        big = self.pair.big
+        specs = [_spec(big.values[v]) for v in big.block.inputs[: len(self.pair.whole.arguments)]]
+        graph = conversion.graph_of(jax.make_jaxpr(self._run)(*specs))
+        found = [op.index for op in graph.block.ops if op.name == "scan" and SCOPE in str(op.source.name_stack)]
+        if len(found) != 1:
+            raise Unlike("nothing that the step returns depends on its batch")
+        return graph, found[0], self._notes()
+
+    def _run(self, *leaves: Any) -> list[Any]:
+        """The flat results."""
+        pair, (big_scan, scan) = self.pair, self.pair.scans
+        whole = dict(zip(pair.big.block.inputs, [*leaves, *pair.big.constants], strict=True))
+        env: dict[int, Any] = {
+            value: leaf
+            for number, (value, leaf) in enumerate(
+                zip(pair.small.block.inputs, [*leaves, *pair.small.constants], strict=True)
+            )
+            if number not in self.dims
+        }
+        _evaluate(pair.big.block.ops[: pair.big.block.ops.index(big_scan)], whole)
+        _evaluate([op for op in self.before if self.batch.isdisjoint(op.results)], env)
+        batch = {pair.small.block.inputs[i]: _blocks(leaves[i], dim, self.parts) for i, dim in self.dims.items()}
+        inner = self._inner(big_scan, whole) if self.drawn else {}
+        batch |= {value: _blocks(whole[pair.value[value]], dim, self.parts) for value, dim in self.sliced.items()}
+        batch |= {value: _blocks(inner[pair.value[value]], dim, self.parts) for value, dim in self.drawn.items()}
+        carry, ys = self._scan(scan, env, batch)
+        carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
+        results: list[Any] = []
+        known = list(carry)
+        for i, (small, large) in enumerate(zip(self.body.outputs, big_scan.bodies[0].outputs, strict=True)):
+            if i >= self.carries:
+                joined, single = self._joined(i, ys[i - self.carries], small, large)
+                known.append(joined)
+                results.append(single)
+        env.update(zip(scan.results, [*carry, *results], strict=True))
+        whole.update(zip(big_scan.results, known, strict=True))
+        env = {value: x for value, x in env.items() if x is not None}
+        _evaluate(self.after, env, partly=True)
+        _evaluate(pair.big.block.ops[pair.big.block.ops.index(big_scan) + 1 :], whole)
+        return [
+            self._output(a, b, env, whole)
+            for a, b in zip(pair.small.block.outputs, pair.big.block.outputs, strict=True)
+        ]
+
+    def _inner(self, scan: Op, whole: Mapping[int, Any]) -> dict[int, Any]:
+        """What the loop of length one over the whole batch makes of random keys alone."""
+        (body,) = scan.bodies
+        own: dict[int, Any] = {}
+        for number, (value, atom) in enumerate(zip(body.inputs, scan.operands, strict=True)):
+            x = atom.value if isinstance(atom, Lit) else whole[atom]
+            own[value] = x[0] if number >= self.first + self.carries else x
+        _evaluate([self.pair.other[op.index] for op in self.draws], own)
+        return own
+
+    def _scan(self, scan: Op, env: Mapping[int, Any], batch: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """What the micro-batches add up to, and what each returns besides, stacked."""
+        inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
+        numbers = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
+
+        def read(atom: Atom, own: Mapping[int, Any]) -> Any:
+            return atom.value if isinstance(atom, Lit) else own[atom]
+
+        def step(carry: Any, given: Any) -> Any:
+            number, blocks = given
+            own = {**env, **blocks}
+            _evaluate(inside, own)
+            # What is added to a sum once is added in the first micro-batch, and to a mean in each.
+            own |= {v: jnp.reshape(number, (1,)) for v in numbers if v in own}
+            consts = [read(a, own) for a in scan.operands[: self.first]]
+            xs = [read(a, own)[0] for a in scan.operands[self.first + self.carries :]]
+            inner = dict(zip(self.body.inputs, [*consts, *carry, *xs], strict=True))
+            inner |= {v: blocks[v] for v in self.drawn}
+            _evaluate([op for op in self.body.ops if not (op.results and inner.keys() >= set(op.results))], inner)
+            out = [read(a, inner) for a in self.body.outputs]
+            return out[: self.carries], out[self.carries :]
+
+        first = [read(a, env) for a in scan.operands[self.first : self.first + self.carries]]
+        count = np.zeros(self.parts, np.int32) if any(self.averaged) else np.arange(self.parts, dtype=np.int32)
+        with jax.named_scope(SCOPE):
+            return lax.scan(step, first, (count, dict(batch)), length=self.parts)
+
+    def _joined(self, number: int, stacked: Any, small: Atom, big: Atom) -> tuple[Any, Any]:
+        """What the micro-batches return, as a loop of one would on the whole batch, and on a micro-batch."""
+        grown = self.pair.grown(small, big)
+        if len(grown) > 1:
+            raise Unlike("a result has a value for each pair of examples of the batch")
+        if grown:
+            whole = jnp.moveaxis(stacked, 0, grown[0])
+            shape = (*whole.shape[: grown[0]], -1, *whole.shape[grown[0] + 2 :])
+            return jnp.reshape(whole, shape)[None], None
+        if stacked.dtype == bool:
+            raise Unlike("a result is true or false of the whole batch")
+        total = jnp.sum(stacked, 0, keepdims=True, dtype=stacked.dtype)
+        one = total / self.parts if self.averaged[number] else total
+        return one, one
+
+    def _output(self, small: Atom, big: Atom, env: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
+        """A result of the step: from what the micro-batches made, or where it has a value an example, all of them."""
+        if isinstance(big, Lit):
+            return big.value
+        same = isinstance(small, int) and not self.pair.grown(small, big)
+        after_loop = _reached(self.after, set(self.pair.scans[1].results))
+        return env[small] if same and small in env and small in after_loop else whole[big]  # type: ignore[index]
+
+    def _notes(self) -> tuple[str, ...]:
+        block, scan = self.pair.small.block, self.pair.scans[1]
+        added = {r for r, mean in zip(scan.results, self.averaged, strict=True) if not mean}
+        averaged = {r for r, mean in zip(scan.results, self.averaged, strict=True) if mean}
+        paths = [output.path if output.role != "state" else "" for output in self.pair.one.outputs]
+
+        def named(results: set[int]) -> str:
+            reach = _reached(self.after, results)
+            found = [path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path]
+            return ", ".join(found)
+
+        notes = ["inexact: each micro-batch is a batch of its own"]
+        if averaged:
+            notes.append(f"averaged over micro-batches: {', '.join(filter(None, ('gradients', named(averaged))))}")
+        if named(added - averaged):
+            notes.append(f"added up over micro-batches: {named(added - averaged)}")
+        own = {op.index for op in self.draws}
+        if any(op.name in _RANDOM and op.index not in own for op in walk(self.body)):
+            notes.append("random numbers that are drawn in the loop are the same in every micro-batch")
+        return tuple(notes)
+
+
+def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -> None:
+    """Runs ops on what `env` holds, and puts their results into it; with `partly`, those whose operands are there."""
+    for op in ops:
+        if partly and any(isinstance(a, int) and a not in env for a in op.operands):
+            continue
+        operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
+        env.update(zip(op.results, evaluation.bind(op, operands), strict=True))
+
+
+def _reached(ops: Sequence[Op], values: set[int]) -> set[int]:
+    """These values, and what ops make of them, directly or through others."""
+    found = set(values)
+    for op in ops:
+        if any(isinstance(a, int) and a in found for a in op.operands):
+            found.update(op.results)
+    return found
+
+
+def _blocks(x: Any, dim: int, parts: int) -> Any:
+    """An array as its micro-batches along `dim`, stacked along a new leading dim."""
+    split = jnp.reshape(x, (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
+    return jnp.moveaxis(split, dim, 0)
+
+
+def _ops(graph: Graph) -> Iterator[Op]:
+    return walk(graph.block)
+
+
+def _at(block: Block, index: int) -> Op:
+    return next(op for op in block.ops if op.index == index)
+
+
+def _value(graph: Graph, atom: Atom) -> Any:
+    return atom.aval if isinstance(atom, Lit) else graph.values[atom]
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _spec(value: Value) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(value.aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
