@@ -266,7 +266,7 @@ class Options:
       num_microbatches: how many parts of the batch follow each other; "auto" chooses: on one mesh one, or if that does
         not fit the memory, the least power of two that does.
       allow_inexact: whether a given number of micro-batches may change what is computed where a value needs the whole
-        batch (batch norm, contrastive losses); it is then computed within each micro-batch, as the notes of the plan say.
+        batch (batch norm, contrastive losses); it is then computed within each micro-batch, as the plan's notes say.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program, hashable.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" is the state.

@@ -33,6 +33,7 @@ from alpa_lite.passes import conversion, evaluation
 SCOPE = "micro_batches"
 """The named scope of the loop, by which it is found in the new trace."""
 
+_COMPARING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp"})
 _PAIRS = "random numbers are drawn for pairs of examples of the batch"
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"})
 
@@ -84,9 +85,12 @@ class _Pair:
             raise Unlike("on one micro-batch the step closes over other constants than on the batch")
 
     def literals_differ(self, op: Op) -> bool:
-        """Whether an op on small values, or one inside of it, has another floating-point literal than its twin."""
-        pairs = [(op, self.other[op.index])]
-        pairs += [(o, self.other[o.index]) for body in op.bodies for o in walk(body)]
+        """Whether an op on small values, or one in its bodies, computes with another float literal than its twin.
+
+        What is compared with one (a capacity) is not scaled by it.
+        """
+        inside = [op, *(o for body in op.bodies for o in walk(body))]
+        pairs = [(o, self.other[o.index]) for o in inside if o.name not in _COMPARING]
         return any(
             isinstance(a, Lit) and isinstance(b, Lit) and _is_float(a.aval) and not np.array_equal(a.value, b.value)
             for small, big in pairs
@@ -140,7 +144,9 @@ class _Loop:
             if pair.literals_differ(op):
                 return True
             by = op.operands[1] if op.name == "div" else None
-            return isinstance(by, int) and by in of_batch and by not in of_state and _is_float(pair.small.values[by])
+            if not isinstance(by, int) or by not in of_batch or by in of_state or not _is_float(pair.small.values[by]):
+                return False
+            return not pair.grown(by, pair.value[by])  # examples are divided by values of their own for other reasons
 
         normed = {v for op in self.before if divides(op) for v in op.results}
         normed = _reached(self.before, normed)

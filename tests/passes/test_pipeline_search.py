@@ -51,6 +51,7 @@ class Slicer:
 )
 def test_a_number_that_does_not_fit_after_all_gives_way(unfit: dict[int, int], chosen: int, priced: list[Any]) -> None:
     slicer: Any = Slicer(unfit)
+    coster: Any
     coster, found = pipeline_search._sliced(slicer, [1, 2, 4, 8], 1.0)
     assert found.num_microbatches == chosen
     assert coster.costs(chosen)[0] == chosen
