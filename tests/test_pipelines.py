@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import alpa_lite
+from alpa_lite.passes import schedules
 from tests import pipeline_driver, zoo
 from tests.zoo_base import normal, tokens, updated
 
@@ -102,6 +103,33 @@ def chain(params: Any, x: jax.Array) -> jax.Array:
     for w in params:
         x = jnp.tanh(x @ w)
     return x
+
+
+EVERY = [
+    Way("chain", stages, microbatches, schedule, 2 if schedule == "interleaved-1f1b" else 1)
+    for stages in (2, 3, 4)
+    for microbatches in (1, 3, 6, 8)
+    for schedule in schedules.NAMES
+    if schedule != "interleaved-1f1b" or microbatches % stages == 0
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", EVERY, ids=str)
+def test_every_schedule_with_every_number_of_stages_and_micro_batches(way: Way) -> None:
+    """The product in full, on the smallest model that has so many stages."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return ((chain(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+    step, args = toy(loss_fn, weights(8))
+    driven = pipeline_driver.drive(
+        step, args,
+        devices=way.devices, microbatches=way.microbatches, schedule=way.schedule, virtual=way.virtual,
+    )  # fmt: skip
+    assert len(driven.stages) == way.stages * way.virtual
+    assert driven.pipeline.program.num_microbatches == way.microbatches
+    pipeline_driver.compare_steps(driven.executable(), step, args)
 
 
 def one_leaf_on_every_stage() -> tuple[Any, Any]:
