@@ -273,7 +273,7 @@ class _Cut:
         count = 3 if self.split else 2
         made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
         segments: list[Segment] = []
-        carried = {i: self._carry_phase(i, body, made_in) for i in range(self._num_carry)}
+        carried = self._carry_phases(body, made_in)
         wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
         chosen: dict[int, list[Instruction]] = {}
         maker = {r: item for item in items for r in writes(item)}
@@ -359,13 +359,18 @@ class _Cut:
                 outputs.append((Wire("crossing", crossing[i - self._num_carry - stacked]), operand, phase))
         return outputs
 
-    def _carry_phase(self, carry: int, body: Body, made_in: Mapping[int, int]) -> int:
-        """The phase that updates a carry: where its new value is made, but not before the last read of the old."""
-        operand = body.outputs[carry]
-        phase = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
-        old = body.inputs[self._num_consts + carry]
-        readers = [made_in[w] for item in body.instructions if old in reads(item) for w in writes(item)]
-        return max([phase, *readers])
+    def _carry_phases(self, body: Body, made_in: Mapping[int, int]) -> dict[int, int]:
+        """The phase that updates each carry: where its new value is made, but not before the last read of the old."""
+        last_read: dict[int, int] = {}
+        for item in body.instructions:
+            phase = max((made_in[r] for r in writes(item)), default=0)
+            for register in reads(item):
+                last_read[register] = max(phase, last_read.get(register, 0))
+        out = {}
+        for carry, operand in enumerate(body.outputs[: self._num_carry]):
+            made = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
+            out[carry] = max(made, last_read.get(body.inputs[self._num_consts + carry], 0))
+        return out
 
     def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
         """The registers that any segment can make from state and the micro-batch's number, cheaply."""

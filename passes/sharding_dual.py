@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.passes.sharding_problem import Problem
+from alpa_lite.passes.sharding_problem import Problem, used
 
 
 @dataclass(eq=False)
@@ -92,6 +92,7 @@ class Ascent:
         self.problem, self.bound = problem, -np.inf
         self.cost = [node.cost.copy() for node in problem.nodes]
         self.loops: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.shares: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}  # of `_share`: what does not change
         for e, edge in enumerate(problem.edges):
             own = [klass for node, klass in edge.consumers if node == edge.src]
             share = edge.cost / len(edge.consumers)
@@ -102,6 +103,13 @@ class Ascent:
                 part.set_cost(share[:, part.columns])
         for e, edge in enumerate(problem.edges):
             if len(edge.consumers) > 1:
+                wants = np.zeros(edge.cost.shape[1])
+                for part in self.groups[e]:
+                    wants[part.columns] += 1
+                for klass, _ in self.loops[e]:
+                    wants += np.bincount(klass, minlength=len(wants)) > 0
+                finite = np.isfinite(edge.cost)
+                self.shares[e] = np.maximum(wants, 1), None if finite.all() else finite
                 self._share(e)
 
     def sweep(self, times: int) -> None:
@@ -148,10 +156,9 @@ class Ascent:
         if loops:
             potential = self._potential(edge.src)
             spare = (potential - potential.min()) / len(loops)
-        total, wants = np.zeros(edge.cost.shape), np.zeros(edge.cost.shape[1])
+        total, (wants, finite) = np.zeros(edge.cost.shape), self.shares[e]
         for part, need in zip(parts, needs, strict=True):
             total[:, part.columns] += need
-            wants[part.columns] += 1
         loop_needs = []
         for klass, cost in loops:
             pays = np.maximum(cost[edge.src_class, klass] - spare, 0.0)
@@ -160,10 +167,14 @@ class Ascent:
             np.maximum.at(need, (edge.src_class, klass), pays)
             loop_needs.append(need)
             total += need
-            wants[np.unique(klass)] += 1
-        with np.errstate(invalid="ignore", divide="ignore"):
-            fit = np.where(total > edge.cost, edge.cost / total, 1.0)
-        more = np.where(np.isinf(edge.cost), np.inf, edge.cost - fit * total) / np.maximum(wants, 1)
+        fit = np.ones(edge.cost.shape)
+        np.divide(edge.cost, total, out=fit, where=total > edge.cost)
+        if finite is None:
+            more = (edge.cost - fit * total) / wants
+        else:
+            more = np.full(edge.cost.shape, np.inf)
+            np.subtract(edge.cost, fit * total, out=more, where=finite)
+            more /= wants
         for part, need in zip(parts, needs, strict=True):
             part.set_cost(need * fit[:, part.columns] + more[:, part.columns])
         self.loops[e] = [(klass, need * fit + more) for (klass, _), need in zip(loops, loop_needs, strict=True)]
@@ -216,7 +227,7 @@ def _split(problem: Problem, e: int) -> Iterator[_Part]:
     edge = problem.edges[e]
     for node, klass in edge.consumers:
         if node != edge.src:
-            columns, column = np.unique(klass, return_inverse=True)
+            columns, column = used(klass, edge.cost.shape[1])
             ends = (_Classes(edge.src_class), _Classes(column))
             messages = [np.zeros(len(edge.cost)), np.zeros(len(columns))]
             yield _Part((edge.src, node), ends, (edge.cost, edge.cost.T), messages, e, columns)

@@ -147,6 +147,16 @@ class Problem:
         return sum(n.cost.size for n in self.nodes) + sum(e.cost.size * len(e.consumers) for e in self.edges)
 
 
+def used(classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of `count` classes that occur, ascending, and each entry as its position among them.
+
+    As `np.unique` with its inverse, without sorting: classes are small numbers.
+    """
+    mask = np.zeros(count, dtype=bool)
+    mask[classes] = True
+    return np.flatnonzero(mask), (np.cumsum(mask) - 1)[classes]
+
+
 def from_graph(graph: StrategyGraph) -> Problem:
     """The problem of a strategy graph.
 

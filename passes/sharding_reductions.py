@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_lite.passes.sharding_dominance import LARGE, copied_layouts, undominated
-from alpa_lite.passes.sharding_problem import Consumer, Edge, Memory, Node, Problem, nothing, timeline
+from alpa_lite.passes.sharding_problem import Consumer, Edge, Memory, Node, Problem, nothing, timeline, used
 
 
 class Contradiction(Exception):
@@ -185,11 +185,13 @@ class _Draft:
 
 def _compact(edge: Edge, src_class: np.ndarray, consumers: Sequence[Consumer]) -> Edge:
     """The edge with these classes, without the rows and columns that nobody uses; alike consumers once."""
-    rows, src_class = np.unique(src_class, return_inverse=True)
-    columns = np.unique(np.concatenate([klass for _, klass in consumers])) if consumers else np.zeros(0, dtype=int)
+    rows, src_class = used(src_class, edge.cost.shape[0])
+    read = [klass for _, klass in consumers] or [np.zeros(0, dtype=int)]
+    columns, column = used(np.concatenate(read), edge.cost.shape[1])
     unique = {}
+    start = 0
     for node, klass in consumers:
-        klass = np.searchsorted(columns, klass)
+        klass, start = column[start : start + len(klass)], start + len(klass)
         unique[node, klass.tobytes()] = (node, klass)
     pick = np.ix_(rows, columns)
     return Edge(edge.src, src_class, tuple(unique.values()), edge.cost[pick], edge.memory.at(*pick))
