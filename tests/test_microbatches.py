@@ -54,7 +54,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "method", "parts"),
     [
-        (wide, "data", 4), (wide, "zero-3", 2), (steps.masked, "zero-2", 2), (steps.metrics, "mesh", 4),
+        (wide, "data", 4), (wide, "zero-3", 2), (steps.masked, "zero-2", 2), slow(steps.metrics, "mesh", 4),
         (steps.batch_axis_1, "auto", 2), slow(wide, "manual", 2), slow(steps.noise, "mesh", 2),
         slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 4), slow(steps.scanned, "tensor", 4),
         slow(steps.regularised, "auto", 4), slow(steps.mixed_up, "mesh", 4),

@@ -36,6 +36,7 @@ def driven(kind: str, remat: Sequence[Choice] = (), **options: Any) -> Any:
     return step, arguments, found
 
 
+@pytest.mark.slow
 def test_two_stages_have_a_scan_of_half_the_layers_each():
     step, arguments, found = driven("linen", ("layer", "selective"))
     executable = found.executable()

@@ -117,7 +117,7 @@ def close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_micro_batch_is_a_batch_of_its_own(name: str, parts: int) -> None:
     """Descent on the mean of gradients ends in the mean of where each gradient leads."""
@@ -259,6 +259,7 @@ def test_without_consent_the_error_says_what_would_help() -> None:
         accumulated(step, args, 2, retrace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [alpa_lite.Sharded(), alpa_lite.Pipeline(num_stages=2)], ids=["mesh", "pipeline"])
 def test_on_eight_devices(method: Any) -> None:
     step, args = step_of(by_labels), (weights(), {k: v for k, v in batch().items() if k != "mask"})

@@ -159,7 +159,7 @@ def test_a_body_without_marks_is_split_by_order():
 
 MODELS: list[Any] = [
     pytest.param("mlp", {}, id="mlp"),
-    pytest.param("gpt", {"layers": 2, **GPT, "tied": False, "remat": True}, id="remat"),
+    pytest.param("gpt", {"layers": 2, **GPT, "tied": False, "remat": True}, id="remat", marks=pytest.mark.slow),
     pytest.param("gpt", {"layers": 4, **GPT, "scan": True}, id="scan", marks=pytest.mark.slow),
     pytest.param("gpt", {"layers": 4, **GPT}, id="gpt", marks=pytest.mark.slow),
     pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=pytest.mark.slow),
@@ -332,7 +332,7 @@ def encoder_decoder() -> tuple[Any, Any, Any]:
     return step, state, {"inputs": tokens(1, 32, 4, 8), "targets": tokens(2, 32, 4, 8)}
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_encoder_decoder_with_one_embedding_in_three_places(stages: int):
     step, state, batch = encoder_decoder()
     layers = layers_of(step, state, batch)

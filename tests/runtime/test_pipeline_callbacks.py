@@ -177,7 +177,8 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("calls", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [True, False])
 def test_an_interrupt_leaves_no_device_at_work(calls):
     """The same process runs another step, and ends by itself."""
     sizes = {"products": 1, "rows": 16, "width": 8} if calls else {"products": 10, "rows": 512, "width": 256}
