@@ -85,19 +85,19 @@ def accumulate(
     refusals, smaller = [], []
     found: tuple[Analysis, tuple[int, dict[int, int]]] | None = None
     for candidate in _candidates(traced, num_microbatches):
+        analysis, refusal = None, None
         try:
-            analysis = _analysed(traced, rules, num_microbatches, candidate[1], False)
+            analysis = _analysed(traced, rules, num_microbatches, candidate[1], allow_inexact)
         except MicrobatchError as error:
-            refusals.append(error)
-            if not allow_inexact:
-                continue
+            refusal = error
+        if allow_inexact and (analysis is None or analysis.local):
             try:
-                small = _smaller(traced, num_microbatches, candidate[1], retrace)
-                smaller.append((candidate, small))
-                analysis = _analysed(traced, rules, num_microbatches, candidate[1], True)
+                smaller.append((candidate, _smaller(traced, num_microbatches, candidate[1], retrace)))
             except MicrobatchError as error:
-                refusals[-1] = error
-                continue
+                analysis, refusal = None, error
+        if analysis is None:
+            refusals.append(refusal)
+            continue
         if found is None or _better(analysis, found[0]):
             found = analysis, candidate
         if not analysis.local and all(dim == 0 for dim in candidate[1].values()):
@@ -125,11 +125,10 @@ def _smaller(traced: Traced, parts: int, dims: Mapping[int, int], retrace: Retra
     if retrace is None:
         return None
     shapes = {}
-    for number, value in enumerate(traced.graph.block.inputs):
-        if value in dims:
-            shape = list(traced.graph.values[value].shape)
-            shape[dims[value]] //= parts
-            shapes[number] = tuple(shape)
+    for number, dim in _numbered(traced, dims).items():
+        shape = list(traced.graph.values[traced.graph.block.inputs[number]].shape)
+        shape[dim] //= parts
+        shapes[number] = tuple(shape)
     try:
         return retrace(shapes)
     except Exception as error:  # the user's function may raise anything on shapes that it was not given
@@ -154,7 +153,7 @@ def _alone(
     Raises:
       MicrobatchError: the step does something else on one of them.
     """
-    by_number = {i: dims[v] for i, v in enumerate(traced.graph.block.inputs) if v in dims}
+    by_number = _numbered(traced, dims)
     small_rules = factors.rules(small.graph.ops(), small.graph.values)
     try:
         graph, scan, notes = accumulation_alone.loop(
@@ -162,8 +161,7 @@ def _alone(
         )
     except accumulation_alone.Unlike as error:
         raise MicrobatchError(f"{refusal}; nor can each micro-batch be a batch of its own: {error}") from error
-    cut = ", ".join(f"dim {dim} of {traced.arguments[number].path}" for number, dim in by_number.items())
-    notes = (f"{parts} micro-batches of {size // parts} examples: {cut}", *notes, f"because {refusal}")
+    notes = (_cut_note(traced, parts, size, dims), *notes, f"because {refusal}")
     return Accumulated(replace(traced, graph=graph), scan, parts, notes)
 
 
@@ -192,8 +190,7 @@ def batch_dims(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int)
                 _analysed(traced, rules, num_microbatches, dims, False)
             except MicrobatchError:
                 continue
-            number = {value: i for i, value in enumerate(traced.graph.block.inputs)}
-            return {traced.arguments[number[value]].path: dim for value, dim in dims.items()}
+            return {traced.arguments[number].path: dim for number, dim in _numbered(traced, dims).items()}
     except MicrobatchError:
         pass
     return None
@@ -293,10 +290,19 @@ def _named(op: Op, graph: Graph) -> str:
     return f"{op.name} at {where}" if where else op.name
 
 
+def _numbered(traced: Traced, dims: Mapping[int, int]) -> dict[int, int]:
+    """Argument number -> dim, from value -> dim."""
+    number = {value: i for i, value in enumerate(traced.graph.block.inputs)}
+    return {number[value]: dim for value, dim in dims.items()}
+
+
+def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) -> str:
+    cut = ", ".join(f"dim {dim} of {traced.arguments[i].path}" for i, dim in _numbered(traced, dims).items())
+    return f"{parts} micro-batches of {size // parts} examples: {cut}"
+
+
 def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int]) -> tuple[str, ...]:
-    paths = {value: a.path for a, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)}
-    cut = ", ".join(f"dim {dim} of {paths[value]}" for value, dim in dims.items())
-    notes = [f"{analysis.parts} micro-batches of {size // analysis.parts} examples: {cut}"]
+    notes = [_cut_note(traced, analysis.parts, size, dims)]
     ahead = dict.fromkeys(_named(op, traced.graph) for op in analysis.ahead)
     notes += [f"computed for the whole batch before the micro-batches: {name}" for name in ahead]
     if analysis.parts > 1:

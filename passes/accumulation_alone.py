@@ -19,7 +19,7 @@ the same operations in the same order; where their shapes differ, a dim is deriv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value, walk
+from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes import conversion, evaluation
+from alpa_lite.passes.accumulation_states import spec_of
+from alpa_lite.passes.layering_types import reads, scan_op
 
 SCOPE = "micro_batches"
 """The named scope of the loop, by which it is found in the new trace."""
 
 _COMPARING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp"})
-_PAIRS = "random numbers are drawn for pairs of examples of the batch"
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"})
 
 
@@ -68,21 +69,20 @@ class _Pair:
     def __init__(self, whole: Traced, whole_scan: int, one: Traced, one_scan: int) -> None:
         self.whole, self.one = whole, one
         self.big, self.small = whole.graph, one.graph
-        self.scans = _at(self.big.block, whole_scan), _at(self.small.block, one_scan)
-        self.other: dict[int, Op] = {}  # index of a small op -> the big one
-        self.value: dict[int, int] = dict(zip(self.small.block.inputs, self.big.block.inputs, strict=False))
-        pairs = list(zip(_ops(self.big), _ops(self.small), strict=False))
-        if len(list(_ops(self.big))) != len(list(_ops(self.small))) or any(
-            a.name != b.name or len(a.results) != len(b.results) or len(a.operands) != len(b.operands) for a, b in pairs
-        ):
+        self.scans = scan_op(whole, whole_scan), scan_op(one, one_scan)
+        ops = list(self.big.ops()), list(self.small.ops())
+        shapes = [[(op.name, len(op.operands), len(op.results)) for op in some] for some in ops]
+        if shapes[0] != shapes[1]:
             raise Unlike("on one micro-batch the step does other operations than on the batch")
-        for big, small in pairs:
+        if len(self.big.block.inputs) != len(self.small.block.inputs):
+            raise Unlike("on one micro-batch the step closes over other constants than on the batch")
+        self.other: dict[int, Op] = {}  # index of a small op -> the big one
+        self.value: dict[int, int] = dict(zip(self.small.block.inputs, self.big.block.inputs, strict=True))
+        for big, small in zip(*ops, strict=True):
             self.other[small.index] = big
             self.value.update(zip(small.results, big.results, strict=True))
             for a, b in zip(big.bodies, small.bodies, strict=True):
                 self.value.update(zip(b.inputs, a.inputs, strict=True))
-        if len(self.big.block.inputs) != len(self.small.block.inputs):
-            raise Unlike("on one micro-batch the step closes over other constants than on the batch")
 
     def literals_differ(self, op: Op) -> bool:
         """Whether an op on small values, or one in its bodies, computes with another float literal than its twin.
@@ -104,6 +104,17 @@ class _Pair:
             raise Unlike("a value has other dims on one micro-batch than on the batch")
         return [d for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n]
 
+    def cut_dims(self, drawn: Iterable[int]) -> dict[int, int]:
+        """Of random values those whose shape comes from the batch: small value -> the dim that differs."""
+        found = {}
+        for value in drawn:
+            grown = self.grown(value, self.value[value])
+            if len(grown) > 1:
+                raise Unlike("random numbers are drawn for pairs of examples of the batch")
+            if grown:
+                found[value] = grown[0]
+        return found
+
 
 class _Loop:
     """The new step, as a function of its flat arguments."""
@@ -114,6 +125,7 @@ class _Loop:
         at = block.ops.index(scan)
         self.before, self.after = block.ops[:at], block.ops[at + 1 :]
         self.batch = _reached(self.before, {block.inputs[i] for i in dims})
+        self.inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
         self.random = {v for op in self.before if op.name in _RANDOM for v in op.results}
         self.random = _reached(self.before, self.random)
         (self.body,) = scan.bodies
@@ -153,31 +165,22 @@ class _Loop:
         normed |= {v for v, a in inner.items() if a in normed}
         normed |= {v for op in self.body.ops if divides(op) for v in op.results}
         normed = _reached(self.body.ops, normed)
-        late = [op for op in self.after if pair.literals_differ(op)]
-        found = []
-        for result, atom in zip(scan.results, self.body.outputs, strict=True):
-            reach = _reached(self.after, {result})
-            later = any(a in reach for op in late for a in op.operands if isinstance(a, int))
-            number = _is_float(pair.small.values[result])
-            found.append(number and (later or (isinstance(atom, int) and atom in normed)))
-        return found
+        later: set[int] = set()  # what is divided after the loop
+        for op in reversed(self.after):
+            if not later.isdisjoint(op.results) or pair.literals_differ(op):
+                later.update(reads(op))
+        return [
+            _is_float(pair.small.values[result]) and (result in later or (isinstance(atom, int) and atom in normed))
+            for result, atom in zip(scan.results, self.body.outputs, strict=True)
+        ]
 
     # -- what differs between micro-batches besides the batch ---------------------------------------------------------
 
     def _sliced(self) -> dict[int, int]:
         """Random values made before the loop whose shape comes from the batch: value -> the dim that is cut."""
         scan = self.pair.scans[1]
-        inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
-        used = [a for op in (*inside, scan) for a in op.operands if isinstance(a, int)]
-        found = {}
-        for value in dict.fromkeys(used):
-            if value in self.random and value not in self.batch:
-                grown = self.pair.grown(value, self.pair.value[value])
-                if len(grown) > 1:
-                    raise Unlike(_PAIRS)
-                if grown:
-                    found[value] = grown[0]
-        return found
+        used = [value for op in (*self.inside, scan) for value in reads(op)]
+        return self.pair.cut_dims(sorted(self.random.intersection(used) - self.batch))
 
     def _drawn(self) -> tuple[list[Op], dict[int, int]]:
         """The same of values that the loop makes of random keys alone: the ops, and value -> the dim that is cut."""
@@ -188,28 +191,21 @@ class _Loop:
         random = {v for v, a in inputs if v in known and isinstance(a, int) and a in self.random}
         ops = []
         for op in self.body.ops:
-            reads = [a for a in op.operands if isinstance(a, int)]
-            if not op.bodies and not op.has_effects and known.issuperset(reads):
+            if not op.bodies and not op.has_effects and known.issuperset(reads(op)):
                 ops.append(op)
                 known.update(op.results)
-                if op.name in _RANDOM or not random.isdisjoint(reads):
+                if op.name in _RANDOM or not random.isdisjoint(reads(op)):
                     random.update(op.results)
         own = {op.index for op in ops}
-        used = {a for op in self.body.ops if op.index not in own for a in op.operands if isinstance(a, int)}
-        found = {}
-        for value in sorted(random & (used | {a for a in self.body.outputs if isinstance(a, int)})):
-            grown = self.pair.grown(value, self.pair.value[value])
-            if len(grown) > 1:
-                raise Unlike(_PAIRS)
-            if grown:
-                found[value] = grown[0]
-        return ops, found
+        used = {value for op in self.body.ops if op.index not in own for value in reads(op)}
+        used |= {a for a in self.body.outputs if isinstance(a, int)}
+        return ops, self.pair.cut_dims(sorted(random & used))
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def graph(self) -> tuple[Graph, int, tuple[str, ...]]:
         big = self.pair.big
-        specs = [_spec(big.values[v]) for v in big.block.inputs[: len(self.pair.whole.arguments)]]
+        specs = [spec_of(big.values[v]) for v in big.block.inputs[: len(self.pair.whole.arguments)]]
         graph = conversion.graph_of(jax.make_jaxpr(self._run)(*specs))
         found = [op.index for op in graph.block.ops if op.name == "scan" and SCOPE in str(op.source.name_stack)]
         if len(found) != 1:
@@ -227,7 +223,8 @@ class _Loop:
             )
             if number not in self.dims
         }
-        _evaluate(pair.big.block.ops[: pair.big.block.ops.index(big_scan)], whole)
+        at = pair.big.block.ops.index(big_scan)
+        _evaluate(pair.big.block.ops[:at], whole)
         _evaluate([op for op in self.before if self.batch.isdisjoint(op.results)], env)
         batch = {pair.small.block.inputs[i]: _blocks(leaves[i], dim, self.parts) for i, dim in self.dims.items()}
         inner = self._inner(big_scan, whole) if self.drawn else {}
@@ -246,9 +243,10 @@ class _Loop:
         whole.update(zip(big_scan.results, known, strict=True))
         env = {value: x for value, x in env.items() if x is not None}
         _evaluate(self.after, env, partly=True)
-        _evaluate(pair.big.block.ops[pair.big.block.ops.index(big_scan) + 1 :], whole)
+        _evaluate(pair.big.block.ops[at + 1 :], whole)
+        made = {v: env[v] for v in _reached(self.after, set(scan.results)) if v in env}
         return [
-            self._output(a, b, env, whole)
+            self._output(a, b, made, whole)
             for a, b in zip(pair.small.block.outputs, pair.big.block.outputs, strict=True)
         ]
 
@@ -264,7 +262,6 @@ class _Loop:
 
     def _scan(self, scan: Op, env: Mapping[int, Any], batch: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
         """What the micro-batches add up to, and what each returns besides, stacked."""
-        inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
         numbers = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
 
         def read(atom: Atom, own: Mapping[int, Any]) -> Any:
@@ -273,7 +270,7 @@ class _Loop:
         def step(carry: Any, given: Any) -> Any:
             number, blocks = given
             own = {**env, **blocks}
-            _evaluate(inside, own)
+            _evaluate(self.inside, own)
             # What is added to a sum once is added in the first micro-batch, and to a mean in each.
             own |= {v: jnp.reshape(number, (1,)) for v in numbers if v in own}
             consts = [read(a, own) for a in scan.operands[: self.first]]
@@ -304,13 +301,12 @@ class _Loop:
         one = total / self.parts if self.averaged[number] else total
         return one, one
 
-    def _output(self, small: Atom, big: Atom, env: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
+    def _output(self, small: Atom, big: Atom, made: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
         """A result of the step: from what the micro-batches made, or where it has a value an example, all of them."""
         if isinstance(big, Lit):
             return big.value
-        same = isinstance(small, int) and not self.pair.grown(small, big)
-        after_loop = _reached(self.after, set(self.pair.scans[1].results))
-        return env[small] if same and small in env and small in after_loop else whole[big]  # type: ignore[index]
+        same = isinstance(small, int) and small in made and not self.pair.grown(small, big)
+        return made[small] if same else whole[big]  # type: ignore[index]
 
     def _notes(self) -> tuple[str, ...]:
         block, scan = self.pair.small.block, self.pair.scans[1]
@@ -337,7 +333,7 @@ class _Loop:
 def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -> None:
     """Runs ops on what `env` holds, and puts their results into it; with `partly`, those whose operands are there."""
     for op in ops:
-        if partly and any(isinstance(a, int) and a not in env for a in op.operands):
+        if partly and not env.keys() >= set(reads(op)):
             continue
         operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
         env.update(zip(op.results, evaluation.bind(op, operands), strict=True))
@@ -347,7 +343,7 @@ def _reached(ops: Sequence[Op], values: set[int]) -> set[int]:
     """These values, and what ops make of them, directly or through others."""
     found = set(values)
     for op in ops:
-        if any(isinstance(a, int) and a in found for a in op.operands):
+        if not found.isdisjoint(reads(op)):
             found.update(op.results)
     return found
 
@@ -358,22 +354,9 @@ def _blocks(x: Any, dim: int, parts: int) -> Any:
     return jnp.moveaxis(split, dim, 0)
 
 
-def _ops(graph: Graph) -> Iterator[Op]:
-    return walk(graph.block)
-
-
-def _at(block: Block, index: int) -> Op:
-    return next(op for op in block.ops if op.index == index)
-
-
 def _value(graph: Graph, atom: Atom) -> Any:
     return atom.aval if isinstance(atom, Lit) else graph.values[atom]
 
 
 def _is_float(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-def _spec(value: Value) -> jax.ShapeDtypeStruct:
-    weak = bool(getattr(value.aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)

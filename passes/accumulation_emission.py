@@ -45,6 +45,7 @@ from alpa_lite.passes.accumulation_states import (
     is_zero,
     shifted,
     sliced,
+    spec_of,
     state_of,
 )
 from alpa_lite.passes.local_types import rebinding
@@ -164,7 +165,7 @@ class _Builder:
             return run(*given)
 
         atoms = [a for a in operands if not isinstance(a, Lit)]
-        specs = [_spec(self.values[a]) for a in atoms]
+        specs = [spec_of(self.values[a]) for a in atoms]
         key = (
             None
             if kind is None or len(places) < len(operands)
@@ -787,7 +788,3 @@ def _joining(shape: tuple[int, ...], dim: int) -> Callable[..., Sequence[Any]]:
         return [lax.reshape(lax.transpose(x, order) if dim else x, shape)]
 
     return run
-
-
-def _spec(value: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=bool(getattr(value.aval, "weak_type", False)))

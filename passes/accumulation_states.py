@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,6 +46,11 @@ WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner"
 def sliced(dim: int) -> State:
     """The state of a value of which micro-batch t has block t of `dim`."""
     return State("sliced", dim)
+
+
+def spec_of(value: Value) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of a value, to trace with."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=bool(getattr(value.aval, "weak_type", False)))
 
 
 def state_of(layout: Layout) -> State:

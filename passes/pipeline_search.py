@@ -186,9 +186,7 @@ def _sliced(slicer: _Slicer, counts: Sequence[int], budget: float) -> tuple[_Cos
                 continue
             slicer.weighed = (*slicer.weighed, *others)
             return exact, found
-        left.remove(count)
-        if not left:
-            raise InfeasibleError(f"no pipeline with {', '.join(map(str, counts))} micro-batches fits the budget")
+        left.remove(count)  # the reference stays
 
 
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:
@@ -457,13 +455,9 @@ def seconds_of(stages: Sequence[PlannedStage]) -> Callable[[Segments, Segment], 
 
 def transfers_of(cluster: Cluster) -> Callable[[Buffer, Submesh, Submesh, Layout], float]:
     """Predicted seconds of transfers."""
-    known: dict[Any, float] = {}
 
     def seconds(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
-        key = sent.shape, str(sent.dtype), sent.layout, source, destination, layout
-        if key not in known:
-            known[key] = transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
-        return known[key]
+        return transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
 
     return seconds
 
