@@ -10,6 +10,8 @@ All is repeated with fresh states. `ours_us` is the median over the calls of mic
 of a CPU compete with the call for its cores; `ours_cpu_us` and `calls_cpu_us` count only the time that the calling
 thread was running. (A CPU runs some executables within the call that dispatches them: `calls_us` then has their work.)
 
+Last comes what packing is for (`passes/packing.py`): the same with many layers, with small values in packs and without.
+
     python benchmarks/pipeline_overhead.py
 
 writes benchmarks/results/pipeline_overhead.json. Run it on an idle machine: the numbers are tens of microseconds.
@@ -34,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import alpa_lite
+from alpa_lite.passes import packing
 from alpa_lite.program import Run, Send
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.transfer import Mover
@@ -44,7 +47,7 @@ SUBMESHES = {
     "4 submeshes of 2": ((2,),) * 4,
     "submeshes of 2, 2 and 4": ((2,), (2,), (4,)),
 }
-LAYERS, WIDTH = 8, 8
+FEW, MANY, WIDTH = 8, 64, 8
 
 
 def main() -> None:
@@ -57,9 +60,15 @@ def main() -> None:
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     rows = []
-    for name, shapes in SUBMESHES.items():
-        measured = measure(shapes, arguments.microbatches, arguments.repetitions, arguments.rounds)
-        rows.append({"submeshes": name, "microbatches": arguments.microbatches, **measured})
+    cases = [(name, FEW, True) for name in SUBMESHES]
+    cases += [(name, MANY, packs) for name in list(SUBMESHES)[:2] for packs in (True, False)]
+    for name, layers, packs in cases:
+        with contextlib.nullcontext() if packs else no_packs():
+            measured = measure(
+                SUBMESHES[name], layers, arguments.microbatches, arguments.repetitions, arguments.rounds
+            )  # fmt: skip
+        case = {"submeshes": name, "layers": layers, "packs": packs, "microbatches": arguments.microbatches}
+        rows.append({**case, **measured})
         print(rows[-1])
     if arguments.dry_run:
         return
@@ -90,18 +99,28 @@ def step(state: Any, batch: Any) -> tuple[Any, Any]:
     return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], loss
 
 
-def arguments_of(microbatches: int) -> tuple[Any, Any]:
+@contextlib.contextmanager
+def no_packs() -> Iterator[None]:
+    """Plans made meanwhile have a buffer for every value."""
+    fewest, packing.FEWEST = packing.FEWEST, 1_000_000
+    try:
+        yield
+    finally:
+        packing.FEWEST = fewest
+
+
+def arguments_of(layers: int, microbatches: int) -> tuple[Any, Any]:
     """A state, and a batch of eight examples for each micro-batch."""
     random = np.random.default_rng(0)
     batch = {name: random.normal(size=(8 * microbatches, WIDTH)).astype(np.float32) for name in "xy"}
-    return [random.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(LAYERS)], batch
+    return [random.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(layers)], batch
 
 
-def measure(shapes: Any, microbatches: int, repetitions: int, rounds: int) -> dict[str, Any]:
+def measure(shapes: Any, layers: int, microbatches: int, repetitions: int, rounds: int) -> dict[str, Any]:
     """Microseconds per task (the module's docstring says of what)."""
     method = alpa_lite.Pipeline(num_stages=len(shapes), schedule="1f1b", submesh_shapes=shapes, remat="none")
     run = alpa_lite.parallelize(step, method=method, num_microbatches=microbatches)
-    args = arguments_of(microbatches)
+    args = arguments_of(layers, microbatches)
     executable = run._executable(args, {})
     assert isinstance(executable, PipelineExecutable)
     executable.compile()

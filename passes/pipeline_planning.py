@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import VerificationError
 from alpa_lite.graph import Traced
-from alpa_lite.passes import planning, segments, stacked_arguments, verification
+from alpa_lite.passes import planning, segment_functions, stacked_arguments, verification
 from alpa_lite.passes.local_program import Body, Reshard, collectives, spec_of
 from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.segments import Segment
@@ -176,24 +176,12 @@ def _module(stage: PlannedStage, segment: Segment, platform: str, *, shared: boo
 
     count = stage.graph.traced.graph  # the number of micro-batches is the length of the stage's scan
     length = next((int(op.params["length"]) for op in count.block.ops if op.index == stage.graph.scan), 1)
-    avals, specs, sizes = [], [], []
-    for i, wire in enumerate(segment.inputs):
-        shape, dtype, layout = stage.segments.type_of(segment, i)
-        sizes.append(length if wire.kind == "pieces" else 1)
-        avals += [jax.ShapeDtypeStruct(shape, dtype)] * sizes[-1]
-        specs += [spec_of(layout)] * sizes[-1]
+    taken, _ = segment_functions.types_of(stage.segments, segment, length)
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in taken]
+    specs = [spec_of(layout) for _, _, layout in taken]
 
     def make(abstract: Any) -> Any:
-        inner = segments.function_of(stage.segments, segment, abstract, shared=shared)
-
-        def flat(*arrays: Any) -> Any:
-            grouped, start = [], 0
-            for wire, size in zip(segment.inputs, sizes, strict=True):
-                grouped.append(arrays[start : start + size] if wire.kind == "pieces" else arrays[start])
-                start += size
-            return inner(*grouped)
-
-        return flat
+        return segment_functions.function_of(stage.segments, segment, abstract, length, shared=shared)
 
     return verification.lowered_module(make, stage.found.mesh, avals, specs, platform)
 

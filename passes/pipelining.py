@@ -22,6 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.buffer_ends import end_buffers
+from alpa_lite.passes.packing import Port, ports
 from alpa_lite.passes.schedules import Schedule, Task
 from alpa_lite.passes.segments import Segment, Segments, Wire
 from alpa_lite.program import (
@@ -117,6 +118,7 @@ class _Writer:
         self.kind_of: list[Buffer] = []  # buffer -> that of `kinds`
         self.kind_there: dict[tuple[int, int], Buffer] = {}  # (stage, register) -> that of `kinds`
         self.seconds_between: dict[tuple[int, int], float] = {}  # identities of two kinds -> those of a transfer
+        self.ports: dict[tuple[int, int], tuple[Port, ...]] = {}  # (stage, position) -> what it takes
         self.outputs_of: dict[tuple[int, int], list[tuple[Wire, Buffer, str]]] = {}  # (stage, position) -> by output
 
     def pipeline(self) -> Pipeline:
@@ -238,10 +240,11 @@ class _Writer:
         key = stage, position
         if key not in self.made:
             segment = self.stages[stage].items[position]
+            given = {port.wire for port in ports(self.stages[stage], segment, output=True)}
             donated = tuple(
                 i
-                for i, wire in enumerate(segment.inputs)
-                if segment.kind != "update" and wire.kind == "carry" and wire in segment.outputs
+                for i, port in enumerate(self._ports(stage, position))
+                if segment.kind != "update" and port.wire.kind == "carry" and port.wire in given
             )
             part = f" {segment.round}" if segment.round else ""
             self.executables.append(
@@ -256,22 +259,28 @@ class _Writer:
 
     def _run(self, stage: int, position: int, microbatch: int) -> None:
         """Writes one run: receives that it needs, the run, and what becomes of its outputs."""
-        stages, mesh = self.stages[stage], self.mesh_of[stage]
-        segment = stages.items[position]
+        parts, mesh = self.stages[stage], self.mesh_of[stage]
+        segment = parts.items[position]
         self._receive(stage, [w.number for w in segment.inputs if w.kind == "crossing"], microbatch)
         inputs: list[int] = []
-        for wire in segment.inputs:
-            inputs += self._operands(stage, wire, microbatch)
+        for port in self._ports(stage, position):
+            inputs += self._operands(stage, port.wire, microbatch)
         if (stage, position) not in self.outputs_of:
             self.outputs_of[stage, position] = [
-                (wire, self._kind(mesh, stages.type_of(segment, i, output=True)), f"{wire.kind} {wire.number}")
-                for i, wire in enumerate(segment.outputs)
+                (port.wire, self._kind(mesh, port.kind), _name(port)) for port in ports(parts, segment, output=True)
             ]
         outputs = []
         for wire, kind, name in self.outputs_of[stage, position]:
             outputs.append(self._buffer(kind, name, microbatch))
             self._define(stage, wire, microbatch, outputs[-1])
         self.lists[mesh].append(Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs)))
+
+    def _ports(self, stage: int, position: int) -> tuple[Port, ...]:
+        """What a segment takes."""
+        key = stage, position
+        if key not in self.ports:
+            self.ports[key] = ports(self.stages[stage], self.stages[stage].items[position])
+        return self.ports[key]
 
     def _operands(self, stage: int, wire: Wire, microbatch: int) -> list[int]:
         match wire.kind:
@@ -449,6 +458,12 @@ class _Writer:
                         self.literals[number, position] if literal else self.top[number][operand]  # type: ignore[index]
                     )
         return tuple(found[i] for i in range(len(self.traced.outputs)))
+
+
+def _name(port: Port) -> str:
+    if port.pack is not None:
+        return f"{len(port.pack.members)} packed: {port.wire.kind}"
+    return f"{port.wire.kind} {port.wire.number}"
 
 
 def _mesh_of(schedule: Schedule) -> tuple[int, ...]:

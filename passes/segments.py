@@ -15,19 +15,15 @@ flight would cost memory for nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
+import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Value
 from alpa_lite.layout import Layout
-from alpa_lite.passes.emission import AnyMesh, run_region
 from alpa_lite.passes.local_program import (
     Body,
     Compute,
@@ -39,7 +35,6 @@ from alpa_lite.passes.local_program import (
     Reshard,
     read_before,
     reads,
-    spec_of,
     writes,
 )
 from alpa_lite.passes.staging import StageGraph
@@ -91,6 +86,25 @@ class Segment:
     instructions: tuple[Instruction, ...]
 
 
+@dataclass(frozen=True)
+class Pack:
+    """Small values of one dtype that go between segments in one buffer: on each device its blocks, end to end.
+
+    Attributes:
+      wire: of the buffer: the kind of its members, and a negative number.
+      members: what it holds.
+      sizes: elements of each member's block.
+      dtype: of all.
+      readers: the kinds of segments that read the members here; others read them where they were before.
+    """
+
+    wire: Wire
+    members: tuple[Wire, ...]
+    sizes: tuple[int, ...]
+    dtype: Any
+    readers: frozenset[Kind]
+
+
 @dataclass(frozen=True, eq=False)
 class Segments:
     """A stage in segments.
@@ -100,6 +114,7 @@ class Segments:
       items: in the order prologue, forward, backward, weight, update rounds; kinds that have nothing to do are absent.
       finals: for each result of the stage's graph, its top register or literal; None for crossing ones.
       value_of: for each register the value that it holds.
+      packs: see `packing`.
     """
 
     stage: StageGraph
@@ -107,6 +122,7 @@ class Segments:
     items: tuple[Segment, ...]
     finals: tuple[Operand | None, ...]
     value_of: Mapping[int, int]
+    packs: tuple[Pack, ...] = ()
 
     @functools.cached_property
     def carry_registers(self) -> tuple[int, ...]:
@@ -123,7 +139,7 @@ class Segments:
         """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands."""
         wire = (segment.outputs if output else segment.inputs)[position]
         if wire.kind == "number":
-            return (), jnp.dtype("int32"), Layout(())
+            return (), np.dtype("int32"), Layout(())
         if wire.kind == "carry":
             operand = self.carry_registers[wire.number]
         elif output:
@@ -162,53 +178,6 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     if outside:
         raise PlanError(f"{outside[0].op.name} cannot run inside a pipeline stage; use one mesh for this step")
     return _Cut(stage, program, split_weights).segments()
-
-
-def function_of(
-    segments: Segments, segment: Segment, mesh: AnyMesh, *, shared: bool = False
-) -> Callable[..., list[Any]]:
-    """The segment as a function of global arrays, one for each input wire ("pieces": one tuple).
-
-    `shared` is that of `emission.emit`.
-    """
-    program, traced = segments.program, segments.stage.traced
-
-    def blocks(*arrays: Any) -> list[Any]:
-        number = next((a for a, w in zip(arrays, segment.inputs, strict=True) if w.kind == "number"), None)
-        registers: dict[int, Any] = {register: literal.value for register, literal in segment.preset}
-        for array, wire, binds in zip(arrays, segment.inputs, segment.binds, strict=True):
-            if wire.kind == "number":
-                continue
-            for register in binds:
-                partial = bool(program.registers[register].partial)
-                if wire.kind == "pieces":
-                    block = jnp.stack([a[0] if partial else a for a in array])
-                else:
-                    block = array[0] if partial else array
-                    if wire.kind == "slice":
-                        block = lax.dynamic_index_in_dim(block, number, 0, keepdims=False)
-                registers[register] = block
-        body = Body(tuple(registers), segment.instructions, segment.reads)
-        outputs = run_region(body, list(registers.values()), program, traced, shared=shared)
-        return [_shaped(block, segments, segment, position) for position, block in enumerate(outputs)]
-
-    specs_in = tuple(_spec(segments, segment, i) for i in range(len(segment.inputs)))
-    specs_out = [spec_of(segments.type_of(segment, i, output=True)[2]) for i in range(len(segment.outputs))]
-    return jax.shard_map(blocks, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
-
-
-def _spec(segments: Segments, segment: Segment, position: int) -> PartitionSpec:
-    return spec_of(segments.type_of(segment, position)[2])
-
-
-def _shaped(block: Any, segments: Segments, segment: Segment, position: int) -> Any:
-    """The block of an output: a literal as an array, a summand with its leading dim."""
-    operand, wire = segment.reads[position], segment.outputs[position]
-    if isinstance(operand, Lit):
-        block = jnp.asarray(operand.value, operand.aval.dtype)
-    register = segments.carry_registers[wire.number] if wire.kind == "carry" else operand
-    partial = not isinstance(register, Lit) and segments.program.registers[register].partial
-    return block[None] if partial else block
 
 
 # Operations that cost less to do again than a held result costs in memory.

@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, grouping, lowering, search, segment_costs, segments
+from alpa_lite.passes import factors, grouping, lowering, packing, search, segment_costs, segments
 from alpa_lite.passes.grouping import Grouping
 from alpa_lite.passes.keys import Keys
 from alpa_lite.passes.local_program import LocalProgram
@@ -140,6 +140,7 @@ def realised(
     """A solved stage, lowered and cut into segments; arguments as for `plan`."""
     program = lowering.lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     cut = segments.cut(graph, program, split_weights=split_weights)
+    cut = packing.packed(cut, packing.limit(cluster.memory_bandwidth))
     return PlannedStage(graph, rules, groups, found, program, cut, cluster)
 
 

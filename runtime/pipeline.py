@@ -32,7 +32,7 @@ from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
-from alpa_lite.passes import modules, segments, transfers
+from alpa_lite.passes import modules, segment_functions, segments, transfers
 from alpa_lite.passes.local_program import spec_of
 from alpa_lite.passes.pipelining import Pipeline
 from alpa_lite.program import Free, Program, Run, Send, describe, order
@@ -234,18 +234,9 @@ class PipelineExecutable:
     def _function(self, number: int) -> Callable[..., Any]:
         """An executable as a function of flat arrays."""
         parts, segment = self._pipeline.stages[self._pipeline.functions[number][0]], self._segment(number)
-        inner = segments.function_of(parts, segment, self._meshes[self._program.executables[number].mesh])
-        count = self._program.num_microbatches
-
-        def flat(*arrays: Any) -> Any:
-            grouped, rest = [], list(arrays)
-            for wire in segment.inputs:
-                taken = count if wire.kind == "pieces" else 1
-                grouped.append(tuple(rest[:taken]) if wire.kind == "pieces" else rest[0])
-                del rest[:taken]
-            return inner(*grouped)
-
-        return flat
+        mesh, count = self._meshes[self._program.executables[number].mesh], self._program.num_microbatches
+        function = segment_functions.function_of(parts, segment, mesh, count)
+        return lambda *arrays: function(*arrays)  # a name of its own
 
     def _segment(self, number: int) -> segments.Segment:
         """What an executable does."""
