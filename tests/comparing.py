@@ -1,10 +1,14 @@
-"""Equality of arrays, random keys included."""
+"""Equality of arrays and of what steps return, random keys included.
+
+Floats are compared leaf by leaf: ||a - b|| <= 1e-5 * max(||b||, 1e-3 * ||all gradients||).
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 
 def assert_equal(actual, expected):
@@ -14,3 +18,60 @@ def assert_equal(actual, expected):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.asarray(x, np.float64).ravel()))
+
+
+def is_key(x) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def plain(x) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def leaves(tree) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): plain(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def called(step, args, style):
+    """The step's results; of a step that updates modules in place, what it left in them too."""
+    out = step(*args)
+    return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if style == "nnx" else out
+
+
+def errors(got, want) -> dict[str, float]:
+    """For each leaf its error as a share of what is allowed; of integers, keys and the like 0 if equal, else infinity.
+
+    Steps of the zoo return their gradients, and update by SGD. The user-style ones use Adam, which makes steps of equal
+    length out of gradients that are rounding errors; its first moment after one step is the gradient times a constant,
+    and is compared in place of what Adam makes of it.
+    """
+    got_leaves, want_leaves = leaves(got), leaves(want)
+    assert got_leaves.keys() == want_leaves.keys()
+    adam = any("mu" in name for name in want_leaves)
+    if adam:
+        kept = [n for n, x in want_leaves.items() if "mu" in n or x.ndim == 0 or not np.issubdtype(x.dtype, np.inexact)]
+        got_leaves, want_leaves = ({n: x[n] for n in kept} for x in (got_leaves, want_leaves))
+    gradients = "mu" if adam else "grads"
+    total = np.sqrt(sum(norm(x) ** 2 for name, x in want_leaves.items() if gradients in name))
+    found = {}
+    for name, b in want_leaves.items():
+        a = got_leaves[name]
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        if not np.issubdtype(b.dtype, np.inexact):
+            found[name] = 0.0 if np.array_equal(a, b) else np.inf
+            continue
+        error = norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        allowed = 1e-5 * max(norm(b), 1e-3 * total)
+        share = error / allowed if allowed else 0.0 if error == 0 else np.inf
+        found[name] = np.inf if np.isnan(share) else share
+    return found
+
+
+def compare(got, want) -> None:
+    """Raises AssertionError unless all `errors` are at most 1."""
+    wrong = {name: error for name, error in errors(got, want).items() if error > 1}
+    assert not wrong, wrong

@@ -6,7 +6,7 @@ planned on the submesh that it is given. What follows is what `pipeline_search` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,14 @@ from alpa_lite.passes.schedules import Schedule
 from alpa_lite.passes.stage_planning import PlannedStage
 from alpa_lite.passes.staging import StageGraph
 from alpa_lite.runtime.pipeline import PipelineExecutable
-from tests import test_correctness
+from tests import comparing
 
 DEVICES = {1: (8,), 2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2), 8: (1,) * 8}
 """Submeshes of eight devices, by their number."""
+
+
+class TooFewLayers(ValueError):
+    """A step cannot be cut into so many stages."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ def staged(
     graph.check(accumulated.traced.graph)
     step_in_layers = stage_steps.divisible(accumulated, max_layers=16)
     count = len(step_in_layers.layering.layers)
-    assert count >= stages, f"the step has {count} layers only"
+    if count < stages:
+        raise TooFewLayers(f"the step has {count} layers")
     if cuts is None:
         cuts = [round(i * count / stages) for i in range(1, stages)]
     cut = stage_steps.divided(step_in_layers, cuts, remat)
@@ -115,23 +120,27 @@ def drive(
     return Driven(cut, planned, tasks, pipeline, cluster)
 
 
+def consecutive(step: Callable[..., Any], args: tuple[Any, ...], style: str, steps: int = 3) -> Iterator[Any]:
+    """What each of consecutive steps returns, on copies of the arguments. It may be consumed by the next step."""
+    args = _copied(args, style)
+    for _ in range(steps):
+        out = comparing.called(step, args, style)
+        yield out
+        if style != "nnx":  # modules are updated in place; of the others, the leading results are the next arguments
+            args = (*out[:-1], *args[len(out) - 1 :])
+
+
+def on_one_device(step: Callable[..., Any], args: tuple[Any, ...], style: str) -> list[Any]:
+    """What three consecutive steps return on one device."""
+    return list(consecutive((nnx.jit if style == "nnx" else jax.jit)(step), args, style))
+
+
 def compare_steps(
-    executable: Callable[..., Any],
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    style: str = "functional",
-    steps: int = 3,
+    executable: Callable[..., Any], step: Callable[..., Any], args: tuple[Any, ...], style: str = "functional"
 ) -> None:
     """Runs consecutive steps beside the single-device step, and compares all that each returns with `compare`."""
-    got_args, want_args = _copied(args, style), _copied(args, style)
-    jitted = (nnx.jit if style == "nnx" else jax.jit)(step)
-    for _ in range(steps):
-        got = test_correctness.called(executable, got_args, style)
-        want = test_correctness.called(jitted, want_args, style)
-        test_correctness.compare(got, want)
-        if style != "nnx":  # modules are updated in place; of the others, the leading results are the next arguments
-            got_args = (*got[:-1], *got_args[len(got) - 1 :])
-            want_args = (*want[:-1], *want_args[len(want) - 1 :])
+    for got, want in zip(consecutive(executable, args, style), on_one_device(step, args, style), strict=True):
+        comparing.compare(got, want)
 
 
 def _copied(args: tuple[Any, ...], style: str) -> tuple[Any, ...]:

@@ -10,13 +10,13 @@ import functools
 from collections.abc import Collection
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import alpa_lite
 from tests import zoo
+from tests.comparing import called, compare, leaves, norm
 
 IN_PIPELINES = {"linen_resnet", "linen_unet", "linen_translator", "nnx_resnet"}  # run by `test_pipelines` alone
 CASES = {case.name: case for case in zoo.CASES if case.name not in IN_PIPELINES}
@@ -47,28 +47,6 @@ def cases(names, fast: Collection[str] = FAST):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def norm(x) -> float:
-    return float(np.linalg.norm(np.asarray(x, np.float64).ravel()))
-
-
-def is_key(x) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def plain(x) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
-
-
-def leaves(tree) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(path): plain(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def called(step, args, style):
-    """The step's results; of a step that updates modules in place, what it left in them too."""
-    out = step(*args)
-    return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if style == "nnx" else out
-
-
 def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
     step, args = case.make()
     cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
@@ -81,33 +59,6 @@ def on_one_device(case, donate):
     step, args = case.make()
     jit = nnx.jit if case.style == "nnx" else jax.jit
     return called(jit(step, donate_argnums=donate), args, case.style)
-
-
-def compare(got, want) -> None:
-    """Compares leaf by leaf.
-
-    Steps of the zoo return their gradients, and update by SGD. The user-style ones use Adam, which makes steps of equal
-    length out of gradients that are rounding errors; its first moment after one step is the gradient times a constant,
-    and is compared in place of what Adam makes of it.
-    """
-    got_leaves, want_leaves = leaves(got), leaves(want)
-    assert got_leaves.keys() == want_leaves.keys()
-    adam = any("mu" in name for name in want_leaves)
-    if adam:
-        kept = [n for n, x in want_leaves.items() if "mu" in n or x.ndim == 0 or not np.issubdtype(x.dtype, np.inexact)]
-        got_leaves, want_leaves = ({n: x[n] for n in kept} for x in (got_leaves, want_leaves))
-    gradients = "mu" if adam else "grads"
-    total = np.sqrt(sum(norm(x) ** 2 for name, x in want_leaves.items() if gradients in name))
-    wrong = []
-    for name, b in want_leaves.items():
-        a = got_leaves[name]
-        assert a.shape == b.shape and a.dtype == b.dtype, name
-        if not np.issubdtype(b.dtype, np.inexact):
-            if not np.array_equal(a, b):
-                wrong.append((name, a, b))
-        elif norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) > 1e-5 * max(norm(b), 1e-3 * total):
-            wrong.append((name, norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)), norm(b)))
-    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("name", cases(FLOAT32))

@@ -16,7 +16,7 @@ import pytest
 import alpa_lite
 from alpa_lite.passes.rematerialisation import Choice
 from alpa_lite.program import peak_bytes
-from tests import pipeline_driver, test_correctness, zoo_linen, zoo_nnx
+from tests import comparing, pipeline_driver, zoo_linen, zoo_nnx
 
 MODELS = {"linen": zoo_linen.gpt, "nnx": zoo_nnx.gpt}
 
@@ -80,8 +80,8 @@ def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: P
     assert any("[0:2]" in leaf.path for leaf in plan.stages[0].arguments)
     plan.save(tmp_path / "plan.json")
     assert alpa_lite.Plan.load(tmp_path / "plan.json") == plan
-    want = test_correctness.called(jax.jit(step), arguments, "functional")
-    test_correctness.compare(test_correctness.called(pipelined, arguments, "functional"), want)
+    want = comparing.called(jax.jit(step), arguments, "functional")
+    comparing.compare(comparing.called(pipelined, arguments, "functional"), want)
     again = alpa_lite.parallelize(step, plan=tmp_path / "plan.json")
-    test_correctness.compare(test_correctness.called(again, arguments, "functional"), want)
+    comparing.compare(comparing.called(again, arguments, "functional"), want)
     assert again.plan(*arguments).pipeline.remat == plan.pipeline.remat

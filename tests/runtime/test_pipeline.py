@@ -22,7 +22,7 @@ from alpa_lite.report import timeline
 from alpa_lite.runtime.executor import NewSignature
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.timeline import Event
-from tests import pipeline_driver, pipelines, test_correctness, zoo
+from tests import comparing, pipeline_driver, pipelines, zoo
 
 WIDTH = 16
 
@@ -131,7 +131,7 @@ def test_an_array_that_is_two_arguments_is_copied():
     placed, _ = run.place(state, batch)
     placed["params"]["layers"][1] = placed["params"]["layers"][0]
     got, _ = run(placed, batch)
-    test_correctness.compare({"grads": got}, {"grads": want})
+    comparing.compare({"grads": got}, {"grads": want})
 
 
 def test_a_state_that_is_dropped_is_not_kept_alive():
@@ -153,7 +153,7 @@ def test_a_state_from_elsewhere_after_ours():
     mixed = {"params": state["params"], "momentum": other["momentum"]}
     want, _ = jax.jit(step)(jax.device_get(mixed), batch)
     got, _ = run(mixed, batch)
-    test_correctness.compare({"grads": got}, {"grads": want})
+    comparing.compare({"grads": got}, {"grads": want})
     assert deleted(other) == {False}
 
 
@@ -173,7 +173,7 @@ def test_only_what_is_donated_is_deleted(donate, state_goes):
     want, _ = jax.jit(step)(jax.jit(step)(*host)[0], host[1])
     once, _ = run(state, batch)
     twice, _ = run(once, batch)
-    test_correctness.compare({"grads": twice}, {"grads": want})
+    comparing.compare({"grads": twice}, {"grads": want})
     assert deleted(state) == deleted(once) == {state_goes}
     assert deleted(batch) == {False}
 
@@ -266,9 +266,9 @@ def test_modules_are_not_updated_by_a_trace():
     case = zoo.get("nnx_mlp")
     make, args = case.make()
     run = pipeline_driver.drive(make, args, devices=(4, 4), microbatches=2).executable()
-    before = test_correctness.leaves([jax.device_get(x) for x in jax.tree.leaves(args)])
+    before = comparing.leaves([jax.device_get(x) for x in jax.tree.leaves(args)])
     assert run.trace(*args).events
-    after = test_correctness.leaves([jax.device_get(x) for x in jax.tree.leaves(args)])
+    after = comparing.leaves([jax.device_get(x) for x in jax.tree.leaves(args)])
     assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
