@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,66 @@ def is_literal(atom: Any) -> bool:
 def observable_effects(eqn: Any) -> bool:
     """Whether the equation must run even if nobody reads its results. A named axis is an effect only for typing."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def expansion(eqn: Any) -> Any:
+    """The jaxpr of simpler operations that an equation stands for, or None. JAX makes these when it lowers a program.
+
+    From 0.12 some functions of JAX (`jnp.searchsorted`) are one equation of a primitive that says itself what it
+    expands to. A loop that was vectorised with a condition for each element has an array of conditions: it runs until
+    all are false, and leaves the elements alone whose condition is false. A linear solve that has been differentiated
+    is what its user gave to solve with.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        return _traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
+    if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
+        return _traced(eqn, functools.partial(_one_condition, eqn.params))
+    if eqn.primitive.name == "custom_linear_solve":
+        return _traced(eqn, functools.partial(_solved, eqn.params))
+    return None
+
+
+def _traced(eqn: Any, function: Callable[..., Any]) -> Any:
+    """The jaxpr of a function of an equation's operands, under its source line."""
+
+    def sourced(*xs: Any) -> Any:
+        with under(eqn.source_info):
+            return function(*xs)
+
+    return jax.make_jaxpr(sourced)(*(_spec(v.aval) for v in eqn.invars))
+
+
+def _spec(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _solved(params: Mapping[str, Any], *operands: Any) -> Any:
+    """What is solved for. Operands are the constants of four functions, of which one solves, and right-hand sides."""
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    first = lengths.matvec + lengths.vecmat
+    rest = first + lengths.solve + lengths.transpose_solve
+    return _extend_core.jaxpr_as_fun(jaxprs.solve)(*operands[first : first + lengths.solve], *operands[rest:])
+
+
+def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
+    """A loop with an array of conditions, its dims the first ones of all that is carried, as a loop with one."""
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    conditions, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    read, held, carried = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+
+    def step(state: Sequence[Any]) -> Sequence[Any]:
+        (going,) = conditions(*read, *state)
+
+        def chosen(new: Any, old: Any) -> Any:
+            return jax.lax.select(jax.lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
+
+        return tuple(map(chosen, body(*held, *state), state))
+
+    def going_on(state: Sequence[Any]) -> Any:
+        (going,) = conditions(*read, *state)
+        return jax.lax.reduce_or(going, axes=tuple(range(going.ndim)))
+
+    return jax.lax.while_loop(going_on, step, tuple(carried))
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -217,3 +278,18 @@ def rematted(source: Any) -> Any:
     stack = source.name_stack.stack
     marked = (_source_info_util.Transform("transpose"), *stack, _source_info_util.Scope("rematted_computation"))
     return source.replace(name_stack=_source_info_util.NameStack(marked))
+
+
+def materialised(x: jax.Array) -> jax.Array:
+    """The array behind an `optimization_barrier`, which every reader sees with the same bits.
+
+    Before 0.12 the CPU compiler drops barriers before it fuses, and duplicates what was behind them. It does not see
+    through a condition that comes out of a barrier.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return jax.lax.optimization_barrier(x)
+    return jax.lax.platform_dependent(x, cpu=_behind_condition, default=jax.lax.optimization_barrier)
+
+
+def _behind_condition(x: jax.Array) -> jax.Array:
+    return jax.lax.cond(jax.lax.optimization_barrier(jnp.bool_(True)), lambda y: y, lambda y: -y, x)

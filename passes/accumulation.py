@@ -32,6 +32,7 @@ from alpa_lite.graph import Graph, Op, Traced
 from alpa_lite.passes import accumulation_alone, factors
 from alpa_lite.passes.accumulation_analysis import Analysis, Refused
 from alpa_lite.passes.accumulation_emission import emit
+from alpa_lite.passes.arguments import SAID
 from alpa_lite.strategy import Rule
 
 Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]
@@ -106,7 +107,7 @@ def accumulate(
         for (size, dims), small in smaller:
             if small is not None:
                 return _alone(traced, rules, num_microbatches, size, dims, small, refusals[0])
-        raise refusals[0]
+        raise _refused_guess(refusals[0], traced)
     analysis, (size, dims) = found
     try:
         graph, scan = emit(analysis)
@@ -199,8 +200,9 @@ def batch_dims(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int)
 def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
     """(size of the batch, input -> dim) in order of preference: dim 0 of every batch argument first.
 
-    The size is one that every argument of the batch has; where there is none, the one that most have first, and the
-    others (class weights) are whole in every micro-batch.
+    The size is one that every argument of the batch has. Where there is none, there may be several batches (of points
+    within and points on the edge), each cut along its own dim 0; or only the size that most have is one of a batch, and
+    the others (class weights) are whole in every micro-batch.
     """
     values = traced.graph.values
     batch = [
@@ -214,7 +216,11 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
         )
     sizes = _sizes([shape for *_, shape in batch])
     fits = [size for size in sizes if size % parts == 0]
-    if not fits:
+    leading = {shape[0] for *_, shape in batch}
+    several = []  # batches
+    if len(leading) > 1 and all(size % parts == 0 for size in leading):
+        several = [(batch[0][2][0], {value: 0 for _, value, _ in batch})]
+    if not fits and not several:
         path, _, shape = next(item for item in batch if sizes[0] in item[2])
         divisors = [d for d in range(1, sizes[0] + 1) if sizes[0] % d == 0]
         raise MicrobatchError(
@@ -226,7 +232,8 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
         have = [(value, [d for d, n in enumerate(shape) if n == size]) for _, value, shape in batch if size in shape]
         common = set.intersection(*(set(dims) for _, dims in have))
         out.append((size, {value: min(common) if common else dims[0] for value, dims in have}))
-    return out
+    whole = any(size not in shape for size in fits for *_, shape in batch)  # these would not be cut
+    return [*several, *out] if whole else [*out, *several]
 
 
 def _sizes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
@@ -275,6 +282,17 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) ->
     return MicrobatchError(f"{text}; use num_microbatches=1, or allow_inexact=True to {within}")
 
 
+def _refused_guess(refusal: MicrobatchError, traced: Traced) -> MicrobatchError:
+    """The refusal; where several arguments were taken for the batch, they are named, since one may be a parameter."""
+    names = {argument.path.split("[")[0].split(".")[0] for argument in traced.arguments if argument.role == "batch"}
+    if len(names) < 2 or any(SAID in note for note in traced.notes):
+        return refusal
+    return MicrobatchError(
+        f"{refusal}. Taken for the batch were {', '.join(sorted(names))}; if one of them is none, name the batch with "
+        "batch_argnums=(i,) or batch_argnames=(name,)"
+    )
+
+
 def _named(op: Op, graph: Graph) -> str:
     """The operation and where it is; where JAX has lost the source line, that of what it reads."""
     where = _jax.where(op.source)
@@ -297,8 +315,13 @@ def _numbered(traced: Traced, dims: Mapping[int, int]) -> dict[int, int]:
 
 
 def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) -> str:
-    cut = ", ".join(f"dim {dim} of {traced.arguments[i].path}" for i, dim in _numbered(traced, dims).items())
-    return f"{parts} micro-batches of {size // parts} examples: {cut}"
+    shape_of = [traced.graph.values[value].shape for value in traced.graph.block.inputs]
+    cut = {f"dim {dim} of {traced.arguments[i].path}": shape_of[i][dim] for i, dim in _numbered(traced, dims).items()}
+    if set(cut.values()) == {size}:
+        number = "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
+        return f"{number} of {size // parts} examples: {', '.join(cut)}"
+    each = ", ".join(f"{what} ({whole // parts} examples)" for what, whole in cut.items())
+    return f"{parts} micro-batches: {each}"
 
 
 def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int]) -> tuple[str, ...]:

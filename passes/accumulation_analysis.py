@@ -44,6 +44,7 @@ from alpa_lite.passes.accumulation_states import (
     sliced,
     state_of,
 )
+from alpa_lite.passes.conversion import ELEMENTWISE
 from alpa_lite.passes.local_forms import LocalForm, local_form
 from alpa_lite.strategy import Rule
 
@@ -513,10 +514,17 @@ class Analysis:
         split = first + second
         nothing: list[Atom | None] = [None] * (len(states) - split)
 
+        whether = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # any example goes on
+        each = cond if whether is None else _without(cond, whether)
+
         def run(carry: list[State]) -> Failure | list[State]:
-            asked = self._body(cond, [*states[:first], *carry], [*op.operands[:first], *nothing])
+            asked = self._body(each, [*states[:first], *carry], [*op.operands[:first], *nothing])
             if isinstance(asked, Failure):
                 return asked
+            if whether is not None:  # examples do not see how long others run: a micro-batch ends with its own
+                one = LOCAL if asked[0].kind == "sliced" else asked[0]
+                self._decide(whether, Decision("copy", (asked[0],), (one,)))
+                asked = [one]
             if asked[0].kind in ("sliced", "partial"):
                 return Failure(op, "its length depends on the examples of the batch", self._roots(op))
             return self._body(body, [*states[first:split], *carry], [*op.operands[first:split], *nothing])
@@ -545,6 +553,16 @@ class Analysis:
             self._pass_roots(op, branch.outputs)
         assert results is not None
         return Decision("cond", tuple(states), tuple(results), inner=tuple(results))
+
+
+def _any_of(cond: Block) -> Op | None:
+    """The last op of a condition, where it is true if any of many are."""
+    return next((op for op in cond.ops if op.name == "reduce_or" and op.results == cond.outputs), None)
+
+
+def _without(cond: Block, last: Op) -> Block:
+    """The many conditions."""
+    return Block(cond.inputs, tuple(op for op in cond.ops if op is not last), last.operands)
 
 
 def _words(state: State) -> str:

@@ -357,6 +357,10 @@ def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
     return len(shape) > 0 and not is_key(shape, dtype)
 
 
+SAID = "as you said"
+"""Why arguments that the user named are the batch."""
+
+
 def named_batch(
     calling: Calling, inputs: Flat, batch_argnums: BatchArgnums, batch_argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
@@ -390,7 +394,7 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
     """
     if named is not None:
         units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
-        why = "as you said"
+        why = SAID
     else:
         units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state)]
         why = "neither returned, nor updated, nor static"
@@ -399,7 +403,7 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
         return frozenset(), "no argument is a batch"
     leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]
     common = set(leading[0]).intersection(*leading[1:])
-    if not common or (len(units) > 1 and any(len(counter) > 1 for counter in leading)):
+    if named is None and (not common or (len(units) > 1 and any(len(counter) > 1 for counter in leading))):
         listed = "; ".join(
             f"{_path(inputs, unit)} with leading dims {sorted(c)}" for unit, c in zip(units, leading, strict=True)
         )
@@ -408,11 +412,18 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
             "batch_argnames=(name,), or return the arguments that are state"
         )
     total = sum(leading, Counter())
-    size = max(sorted(common), key=lambda dim: total[dim])
+    if common:
+        sizes = [max(sorted(common), key=lambda dim: total[dim])] * len(units)
+    else:  # several batches, each of a size of its own
+        sizes = [max(sorted(counter), key=lambda dim: counter[dim]) for counter in leading]
     leaves = frozenset(
-        i for u in units for i in u.leaves if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
+        i
+        for unit, size in zip(units, sizes, strict=True)
+        for i in unit.leaves
+        if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
     )
-    return leaves, f"batch: {', '.join(_path(inputs, unit) for unit in units)} (leading dim {size}; {why})"
+    dims = f"leading dim {sizes[0]}" if common else f"leading dims {', '.join(map(str, sizes))}"
+    return leaves, f"batch: {', '.join(_path(inputs, unit) for unit in units)} ({dims}; {why})"
 
 
 def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:

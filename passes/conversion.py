@@ -19,6 +19,7 @@ survive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,6 +47,10 @@ _CALL_BODY = {
 }
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _SMALL_LITERAL = 16  # elements; larger literal arrays become constants
+
+
+ELEMENTWISE = "elementwise"
+"""A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
 def graph_of(jaxpr: Any) -> Graph:
@@ -128,7 +133,15 @@ class _Builder:
         for eqn in jaxpr.eqns:
             operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
             name = eqn.primitive.name
-            if name in _CALL_BODY and _CALL_BODY[name] in eqn.params:
+            expansion = _jax.expansion(eqn)
+            if expansion is not None:
+                body, held = _jax.open_jaxpr(expansion)
+                inner = _jax.joined_stack(stack, eqn.source_info.name_stack)
+                results = self.inline(body, [self.constant(const) for const in held], operands, inner, ops)
+                if name == "while":
+                    assert ops[-1].name == "while"
+                    ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
+            elif name in _CALL_BODY and _CALL_BODY[name] in eqn.params:
                 results = self._call(eqn, operands, stack, ops)
             else:
                 results = [self.value(var.aval) for var in eqn.outvars]

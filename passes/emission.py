@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
-from alpa_lite.passes import evaluation
+from alpa_lite.passes import evaluation, ties
 from alpa_lite.passes.local_program import (
     Body,
     Compute,
@@ -219,6 +220,9 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
     for item in body.instructions:
         match item:
             case Compute():
+                if item.op.name in ties.REDUCTIONS:
+                    for register in _tied(item, body, traced):
+                        registers[register] = _jax.materialised(registers[register])
                 results = item.form.run(*(read(o) for o in item.operands))
                 for register, block in zip(item.results, results, strict=True):
                     registers[register] = block
@@ -239,6 +243,19 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
             case Outside():
                 raise AssertionError("an operation that must be outside is inside a region")
     return [read(o) for o in body.outputs]
+
+
+def _tied(item: Compute, body: Body, traced: Traced) -> list[int]:
+    """The registers of a reduction's operands of which the compiler must make one copy only (see `ties`)."""
+    own = set(body.inputs).union(*map(writes, body.instructions))  # a register of an outer body stays as it is
+    equal = {a for i in body.instructions if isinstance(i, Compute) and i.op.name == "eq" for a in i.op.operands}
+    kept = own.intersection(o for o in body.outputs if not isinstance(o, Lit))
+    return [
+        register for value, register in zip(item.op.operands, item.operands, strict=True)
+        if isinstance(value, int) and isinstance(register, int) and register in own
+        and (value in equal or register in kept)
+        and jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact)
+    ]  # fmt: skip
 
 
 def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:

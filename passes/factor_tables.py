@@ -248,9 +248,9 @@ _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
     conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
     igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count
-    pow random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh threefry2x32 xor zeta
 """
 

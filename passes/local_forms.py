@@ -212,8 +212,8 @@ _PLAIN = """
     convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype
     ge ge_to gt gt_to igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log
     log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
-    population_count pow random_clone random_fold_in random_gamma_grad random_seed random_unwrap random_wrap real
-    reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    polynomial population_count pow random_clone random_fold_in random_gamma_grad random_seed random_unwrap random_wrap
+    real reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 tie
     to_edtype xor zeta bitcast_convert_type expand_dims optimization_barrier squeeze stack transpose unstack
     approx_top_k dot_general fft ragged_dot_general reduce_sum sort cholesky cholesky_update eig eigh geqp3 geqrf

@@ -18,11 +18,10 @@ saves. Values that cross to other stages are not packed, because a transfer may 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax import dtypes
+import jax
 
 from alpa_lite.layout import Layout, local_shape
 from alpa_lite.passes.segments import Pack, Segment, Segments, Wire
@@ -72,24 +71,28 @@ def packed(parts: Segments, most: float) -> Segments:
     sizes: dict[Wire, int] = {}
     arguments = set(parts.program.body.inputs)
     finals = set(parts.finals)
-    for wire, (shape, dtype, layout) in _internal(parts):
-        if dtypes.issubdtype(dtype, dtypes.extended) or (wire.kind == "top" and wire.number in finals - arguments):
+    kinds = [segment.kind for segment in parts.items]
+    for wire, ((segment, position, output), makers, readers) in _internal(parts).items():
+        given = wire.kind == "top" and wire.number in arguments
+        if wire.kind == "top" and not given and wire.number in finals:
+            continue
+        if given:
+            readers = [n for n in readers if kinds[n] in _LOOP]
+        if not readers or not any(kinds[n] in _LOOP for n in (*makers, *readers)):
+            continue
+        shape, dtype, layout = parts.type_of(segment, position, output=output)
+        if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
             continue
         sizes[wire] = math.prod(local_shape(shape, layout, parts.program.mesh))
-        if sizes[wire] * dtype.itemsize > most:
-            continue
-        given = wire.kind == "top" and wire.number in arguments
-        makers = tuple(n for n, s in enumerate(parts.items) if wire in s.outputs)
-        readers = [n for n, s in enumerate(parts.items) if wire in s.inputs and (s.kind in _LOOP or not given)]
-        if readers and any(parts.items[n].kind in _LOOP for n in (*makers, *readers)):
-            groups.setdefault((wire.kind, dtype, given, makers, tuple(readers)), []).append(wire)
+        if sizes[wire] * dtype.itemsize <= most:
+            groups.setdefault((wire.kind, dtype, given, tuple(makers), tuple(readers)), []).append(wire)
     packs: list[Pack] = []
     added: list[Wire] = []
     for (kind, dtype, given, _, readers), wires in groups.items():
         if len(wires) < FEWEST:
             continue
-        kinds = frozenset(parts.items[n].kind for n in readers)
-        packs.append(Pack(Wire(kind, -1 - len(packs)), tuple(wires), tuple(sizes[w] for w in wires), dtype, kinds))
+        reading = frozenset(kinds[n] for n in readers)
+        packs.append(Pack(Wire(kind, -1 - len(packs)), tuple(wires), tuple(sizes[w] for w in wires), dtype, reading))
         added += wires if given else []
     items = tuple(_with(s, added) if s.kind == "prologue" else s for s in parts.items)
     return replace(parts, items=items, packs=tuple(packs))
@@ -114,20 +117,28 @@ def ports(parts: Segments, segment: Segment, *, output: bool = False) -> tuple[P
     return tuple(found.values())
 
 
-def _internal(parts: Segments) -> Iterator[tuple[Wire, tuple[tuple[int, ...], Any, Layout]]]:
-    """The wires within the stage, but those of single micro-batches of a stack, each once, with its type."""
-    seen: set[Wire] = set()
-    for segment in parts.items:
+_Place = tuple[Segment, int, bool]
+"""A segment, a position among its inputs or outputs, and whether these are outputs."""
+
+
+def _internal(parts: Segments) -> dict[Wire, tuple[_Place, list[int], list[int]]]:
+    """The wires within the stage, with a place, and the numbers of the segments that make them and that read them."""
+    found: dict[Wire, tuple[_Place, list[int], list[int]]] = {}
+    for n, segment in enumerate(parts.items):
         for output, wires in ((False, segment.inputs), (True, segment.outputs)):
             for i, wire in enumerate(wires):
-                if wire.kind in ("carry", "saved", "top") and wire not in seen:
-                    seen.add(wire)
-                    yield wire, parts.type_of(segment, i, output=output)
+                if wire.kind in ("carry", "saved", "top"):
+                    if wire not in found:
+                        found[wire] = (segment, i, output), [], []
+                    _, makers, readers = found[wire]
+                    (makers if output else readers).append(n)
+    return found
 
 
 def _with(prologue: Segment, arguments: list[Wire]) -> Segment:
     """The prologue that also gives out some arguments."""
-    new = [wire for wire in arguments if wire not in prologue.inputs]
+    known = set(prologue.inputs)
+    new = [wire for wire in arguments if wire not in known]
     return replace(
         prologue,
         inputs=(*prologue.inputs, *new),

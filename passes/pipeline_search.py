@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -219,7 +219,7 @@ class _Slicer:
 
     def layers(self, count: int, kinds: tuple[int, ...] | None = None) -> _Coster:
         """The step in `count` micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
-        self.progress(f"cutting into {count} micro-batches")
+        self.progress(f"cutting into {stage_slicing.microbatches(count)}")
         accumulated = accumulation.accumulate(
             self.traced, self.rules, count, allow_inexact=self.allow_inexact, retrace=self.retrace
         )
@@ -263,12 +263,16 @@ class _Slicer:
             gap=0.005,
         )
         found = stage_slicing.slice_stages(costs, options)
-        if found.best is None:
+        best = found.best
+        if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
+            found = stage_slicing.slice_stages(costs, replace(options, schedules=("1f1b",)))
+            best = found.best and replace(found.best, schedule="zb-h1")
+        if best is None:
             assert found.infeasible is not None
-            counts = ", ".join(str(c.num_microbatches) for c in costs)
-            raise InfeasibleError(f"no pipeline with {counts} micro-batches: {found.infeasible.message}")
+            counts = " or ".join(stage_slicing.microbatches(c.num_microbatches) for c in costs)
+            raise InfeasibleError(f"no pipeline with {counts}: {found.infeasible.message}")
         self.weighed, self.bound = found.weighed, found.bound
-        return found.best
+        return best
 
     def realise(self, coster: _Coster, slices: StageSlices) -> FoundPipeline:
         """Plans the chosen stages whole, writes the program and simulates it."""

@@ -5,7 +5,8 @@ micro-batches in flight that is most of a stage's memory. Given the values to sa
 backward operation reads is made again by copies of forward operations. For each layer, the values that enter the copies
 go through one `optimization_barrier`, without which XLA would merge the copies with the originals; the cotangent of the
 first backward operation that needs them goes through it too, so that nothing is computed again before its time. Each
-copy stands right before its first use. A copied random draw has the same key, so it draws the same numbers.
+copy stands right before its first use. A copied random draw has the same key, so it draws the same numbers. What needs
+no activation (masks, casts of parameters) passes no barrier: all stages may need it, and none may wait for another's.
 
     choice      saved                                                       computed again
     none        everything                                                  nothing
@@ -27,6 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.layering_types import Layering, reads, scan_op
 from alpa_lite.passes.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
+from alpa_lite.passes.ties import Tie, ties
 
 Choice = Literal["none", "selective", "layer"]
 
@@ -35,7 +37,14 @@ _SAVED = frozenset({"conv_general_dilated", "scan", "while", "cond", "sort", "to
 
 
 def rematerialise(
-    traced: Traced, scan: int, layers: Sequence[Collection[int]], backward: Collection[int], saved: Collection[int]
+    traced: Traced,
+    scan: int,
+    layers: Sequence[Collection[int]],
+    backward: Collection[int],
+    saved: Collection[int],
+    *,
+    free: Collection[int] = (),
+    stages: Mapping[int, int] | None = None,
 ) -> Rewritten:
     """Makes backward operations read only what is saved, and what none of `layers` makes.
 
@@ -45,6 +54,8 @@ def rematerialise(
       layers: forward ops of the scan's body, by index: those that may be copied; one barrier for each layer.
       backward: the ops of the body, by index, that are to read only saved values.
       saved: values of the body. What no op of `layers` makes (parameters, what other stages send) needs no mention.
+      free: those of `layers` that need no activation. Any stage can run them: each stage has its own copies.
+      stages: the stage of each op of `layers` and of `backward`, by index; None for one stage.
 
     Returns:
       The step. Copies are marked as backward operations in their name stacks, as `jax.checkpoint` marks its own.
@@ -52,7 +63,7 @@ def rematerialise(
     """
     op = scan_op(traced, scan)
     rewriter = Rewriter(traced)
-    body = _Body(rewriter, op, layers, frozenset(backward), frozenset(saved)).block()
+    body = _Body(rewriter, op, layers, frozenset(backward), frozenset(saved), frozenset(free), stages or {}).block()
     return rewriter.finish(substituted(traced.graph.block, op, [with_body(op, body)]), scan)
 
 
@@ -91,17 +102,21 @@ class _Body:
         layers: Sequence[Collection[int]],
         backward: frozenset[int],
         saved: frozenset[int],
+        free: frozenset[int],
+        stages: Mapping[int, int],
     ) -> None:
         self.rewriter = rewriter
         self.body: Block = scan.bodies[0]
         self.consts = frozenset(self.body.inputs[: scan.params["num_consts"]])
-        self.backward, self.saved = backward, saved
+        self.backward, self.saved, self.free, self.stages = backward, saved, free, stages
         self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
         self.made = {v: op for op in self.body.ops if op.index in self.layer_of for v in op.results}
         self.makers = {v: op.index for op in self.body.ops for v in op.results}
+        self.ties = ties(self.body.ops)
         self.entering: dict[int, dict[int, None]] = {}
         self.after: dict[int, Mapping[int, int]] = {}
         self.copied: dict[int, Atom] = {}
+        self.copied_free: dict[tuple[int, int], Atom] = {}  # (stage, value)
         self.out: list[Op] = []
 
     def block(self) -> Block:
@@ -111,13 +126,14 @@ class _Body:
             if op.index not in self.backward:
                 self.out.append(op)
                 continue
-            again = [v for v in reads(op) if self.is_again(v)]
+            again = [v for v in self.needs(op) if self.is_again(v)]
             for value in again:
                 self.make(self.made[value], op)
-            names: dict[int, Atom] = {v: self.copied[v] for v in again}
+            names: dict[int, Atom] = {v: self.copy_of(v, op) for v in again}
             for value in again:  # the cotangent that went through the barrier with them
-                after = self.after[self.layer_of[self.made[value].index]]
+                after = self.after.get(self.layer_of[self.made[value].index], {})
                 names.update((v, after[v]) for v in reads(op) if v in after and v not in names and v not in self.made)
+            self.chosen_again(op, names)
             self.out.append(renamed_op(op, names))
         return Block(self.body.inputs, tuple(self.out), self.body.outputs)
 
@@ -133,38 +149,85 @@ class _Body:
         """Whether a value is made again for the backward pass."""
         return value in self.made and value not in self.saved and not self.made[value].has_effects
 
+    def tie(self, op: Op) -> Tie | None:
+        """What an op compares with, if it must be chosen again because what it was chosen among is made again."""
+        tie = self.ties.get(op.index)
+        return tie if tie is not None and any(self.is_again(v) for v in tie.operands) else None
+
+    def needs(self, op: Op) -> list[int]:
+        """The values that an op reads, or the choice that is made again for it."""
+        tie = self.tie(op)
+        if tie is None:
+            return list(reads(op))
+        inner = {v for one in tie.chain for v in one.results}
+        return list(dict.fromkeys(v for one in (op, *tie.chain) for v in reads(one) if v not in inner))
+
+    def chosen_again(self, op: Op, names: dict[int, Atom]) -> None:
+        """Copies the choice that an op compares with, and adds what it is called to `names`."""
+        tie = self.tie(op)
+        for one in tie.chain if tie is not None else ():
+            copy = self.rewriter.copy(one, names, _jax.rematted(one.source))
+            names.update(zip(one.results, copy.results, strict=True))
+            self.out.append(copy)
+
+    def is_free(self, value: int) -> bool:
+        """Whether a value that is made again passes no barrier."""
+        return self.made[value].index in self.free
+
+    def copy_of(self, value: int, user: Op) -> Atom:
+        """What a value that was made again is called where an op, or its copy, reads it."""
+        return self.copied_free[self.stage_of(user), value] if self.is_free(value) else self.copied[value]
+
+    def has_copy(self, value: int, user: Op) -> bool:
+        """Whether there is a copy for an op."""
+        return (self.stage_of(user), value) in self.copied_free if self.is_free(value) else value in self.copied
+
+    def stage_of(self, op: Op) -> int:
+        """The stage on which an op runs."""
+        return self.stages.get(op.index, 0)
+
     def find_entering(self) -> None:
         """For each layer, the values that enter its copies from outside, constants excepted."""
-        stack = [v for op in self.body.ops if op.index in self.backward for v in reads(op) if self.is_again(v)]
+        stack = [v for op in self.body.ops if op.index in self.backward for v in self.needs(op) if self.is_again(v)]
         seen: set[int] = set()
         while stack:
             op = self.made[stack.pop()]
             if op.index in seen:
                 continue
             seen.add(op.index)
-            for value in reads(op):
+            for value in self.needs(op):
                 if self.is_again(value):
                     stack.append(value)
-                elif value not in self.consts:
+                elif value not in self.consts and op.index not in self.free:
                     self.entering.setdefault(self.layer_of[op.index], {})[value] = None
 
     def make(self, wanted: Op, user: Op) -> None:
-        """Copies an op, after copies of what it needs."""
-        stack = [wanted]
+        """Copies an op for another, after copies of what it needs."""
+        stack = [(wanted, user)]
         while stack:
-            op = stack[-1]
-            missing = [self.made[v] for v in reads(op) if self.is_again(v) and v not in self.copied]
+            op, reader = stack[-1]
+            if op.index not in self.free:
+                reader = op
+            needs = self.needs(op)
+            again = [v for v in needs if self.is_again(v)]
+            missing = [(self.made[v], reader) for v in again if not self.has_copy(v, reader)]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if op.results[0] in self.copied:
+            if self.has_copy(op.results[0], reader):
                 continue
-            after = self.barrier(self.layer_of[op.index], user)
-            names: dict[int, Atom] = {v: after[v] for v in reads(op) if v in after}
-            names.update((v, self.copied[v]) for v in reads(op) if v in self.copied)
+            free = op.index in self.free
+            after = {} if free else self.barrier(self.layer_of[op.index], user)
+            names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
+            names.update((v, self.copy_of(v, reader)) for v in again)
+            self.chosen_again(op, names)
             copy = self.rewriter.copy(op, names, _jax.rematted(op.source))
-            self.copied.update(zip(op.results, copy.results, strict=True))
+            if free:
+                stage = self.stage_of(reader)
+                self.copied_free.update(((stage, v), x) for v, x in zip(op.results, copy.results, strict=True))
+            else:
+                self.copied.update(zip(op.results, copy.results, strict=True))
             self.out.append(copy)
 
     def barrier(self, layer: int, user: Op) -> Mapping[int, int]:

@@ -444,11 +444,8 @@ def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, 
 
 def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: SliceOptions) -> Infeasible:
     """The constraint that leaves no pipeline on all devices."""
-    fixed = f"num_stages={options.num_stages}, kinds={options.kinds}, schedules={options.schedules}"
-    counts = [c.num_microbatches for c in costs]
     if not tasks:
-        message = f"no schedule exists for {fixed} and micro-batches {counts} with {costs[0].num_layers} layers."
-        return Infeasible("schedule", message, None)
+        return Infeasible("schedule", _no_schedule(costs, options), None)
     free = replace(options, budget=math.inf)
     needs = []
     names = {task.schedule for task in tasks}
@@ -462,12 +459,40 @@ def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: Slice
         if path is not None:
             needs.append((max(_slices(task, problem, path).bytes) if task.virtual > 1 else need, task))
     if not needs:
-        sizes = costs[0].devices
-        message = f"no stages on submeshes of {sizes} devices use all {costs[0].total_devices} devices with {fixed}."
+        sizes = ", ".join(map(str, costs[0].devices))
+        given = "" if options.num_stages is None else f" with num_stages={options.num_stages}"
+        message = f"no stages on submeshes of {sizes} devices use all {costs[0].total_devices} devices{given}"
         return Infeasible("devices", message, None)
     need, task = min(needs, key=lambda pair: pair[0])
     message = (
         f"budget={options.budget:.0f} bytes per device is {need - options.budget:.0f} short of the smallest that "
-        f"works, {need:.0f}, with {task.costs.num_microbatches} micro-batches and {task.schedule}."
+        f"works, {need:.0f}, with {microbatches(task.costs.num_microbatches)} and {task.schedule}."
     )
     return Infeasible("memory", message, need)
+
+
+def _no_schedule(costs: Sequence[StageCosts], options: SliceOptions) -> str:
+    """Why nothing can be searched, and what to change."""
+    layers, least = costs[0].num_layers, _stage_range(costs[0], options)[0]
+    counts = [c.num_microbatches for c in costs]
+    room = costs[0].total_devices // min(costs[0].devices)
+    if least > layers:
+        return f"the step has {layers} layers, too few for num_stages={least}; give {layers} at most"
+    if least > room:
+        return f"the submeshes have room for {room} stages, not for num_stages={least}; give {room} at most"
+    reasons = []
+    if "zb-h1" in options.schedules:
+        reasons.append(f"schedule='zb-h1' takes at least as many micro-batches as submeshes; give {least} or more")
+    if "interleaved-1f1b" in options.schedules:
+        twice = min(options.virtual)
+        needs = f"schedule='interleaved-1f1b' puts {twice} stages on each of 2 or more equal submeshes"
+        if layers < twice * max(2, least):
+            reasons.append(f"{needs}, for which {layers} layers are too few")
+        else:
+            reasons.append(f"{needs}, and takes a multiple of their number of micro-batches")
+    return f"{'; '.join(reasons)}. This is {' or '.join(map(microbatches, counts))} with {layers} layers"
+
+
+def microbatches(count: int) -> str:
+    """A number of micro-batches in words."""
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"

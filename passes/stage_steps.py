@@ -175,6 +175,8 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
         [layer.ops for number in sorted(again) for layer in own[number]],
         [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again],
         kept,
+        free=layers.free,
+        stages=stage_of,
     )
     return _carried_over(layers, result)
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from alpa_lite import _jax
 from alpa_lite.graph import check, walk
 from alpa_lite.passes import pruning
-from alpa_lite.passes.conversion import graph_of
+from alpa_lite.passes.conversion import ELEMENTWISE, graph_of
 from alpa_lite.passes.evaluation import evaluate
 from tests.comparing import assert_equal
 
@@ -156,6 +156,9 @@ PROGRAMS = {
     "cholesky": lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4)),
     "linear_solve": lambda x: jnp.linalg.solve(SQUARE + 5 * jnp.eye(4), x),
     "custom_linear_solve": lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2),
+    "vmapped_while": lambda x: jax.vmap(lambda v: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2 + 1, v))(x),
+    "vmapped_fori": lambda x: jax.vmap(lambda n, v: lax.fori_loop(0, n, lambda i, c: c * v + i, v))(jnp.arange(4), x),
+    "searchsorted": lambda x: (jnp.searchsorted(jnp.linspace(-1, 1, 5), x), jnp.interp(x, jnp.arange(3.0), x[0, :3])),
     "reduce": lambda x: lax.reduce(x, np.float32(1.0), lambda a, b: a * b, (0,)),
     "window": lambda x: lax.reduce_window(x, -np.inf, lax.max, (2, 2), (1, 1), "VALID"),
     "scatter": lambda x: x.at[jnp.array([0, 2]), 1].add(5.0).at[3].max(0.1),
@@ -184,6 +187,27 @@ def test_calls_are_inlined_and_control_flow_has_bodies():
     for op in graph.ops():
         assert len(op.bodies) == {"scan": 1, "while": 2, "cond": len(op.bodies)}.get(op.name, 0), op.name
     assert {"scan", "while", "cond"} <= names
+
+
+def test_what_jax_expands_when_it_lowers_is_expanded():
+    found = {
+        name: {op.name: op for op in graph_for(PROGRAMS[name], X).ops()}
+        for name in ("vmapped_while", "while", "searchsorted", "linear_solve", "custom_linear_solve")
+    }
+    assert not {name for ops in found.values() for name in ops} & {"call_hi_primitive", "custom_linear_solve"}
+    assert found["vmapped_while"]["while"].params[ELEMENTWISE]
+    assert ELEMENTWISE not in found["while"]["while"].params
+
+
+def test_keys_are_carried_by_a_vmapped_loop():
+    def drawn(keys):
+        def body(state):
+            key, count = state
+            return jax.random.split(key)[0], count + jax.random.randint(key, (), 0, 3)
+
+        return jax.vmap(lambda key: lax.while_loop(lambda s: s[1] < 7, body, (key, 0)))(keys)[1]
+
+    assert_same_program(drawn, jax.random.split(jax.random.key(3), 5))
 
 
 def test_random_keys_typed_and_raw():
