@@ -187,13 +187,16 @@ def _module(stage: PlannedStage, segment: Segment, platform: str, *, shared: boo
 
 
 def _stage_collectives(number: int, stage: PlannedStage, found: FoundPipeline) -> list[tuple[Collective, float]]:
+    """The collectives of a stage in a step, with their shares of its seconds: those of one kind start together."""
     cost = MeshCost(stage.cluster, stage.found.mesh)
     out = []
     for segment in stage.segments.items:
         runs = found.pipeline.program.num_microbatches if segment.kind in ("forward", "backward", "weight") else 1
-        for c in segment_collectives(stage, segment):
-            whole = replace(c, count=c.count * runs, stage=number)
-            out.append((whole, cost.collective(c.kind, c.axes, c.bytes) * whole.count))
+        listed = segment_collectives(stage, segment)
+        alone = [cost.collective(c.kind, c.axes, c.bytes) * c.count for c in listed]
+        share = stage.communication[segment] / sum(alone) if any(alone) else 0.0
+        for c, seconds in zip(listed, alone, strict=True):
+            out.append((replace(c, count=c.count * runs, stage=number), seconds * share * runs))
     return out
 
 

@@ -21,7 +21,6 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.layout import Layout, local_shape
 from alpa_lite.passes.local_program import (
-    Body,
     Compute,
     Instruction,
     Loop,
@@ -50,6 +49,11 @@ def seconds(segments: Segments, segment: Segment, cost: MeshCost, rules: Mapping
       rules: of the stage's ops.
     """
     return _Pricer(segments, cost, rules).seconds(segment.instructions, segment.reads)
+
+
+def communication(segments: Segments, segment: Segment, cost: MeshCost, rules: Mapping[Any, Rule]) -> float:
+    """The part of `seconds` that is spent in collectives."""
+    return _Pricer(segments, cost, rules).communication(segment.instructions)
 
 
 def temporary_bytes(segments: Segments, segment: Segment) -> int:
@@ -99,12 +103,27 @@ class _Pricer:
 
     def seconds(self, items: Sequence[Instruction], ends: Iterable[Operand]) -> float:
         total = self.moved(items, ends) / self.cost.cluster.memory_bandwidth
+        for item in items:
+            match item:
+                case Compute(op=op) if op.name in _PRODUCTS:
+                    total += self.product(item)
+                case Loop(op=op, bodies=bodies):
+                    total += self.loop(op, [self.seconds(body.instructions, body.outputs) for body in bodies])
+        return total + self.outside_loops(items)
+
+    def communication(self, items: Sequence[Instruction]) -> float:
+        """Seconds of collectives, those in loops included."""
+        loops = [item for item in items if isinstance(item, Loop)]
+        inner = [self.loop(i.op, [self.communication(body.instructions) for body in i.bodies]) for i in loops]
+        return sum(inner) + self.outside_loops(items)
+
+    def outside_loops(self, items: Sequence[Instruction]) -> float:
+        """Seconds of collectives that are not in loops."""
+        total = 0.0
         latency: dict[tuple[str, tuple[str, ...]], float] = {}
         for item in items:
             match item:
-                case Compute(op=op, form=form):
-                    if op.name in _PRODUCTS:
-                        total += self.product(item)
+                case Compute(form=form):
                     for c in form.collectives:
                         total += self.collective(c.kind, c.axes, c.bytes, latency)
                 case Reshard(value=value, steps=steps):
@@ -112,12 +131,10 @@ class _Pricer:
                     for step in steps:
                         size = step.payload(known.shape, known.itemsize, self.mesh)
                         total += self.collective(step.kind, step.axes, size, latency)
-                case Loop(op=op, bodies=bodies):
-                    total += self.loop(op, bodies)
         return total + sum(latency.values())
 
-    def loop(self, op: Op, bodies: Sequence[Body]) -> float:
-        parts = [self.seconds(body.instructions, body.outputs) for body in bodies]
+    def loop(self, op: Op, parts: Sequence[float]) -> float:
+        """Seconds of a loop, from those of its bodies."""
         if op.name == "scan":
             return parts[0] * int(op.params["length"])
         return max(parts) if op.name == "cond" else sum(parts)

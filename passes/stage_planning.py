@@ -71,6 +71,12 @@ class PlannedStage:
         return {s: segment_costs.seconds(self.segments, s, cost, self.rules) for s in self.segments.items}
 
     @cached_property
+    def communication(self) -> dict[Segment, float]:
+        """The part of `seconds` that is spent in collectives."""
+        cost = MeshCost(self.cluster, self.found.mesh)
+        return {s: segment_costs.communication(self.segments, s, cost, self.rules) for s in self.segments.items}
+
+    @cached_property
     def temporary(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs besides inputs and outputs."""
         return {s: segment_costs.temporary_bytes(self.segments, s) for s in self.segments.items}

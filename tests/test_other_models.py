@@ -196,3 +196,18 @@ def test_zero_bubble_with_fewer_micro_batches_than_stages() -> None:
     run = alpa_lite.parallelize(step, method=method, num_microbatches=2)
     assert run.plan(*args).schedule == "zb-h1"
     pipeline_driver.compare_steps(run, step, args)
+
+
+@pytest.mark.parametrize("make", [two_batches, padding_mask])
+def test_a_stage_spends_no_more_in_collectives_than_it_runs(make: Any) -> None:
+    """What starts together is counted once, in the seconds of a stage and in those of its collectives."""
+    step, args = make()
+    method = alpa_lite.Pipeline(num_stages=2)
+    batch = tuple(range(1, len(args)))
+    plan = alpa_lite.parallelize(step, method=method, num_microbatches=4, batch_argnums=batch).plan(*args)
+    for number, stage in enumerate(plan.stages):
+        listed = zip(plan.collectives, plan.collective_seconds, strict=True)
+        spent = sum(seconds for c, seconds in listed if c.stage == number and c.kind != "transfer")
+        assert spent == pytest.approx(stage.communication_seconds)
+        assert stage.compute_seconds > 0
+        assert stage.compute_seconds + stage.communication_seconds == pytest.approx(stage.seconds)
