@@ -99,7 +99,7 @@ EXAMPLE_BY_EXAMPLE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "slogdet": lambda h: h + jnp.linalg.slogdet(squares(h))[1][:, None],
     "polyval": lambda h: jnp.polyval(jnp.arange(3.0), h),
 }
-FAST = ("vmapped_while", "interp", "solve")
+FAST = ("vmapped_while",)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_what_works_example_by_example_is_cut_into_micro_batches(name: str, meth
     [
         (largest_of_normalised, 2, "none"),
         (padding_mask, 2, "layer"),
-        (largest_of_normalised, 2, "layer"),
+        pytest.param(largest_of_normalised, 2, "layer", marks=pytest.mark.slow),
         pytest.param(largest_of_normalised, 1, "none", marks=pytest.mark.slow),
         pytest.param(padding_mask, 4, "selective", marks=pytest.mark.slow),
-        (rectified, 2, "layer"),
+        pytest.param(rectified, 2, "layer", marks=pytest.mark.slow),
         pytest.param(rectified, 4, "selective", marks=pytest.mark.slow),
     ],
 )
@@ -190,6 +190,7 @@ def test_what_a_schedule_lacks_is_said(stages: int, schedule: str, microbatches:
         alpa_lite.parallelize(step, method=method, num_microbatches=microbatches).plan(state, batch)
 
 
+@pytest.mark.slow
 def test_zero_bubble_with_fewer_micro_batches_than_stages() -> None:
     step, args = rectified()
     method = alpa_lite.Pipeline(num_stages=4, schedule="zb-h1")
@@ -198,7 +199,7 @@ def test_zero_bubble_with_fewer_micro_batches_than_stages() -> None:
     pipeline_driver.compare_steps(run, step, args)
 
 
-@pytest.mark.parametrize("make", [two_batches, padding_mask])
+@pytest.mark.parametrize("make", [two_batches, pytest.param(padding_mask, marks=pytest.mark.slow)])
 def test_a_stage_spends_no_more_in_collectives_than_it_runs(make: Any) -> None:
     """What starts together is counted once, in the seconds of a stage and in those of its collectives."""
     step, args = make()

@@ -63,7 +63,12 @@ def types_of(stage: Segments) -> dict[segments.Wire, Any]:
     }
 
 
-@pytest.mark.parametrize("schedule", schedules.NAMES)
+SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in schedules.NAMES]
+)
 def test_the_step_computes_the_same_with_fewer_arguments(schedule: str) -> None:
     found = driven(schedule)
     program = found.pipeline.program
@@ -80,7 +85,7 @@ def test_the_step_computes_the_same_with_fewer_arguments(schedule: str) -> None:
     pipeline_driver.compare_steps(found.executable(), step, arguments())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_peak_bytes_of_live_arrays_are_the_plans(schedule: str) -> None:
     found = driven(schedule)
     measured = found.executable().measure_peak(*arguments())
