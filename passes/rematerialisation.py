@@ -150,9 +150,11 @@ class _Body:
         return value in self.made and value not in self.saved and not self.made[value].has_effects
 
     def tie(self, op: Op) -> Tie | None:
-        """What an op compares with, if it must be chosen again because what it was chosen among is made again."""
+        """What an op compares with, if it is saved but must be chosen again: what it was chosen among is made again."""
         tie = self.ties.get(op.index)
-        return tie if tie is not None and any(self.is_again(v) for v in tie.operands) else None
+        if tie is None or self.is_again(tie.chain[0].results[0]):
+            return None
+        return tie if any(self.is_again(v) for v in tie.operands) else None
 
     def needs(self, op: Op) -> list[int]:
         """The values that an op reads, or the choice that is made again for it."""
