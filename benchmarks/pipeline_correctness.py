@@ -49,6 +49,7 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     for model in arguments.models:
         want: list[Any] = []
+        driven: pipeline_driver.Driven | None = None  # stages of the same number and micro-batches
         for case in cases(model):
             if key(case) in known():
                 continue
@@ -56,7 +57,8 @@ def main() -> None:
             step, args = found.make()
             want = want or pipeline_driver.on_one_device(step, args, found.style)
             try:
-                row = worst(step, args, found.style, case, want)
+                driven = planned(step, args, case, driven)
+                row = worst(driven, args, found.style, want)
             except pipeline_driver.TooFewLayers as refusal:
                 row = {"skipped": str(refusal)}
             print(*case, row, flush=True)
@@ -74,14 +76,22 @@ def cases(model: str) -> Iterator[Case]:
                     yield model, stages, microbatches, schedule
 
 
-def worst(step: Any, args: Any, style: str, case: Case, want: list[Any]) -> dict[str, Any]:
-    """The largest error of three steps, and the leaf that has it."""
+def planned(step: Any, args: Any, case: Case, last: pipeline_driver.Driven | None) -> pipeline_driver.Driven:
+    """The pipeline of a case; with the stages of the last case, where they are the same."""
     _, stages, microbatches, schedule = case
-    driven = pipeline_driver.drive(
+    if last is not None and schedule not in ("interleaved-1f1b", "zb-h1"):
+        before = last.schedule
+        same = (before.num_meshes, before.num_stages, before.num_microbatches) == (stages, stages, microbatches)
+        if same and not before.splits_backward:
+            return pipeline_driver.rescheduled(last, schedule)
+    return pipeline_driver.drive(
         step, args, devices=pipeline_driver.DEVICES[stages], microbatches=microbatches, schedule=schedule,
         virtual=2 if schedule == "interleaved-1f1b" else 1,
     )  # fmt: skip
-    assert driven.pipeline.program.num_microbatches == microbatches
+
+
+def worst(driven: pipeline_driver.Driven, args: Any, style: str, want: list[Any]) -> dict[str, Any]:
+    """The largest error of three steps, and the leaf that has it."""
     errors: dict[str, float] = {}
     for number, (got, one) in enumerate(
         zip(pipeline_driver.consecutive(driven.executable(), args, style), want, strict=True)

@@ -115,6 +115,22 @@ def drive(
         )
         for number, one in enumerate(cut.graphs)
     )  # fmt: skip
+    return _written(cut, planned, devices, tasks, cluster)
+
+
+def rescheduled(driven: Driven, schedule: str) -> Driven:
+    """The same stages under another schedule, which must split the backward pass alike and have as many of them."""
+    program, before = driven.pipeline.program, driven.schedule
+    virtual = before.num_stages // before.num_meshes
+    tasks = schedules.schedule(schedule, before.num_meshes, before.num_microbatches, virtual=virtual)
+    assert tasks.splits_backward == before.splits_backward
+    devices = [submesh.mesh.size for submesh in program.submeshes]
+    return _written(driven.staged, driven.stages, devices, tasks, driven.cluster)
+
+
+def _written(
+    cut: Staged, planned: tuple[PlannedStage, ...], devices: Sequence[int], tasks: Schedule, cluster: Cluster
+) -> Driven:
     first_devices = [sum(devices[:m]) for m in range(len(devices))]
     pipeline = written(cut.accumulated.traced, planned, first_devices, tasks, cluster)
     return Driven(cut, planned, tasks, pipeline, cluster)
