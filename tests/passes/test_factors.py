@@ -374,8 +374,8 @@ def test_typed_keys_and_wide_types_can_be_moved():
 
 # Not among the public names, or of the newest JAX only.
 UNNAMED = """
-    geqp3 geqrf layout_constraint log2 one_minus_square pvary ragged_dot_general random_clone random_unwrap random_wrap
-    reshard
+    geqp3 geqrf layout_constraint log2 one_minus_square polynomial pvary ragged_dot_general random_clone random_unwrap
+    random_wrap reshard
 """
 
 
