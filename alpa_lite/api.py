@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import OptionError
+from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Method, Off, Options, Pipeline
 from alpa_lite.passes import (
@@ -102,7 +103,9 @@ def compile_step(
             write("solution", found if isinstance(found, FoundPipeline) else found.found)
         described = method.describe() if given is None else given.method
         if isinstance(found, FoundPipeline):
-            return _pipelined(traced, found, cluster, described, budget, options, clock, show, write)
+            compiled = _pipelined(traced, found, cluster, described, budget, options, clock, show, write)
+            _check_memory(compiled.plan, given, options)
+            return compiled
         step, found = found.step, found.found
         with clock.lap("lowering", show):
             whole = step.traced, step.groups, step.rules
@@ -116,9 +119,20 @@ def compile_step(
             if options.verify != "off":
                 plan = verification.verified(plan, step.traced, program)
         plan = replace(plan, planning_seconds=dict(clock.laps))
+        _check_memory(plan, given, options)
         write("plan", plan)
     logger.info("planned %s: %s", getattr(fun, "__name__", fun), clock.laps)
     return Compiled(step.traced, program, plan)
+
+
+def _check_memory(plan: Plan, given: Plan | None, options: Options) -> None:
+    """Raises InfeasibleError if a given plan needs more than the given memory."""
+    needed = max(stage.memory.total for stage in plan.stages)
+    if given is not None and options.memory_per_device is not None and needed > options.memory_per_device:
+        raise InfeasibleError(
+            f"the given plan needs {needed:,} bytes per device, more than memory_per_device="
+            f"{options.memory_per_device:,}; leave that out, or plan anew without plan="
+        )
 
 
 def _parts(options: Options, given: Plan | None) -> int:
@@ -261,6 +275,13 @@ class ParallelStep:
                 return self._current(*args, **kwargs)
             except executor.NewSignature:
                 pass
+            except Exception:
+                if not _as_written(args, kwargs):
+                    raise
+        if _as_written(args, kwargs):
+            name = getattr(self._fun, "__name__", "the step")
+            logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
+            return self._fun(*args, **kwargs)
         self._current = self._executable(args, kwargs)
         return self._current(*args, **kwargs)
 
@@ -331,6 +352,11 @@ class ParallelStep:
                 self._compiled[key] = replace(compiled, plan=plan)
             self._executables[key] = executable
         return self._executables[key]
+
+
+def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the step is called where no executable can run: with tracers (`jax.eval_shape`), or with jit disabled."""
+    return jax.config.jax_disable_jit or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def accumulate(
         for (size, dims), small in smaller:
             if small is not None:
                 return _alone(traced, rules, num_microbatches, size, dims, small, refusals[0])
-        raise _refused_guess(refusals[0], traced)
+        raise _undivided(traced, num_microbatches) or _refused_guess(refusals[0], traced)
     analysis, (size, dims) = found
     try:
         graph, scan = emit(analysis)
@@ -222,11 +222,7 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
         several = [(batch[0][2][0], {value: 0 for _, value, _ in batch})]
     if not fits and not several:
         path, _, shape = next(item for item in batch if sizes[0] in item[2])
-        divisors = [d for d in range(1, sizes[0] + 1) if sizes[0] % d == 0]
-        raise MicrobatchError(
-            f"num_microbatches={parts}: the batch argument {path} of shape {list(shape)} holds {sizes[0]} examples, "
-            f"which {parts} micro-batches do not divide; use one of {divisors}, or another batch size"
-        )
+        raise _indivisible(path, shape, sizes[0], parts)
     out = []
     for size in fits:
         have = [(value, [d for d, n in enumerate(shape) if n == size]) for _, value, shape in batch if size in shape]
@@ -234,6 +230,30 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
         out.append((size, {value: min(common) if common else dims[0] for value, dims in have}))
     whole = any(size not in shape for size in fits for *_, shape in batch)  # these would not be cut
     return [*several, *out] if whole else [*out, *several]
+
+
+def _undivided(traced: Traced, parts: int) -> MicrobatchError | None:
+    """That the first dim of the batch does not divide: what is wrong where cutting another one was refused."""
+    leading = {
+        traced.graph.values[value].shape[0]: argument.path
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "batch" and traced.graph.values[value].shape
+    }
+    if len(leading) != 1:
+        return None
+    ((size, path),) = leading.items()
+    value = next(
+        v for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False) if a.path == path
+    )  # fmt: skip
+    return _indivisible(path, traced.graph.values[value].shape, size, parts) if size % parts else None
+
+
+def _indivisible(path: str, shape: Sequence[int], size: int, parts: int) -> MicrobatchError:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    return MicrobatchError(
+        f"num_microbatches={parts}: the batch argument {path} of shape {list(shape)} holds {size} examples, "
+        f"which {parts} micro-batches do not divide; use one of {divisors}, or another batch size"
+    )
 
 
 def _sizes(shapes: Sequence[tuple[int, ...]]) -> list[int]:

@@ -20,6 +20,7 @@ from alpa_lite.passes.local_program import Body, Reshard, collectives, spec_of
 from alpa_lite.passes.pipeline_search import FoundPipeline
 from alpa_lite.passes.segments import Segment
 from alpa_lite.passes.stage_planning import PlannedStage
+from alpa_lite.passes.stage_slicing import microbatches
 from alpa_lite.plan import Candidate, Collective, Memory, PipelineShape, Plan, Solver, Stage
 from alpa_lite.program import Program, peak_bytes, sparing
 
@@ -60,7 +61,7 @@ def write(traced: Traced, found: FoundPipeline, cluster: Cluster, *, method: str
         collective_seconds=tuple(cost for _, cost in listed),
         solver=_solver(found, parts),
         candidates=_candidates(found),
-        notes=(*traced.notes, *found.accumulated.notes, *_notes(found, cluster)),
+        notes=(*traced.notes, *found.accumulated.notes, *_notes(found)),
         ingredients=ingredients,
         pipeline=PipelineShape(
             virtual=found.slices.virtual,
@@ -246,7 +247,7 @@ def _solver(found: FoundPipeline, parts: Sequence[Plan]) -> Solver:
     """Seconds of the simulation; the bound is the stage DP's, on its own model of the same costs."""
     seconds, bound = found.seconds, min(found.bound, found.seconds)
     return Solver(
-        "feasible", seconds, bound, (seconds - bound) / seconds if seconds else 0.0,
+        "replayed" if found.replayed else "feasible", seconds, bound, (seconds - bound) / seconds if seconds else 0.0,
         sum(part.solver.seconds for part in parts), max(part.solver.variables for part in parts),
     )  # fmt: skip
 
@@ -255,22 +256,18 @@ def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
     out = []
     for weighed in found.weighed:
         twice = f" with {weighed.virtual} stages a submesh" if weighed.virtual > 1 else ""
-        name = f"{weighed.schedule}{twice}, {weighed.num_microbatches} micro-batches"
+        name = f"{weighed.schedule}{twice}, {microbatches(weighed.num_microbatches)}"
         shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
         size = None if weighed.bytes is None else int(weighed.bytes)
         out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))
     return tuple(out)
 
 
-def _notes(found: FoundPipeline, cluster: Cluster) -> list[str]:
-    notes = ["the gap compares the simulated step with the stage search's bound, on its own model of the same costs"]
+def _notes(found: FoundPipeline) -> list[str]:
+    gap = "the gap compares the simulated step with the stage search's bound, on its own model of the same costs"
+    notes = [] if found.replayed else [gap]
     notes += stacked_arguments.notes(found.accumulated.traced.extra.get("stacked"), found.pipeline.program)
-    used = found.slices.devices_used
-    if used < cluster.num_devices:
-        notes.append(
-            f"{used} of {cluster.num_devices} devices are used: every pipeline on all of them is predicted to be slower"
-        )
-    return notes
+    return [*notes, found.over] if found.over else notes
 
 
 def _ingredients(

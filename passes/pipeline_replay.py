@@ -82,9 +82,10 @@ def replayed(
         bytes=(),
     )
     timeline = simulation.simulate(pipeline.program)
+    over = next((note for note in plan.notes if "devices are used" in note), "")
     return FoundPipeline(
         accumulated, layers, slices, shape.remat, tuple(stages), pipeline, timeline, bytes_of(pipeline, stages),
-        float(plan.memory_per_device), (), timeline.seconds,
+        float(plan.memory_per_device), (), timeline.seconds, over, replayed=True,
     )  # fmt: skip
 
 

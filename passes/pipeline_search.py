@@ -52,7 +52,7 @@ from alpa_lite.passes.schedules import Schedule
 from alpa_lite.passes.segments import Segment, Segments
 from alpa_lite.passes.stage_costs import StageCosts
 from alpa_lite.passes.stage_planning import PlannedStage
-from alpa_lite.passes.stage_slicing import SliceOptions, StageChoice, StageSlices, Weighed
+from alpa_lite.passes.stage_slicing import SliceOptions, StageChoice, StageSlices, StageSlicing, Weighed
 from alpa_lite.passes.stage_steps import Divisible
 from alpa_lite.program import Buffer, Submesh, peak_bytes
 from alpa_lite.strategy import Rule
@@ -92,6 +92,8 @@ class FoundPipeline:
       budget: bytes per device.
       weighed: what the DP compared.
       bound: no pipeline of the DP's model is faster.
+      over: if devices are left over, how many and why.
+      replayed: whether all was given and nothing was searched.
     """
 
     accumulated: Accumulated
@@ -105,6 +107,8 @@ class FoundPipeline:
     budget: float
     weighed: tuple[Weighed, ...]
     bound: float
+    over: str = ""
+    replayed: bool = False
 
     @property
     def seconds(self) -> float:
@@ -141,6 +145,7 @@ def search(
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for what the cluster or the step does not have.
     """
+    _check_devices(cluster, method)
     counts = [num_microbatches] if isinstance(num_microbatches, int) else _counts(traced, rules, cluster, method)
     slicer = _Slicer(
         traced, rules, cluster, method, allow_inexact, retrace, budget, time_limit, max_layers, progress
@@ -161,6 +166,20 @@ def search(
             break
         pipeline = slicer.realise(coster, found)
     return slicer.fitting(pipeline)
+
+
+def _check_devices(cluster: Cluster, method: Method) -> None:
+    """Raises OptionError if the method asks for more devices than there are."""
+    stages, shapes, total = method.num_stages, method.mesh_shapes, cluster.num_devices
+    if shapes is not None and sum(map(math.prod, shapes)) > total:
+        raise OptionError(
+            f"submesh_shapes={method.submesh_shapes} needs {sum(map(math.prod, shapes))} devices, but the cluster has "
+            f"{total}; leave out stages, or give smaller submeshes"
+        )
+    if stages is not None and stages > total:
+        raise OptionError(
+            f"num_stages={stages} needs as many devices, but the cluster has {total}; give {total} at most"
+        )
 
 
 def _sliced(slicer: _Slicer, counts: Sequence[int], budget: float) -> tuple[_Coster, StageSlices]:
@@ -216,6 +235,7 @@ class _Slicer:
     progress: Callable[[str], None]
     weighed: tuple[Weighed, ...] = ()
     bound: float = 0.0
+    over: str = ""
 
     def layers(self, count: int, kinds: tuple[int, ...] | None = None) -> _Coster:
         """The step in `count` micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
@@ -227,11 +247,16 @@ class _Slicer:
         return _Coster(self, step, count, self.kinds() if kinds is None else kinds)
 
     def kinds(self) -> tuple[int, ...]:
-        """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond."""
+        """The numbers of devices of submeshes: powers of two within a node, whole nodes beyond.
+
+        A single node that is no power of two has all numbers, up to eight, so that any number of stages can fill it.
+        """
         if self.method.mesh_shapes is not None:
             return tuple(sorted({math.prod(shape) for shape in self.method.mesh_shapes}))
         node, total = self.cluster.devices_per_node, self.cluster.num_devices
         inside = [n for n in range(1, node + 1) if node % n == 0 and (n == node or n & (n - 1) == 0)]
+        if self.cluster.nodes == 1 and node & (node - 1) and node < 8:
+            inside = list(range(1, node + 1))
         nodes = [node * n for n in range(2, self.cluster.nodes + 1) if n & (n - 1) == 0 or n == self.cluster.nodes]
         most = total if self.method.num_stages in (None, 1) else total - (self.method.num_stages - 1)
         kinds = [n for n in (*inside, *nodes) if n <= most]
@@ -247,6 +272,11 @@ class _Slicer:
             shape = shapes[stage % len(shapes)]
             return Sharded(shape) if len(shape) > 1 else Sharded()
         return Sharded((1,)) if devices == 1 else Sharded()
+
+    def stage_with(self, devices: int) -> int:
+        """The first stage that has so many devices, if submeshes are given."""
+        shapes = self.method.mesh_shapes or ()
+        return next((i for i, shape in enumerate(shapes) if math.prod(shape) == devices), 0)
 
     def slice(self, costs: Sequence[StageCosts], budget: float) -> StageSlices:
         """What the stage DP chooses within a budget in bytes per device."""
@@ -271,8 +301,24 @@ class _Slicer:
             assert found.infeasible is not None
             counts = " or ".join(stage_slicing.microbatches(c.num_microbatches) for c in costs)
             raise InfeasibleError(f"no pipeline with {counts}: {found.infeasible.message}")
-        self.weighed, self.bound = found.weighed, found.bound
+        self.weighed, self.bound, self.over = found.weighed, found.bound, self.left_over(found, best, kinds)
         return best
+
+    def left_over(self, found: StageSlicing, best: StageSlices, kinds: Sequence[int]) -> str:
+        """If the best pipeline does not use all devices, how many it uses and why."""
+        used, total = best.devices_used, self.cluster.num_devices
+        if used == total:
+            return ""
+        said = f"{used} of {total} devices are used: "
+        if self.method.mesh_shapes is not None:
+            return f"{said}submesh_shapes has no more"
+        if found.all_devices is not None:
+            return f"{said}every pipeline on all of them is predicted to be slower"
+        stages = "" if self.method.num_stages is None else f"{self.method.num_stages} "
+        if found.infeasible is not None and found.infeasible.constraint == "devices":
+            sizes = ", ".join(map(str, kinds))
+            return f"{said}{stages}submeshes of {sizes} devices, which are searched, cannot use all of them"
+        return f"{said}no pipeline was found on all of them"
 
     def realise(self, coster: _Coster, slices: StageSlices) -> FoundPipeline:
         """Plans the chosen stages whole, writes the program and simulates it."""
@@ -302,7 +348,7 @@ class _Slicer:
             prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
         return FoundPipeline(
             accumulated, coster.layering, slices, remat, stages, pipeline,
-            simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound,
+            simulation.simulate(pipeline.program), used, self.budget, self.weighed, self.bound, self.over,
         )  # fmt: skip
 
     def fitting(self, found: FoundPipeline) -> FoundPipeline:
@@ -369,7 +415,7 @@ class _Coster:
         self.layers: list[tuple[tuple[LayerCost, ...], ...]] = []
         known: dict[str, tuple[tuple[LayerCost, ...], ...]] = {}
         clusters = [self.cluster.part(size) for size in self.devices]
-        methods = [slicer.shape_of(0, size) for size in self.devices]
+        methods = [slicer.shape_of(slicer.stage_with(size), size) for size in self.devices]
         for n, graph in enumerate(graphs):
             name = stage_planning.digest(graph)
             if name not in known:

@@ -60,10 +60,11 @@ class StageCosts:
             raise OptionError(f"total_devices={self.total_devices} are not whole nodes of {node}; give a multiple.")
         small = sorted(n for n in self.devices if n < node)
         chain = all(b % a == 0 for a, b in itertools.pairwise(small))
-        if not chain or any(n < 1 or (n < node and node % n) or (n > node and n % node) for n in self.devices):
+        whole = all(not (n < node and node % n) and not (n > node and n % node) for n in self.devices)
+        if min(self.devices) < 1 or (self.total_devices > node and not (chain and whole)):
             raise OptionError(
-                f"devices={self.devices}: submeshes must divide a node of {node} devices and each other, or be whole "
-                "nodes; others cannot always be placed side by side."
+                f"devices={self.devices}: with several nodes submeshes must divide a node of {node} devices and each "
+                "other, or be whole nodes; others cannot always be placed side by side."
             )
 
     @property

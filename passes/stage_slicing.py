@@ -90,12 +90,13 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     _validate(costs, options)
     tasks = [task for c in costs for task in _tasks(c, options)]
     anywhere, weighed = _fastest(tasks, options, fewer=True)
-    exact, fastest = anywhere, anywhere.slices
+    exact, fastest, weighed_exact = anywhere, anywhere.slices, weighed
     if fastest is None or fastest.devices_used != costs[0].total_devices:
-        exact, weighed = _fastest(tasks, options, fewer=False)
+        exact, weighed_exact = _fastest(tasks, options, fewer=False)
     chosen = exact.slices
     fewer = fastest if fastest and (chosen is None or fastest.seconds < chosen.seconds * (1 - 1e-9)) else None
-    infeasible = _why_not(costs, tasks, options) if chosen is None else None
+    weighed = weighed if fewer else weighed_exact
+    infeasible = _why_not(costs, tasks, options, fewer=fastest is None) if chosen is None else None
     return StageSlicing(chosen, fewer, anywhere.bound, infeasible, weighed)
 
 
@@ -401,7 +402,7 @@ def place(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
     """The first device of each submesh, aligned: within a node to a multiple of its size, else to whole nodes.
 
     In the given order where that leaves no gap, else by falling size, equal ones in order. No gap is ever needed: sizes
-    are multiples of a node, or divide it and each other.
+    are multiples of a node, or divide it and each other; within one node that is all there is, they may be any.
     """
     unit = [min(n, devices_per_node) for n in devices]
     starts = [sum(devices[:s]) for s in range(len(devices))]
@@ -442,22 +443,13 @@ def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, 
     )
 
 
-def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: SliceOptions) -> Infeasible:
-    """The constraint that leaves no pipeline on all devices."""
+def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: SliceOptions, *, fewer: bool) -> Infeasible:
+    """The constraint that leaves no pipeline on all devices; with `fewer`, none on fewer either."""
     if not tasks:
         return Infeasible("schedule", _no_schedule(costs, options), None)
-    free = replace(options, budget=math.inf)
-    needs = []
-    names = {task.schedule for task in tasks}
-    for task in tasks:
-        if not _can_use_all(task):
-            continue
-        if "1f1b" in names and task.schedule not in ("1f1b", "interleaved-1f1b"):
-            continue  # holds no fewer micro-batches than 1f1b
-        problem = _problem(task, free, False)
-        need, path = least_bytes(problem)
-        if path is not None:
-            needs.append((max(_slices(task, problem, path).bytes) if task.virtual > 1 else need, task))
+    needs = _least_bytes(tasks, options, fewer=False)
+    if not needs and fewer:
+        needs = _least_bytes(tasks, options, fewer=True)
     if not needs:
         sizes = ", ".join(map(str, costs[0].devices))
         given = "" if options.num_stages is None else f" with num_stages={options.num_stages}"
@@ -465,10 +457,27 @@ def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: Slice
         return Infeasible("devices", message, None)
     need, task = min(needs, key=lambda pair: pair[0])
     message = (
-        f"budget={options.budget:.0f} bytes per device is {need - options.budget:.0f} short of the smallest that "
+        f"memory_per_device={options.budget:.0f} bytes is {need - options.budget:.0f} short of the smallest that "
         f"works, {need:.0f}, with {microbatches(task.costs.num_microbatches)} and {task.schedule}."
     )
     return Infeasible("memory", message, need)
+
+
+def _least_bytes(tasks: Sequence[_Task], options: SliceOptions, *, fewer: bool) -> list[tuple[float, _Task]]:
+    """The least bytes per device that each task could do with; with `fewer`, on fewer devices too."""
+    free = replace(options, budget=math.inf)
+    needs = []
+    names = {task.schedule for task in tasks}
+    for task in tasks:
+        if not fewer and not _can_use_all(task):
+            continue
+        if "1f1b" in names and task.schedule not in ("1f1b", "interleaved-1f1b"):
+            continue  # holds no fewer micro-batches than 1f1b
+        problem = _problem(task, free, fewer)
+        need, path = least_bytes(problem)
+        if path is not None:
+            needs.append((max(_slices(task, problem, path).bytes) if task.virtual > 1 else need, task))
+    return needs
 
 
 def _no_schedule(costs: Sequence[StageCosts], options: SliceOptions) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
@@ -115,7 +116,8 @@ def lowered_module(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(abstract, spec), weak_type=aval.weak_type)
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    traced = jax.jit(make(abstract)).trace(*arguments)
+    with _jax.callbacks_held():
+        traced = jax.jit(make(abstract)).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 

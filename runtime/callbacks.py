@@ -1,15 +1,15 @@
-"""What a user's callback raises in an executable of a pipeline: it names where it was, and leaves no device waiting.
+"""What a user's callback raises in an executable: it names where it was, and leaves no device waiting.
 
 Problem. JAX makes text of an exception that a callback raises, and shows it where the results are waited for, be it in
 the dispatch loop or in the user's own `block_until_ready` after it. The text knows neither stage nor micro-batch. And
 if one device raises while others wait for it in a collective, they wait until the backend ends the process.
 
-Answer. Every callback is wrapped when its executable is traced. The wrapper gets the number of the micro-batch as one
-more operand, and what it raises names the executable, that number and the source line. On one device it raises at once.
-On several, it notes the failure and returns zeros, so that all devices go on. A second executable takes all results of
-the first and gives them back: it starts on a device when the first has ended there, prints and unread results included.
-In it, the devices tell each other whether there is a note, and all raise or none: a device that failed alone would be
-missing in the collectives of every later executable.
+Answer. Every callback is wrapped when its executable is traced. The wrapper gets the number of the micro-batch (-1 on
+one mesh) as one more operand, and what it raises names the executable, that number and the source line. On one device
+it raises at once. On several, it notes the failure and returns zeros, so that all devices go on. A second executable
+takes all results of the first and gives them back: it starts on a device when the first has ended there, prints and
+unread results included. In it, the devices tell each other whether there is a note, and all raise or none: a device
+that failed alone would be missing in the collectives of every later executable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARKER = f"{ExecutionError.__name__}: "
 
 
 class Failures:
-    """The notes of one pipelined step: what raised on a submesh of several devices."""
+    """The notes of one step: what raised on a mesh of several devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,12 +97,13 @@ def located(function: Callable[..., Any], name: str, failures: Failures | None) 
 
 
 def looking(
-    compiled: Callable[..., Sequence[Any]], name: str, mesh: Mesh, results: Sequence[Any], failures: Failures
-) -> Callable[..., Sequence[Any]]:
-    """`compiled`, whose last argument is the number of the micro-batch, with the look behind it.
+    name: str, mesh: Mesh, results: Sequence[Any], failures: Failures
+) -> Callable[[Any, Sequence[Any]], Sequence[Any]]:
+    """The look behind an executable: from the number of the micro-batch and its results to the results.
 
     Args:
-      results: of `compiled`: `jax.ShapeDtypeStruct`s with their shardings on the mesh.
+      name: of the executable.
+      results: `jax.ShapeDtypeStruct`s with their shardings on the mesh.
     """
 
     flag = jax.ShapeDtypeStruct((1,), np.int32)
@@ -129,10 +130,7 @@ def looking(
     donated = tuple(range(1, 1 + len(results)))
     second = jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results).compile()
 
-    def run(*arrays: Any) -> Sequence[Any]:
-        return second(arrays[-1], *compiled(*arrays))[1:]
-
-    return run
+    return lambda microbatch, arrays: second(microbatch, *arrays)[1:]
 
 
 def _definition(callback: Any) -> str:

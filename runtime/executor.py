@@ -28,6 +28,7 @@ Donated "auto" are the state leaves whose output has their sharding: exactly tho
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections import Counter
@@ -39,13 +40,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import OptionError, PlanError
-from alpa_lite.graph import Traced
+from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering, modules
 from alpa_lite.passes.arguments import Calling
 from alpa_lite.passes.lowering import LocalProgram
 from alpa_lite.plan import Plan
-from alpa_lite.runtime import placement
+from alpa_lite.runtime import callbacks, placement
 
 Donate = str | int | Sequence[int]
 
@@ -80,6 +81,7 @@ def load(
         [lowering.spec_of(layout) for layout in program.inputs],
         [lowering.spec_of(layout) for layout in program.outputs],
         donate=donate,
+        calls_back=callbacks.calls_back(program.body.instructions),
     )
 
 
@@ -110,6 +112,7 @@ class Executable:
         out_specs: Sequence[PartitionSpec],
         *,
         donate: Donate = "auto",
+        calls_back: bool = False,
     ) -> None:
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
@@ -120,9 +123,12 @@ class Executable:
           in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
           out_specs: a spec for each output.
           donate: as for `load`.
+          calls_back: whether the step calls functions of the user on the host, which may raise.
         """
         self.mesh = mesh
         self._traced, self._flat_fun = traced, flat_fun
+        self._failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
+        self._look: Callable[[Sequence[Any]], Sequence[Any]] | None = None
         self._calling: Calling = traced.extra["calling"]
         self._match = self._calling.matches if self._calling.has_static else None
         self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
@@ -213,6 +219,8 @@ class Executable:
             specs = list(map(self._spec, range(len(self._in_shardings))))
             shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
             self._executable = jitted.lower(*(pick(specs) for pick in groups), shapes).compile()
+            if self._failures is not None:
+                self._look = self._looking(self._failures)
             self._constants = tuple(constants)
         return self._executable
 
@@ -230,13 +238,32 @@ class Executable:
         """The step on the groups of leaves that the executable takes."""
         order = [*self._donated, *self._kept]
         flat_fun = self._flat_fun
+        if self._failures is not None:
+            located = callbacks.located(flat_fun, self._name, self._failures)
+            flat_fun = functools.partial(_last, located, np.int32(-1))
 
         def step(donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
             by_number = dict(zip(order, (*donated, *kept), strict=True))
             return list(flat_fun(*(by_number[i] for i in range(len(order))), *constants))
 
-        step.__name__ = self._traced.extra.get("name", "step")
+        step.__name__ = self._name
         return step
+
+    @property
+    def _name(self) -> str:
+        return self._traced.extra.get("name", "step")
+
+    def _looking(self, failures: callbacks.Failures) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """What makes devices raise together where one of them had to."""
+        graph = self._traced.graph
+        outputs = [a.aval if isinstance(a, Lit) else graph.values[a] for a in graph.block.outputs]
+        results = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
+            for one, sharding in zip(outputs, self._out_shardings, strict=True)
+        ]
+        look = callbacks.looking(self._name, self.mesh, results, failures)
+        number = jax.device_put(np.int32(-1), NamedSharding(self.mesh, PartitionSpec()))
+        return lambda arrays: look(number, arrays)
 
     def _spec(self, number: int) -> jax.ShapeDtypeStruct:
         aval = self._traced.graph.values[self._traced.graph.block.inputs[number]].aval
@@ -272,6 +299,8 @@ class Executable:
             out = executable(donated, kept, self._constants)
         except (TypeError, ValueError):  # raised while the arguments are checked: nothing has run
             out = executable(donated, self._put(kept), self._constants)
+        if self._look is not None:
+            out = list(self._look(out))
         if self._canary_output is not None:
             self._last = self._pick_following(out)
             self._canary = weakref.ref(out[self._canary_output], self._forget)
@@ -312,6 +341,11 @@ class Executable:
         values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         for number, leaf in zip(numbers, leaves, strict=True):
             check_leaf(leaf, values[inputs[number]].aval)
+
+
+def _last(function: Callable[..., Any], argument: Any, *others: Any) -> Any:
+    """Calls a function with one more argument at the end."""
+    return function(*others, argument)
 
 
 def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:

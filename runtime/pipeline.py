@@ -228,7 +228,8 @@ class PipelineExecutable:
         )
         compiled = jitted.lower(*inputs).compile()
         if numbered and several:
-            return compiled, callbacks.looking(compiled, executable.name, mesh, results, self._failures), True
+            look = callbacks.looking(executable.name, mesh, results, self._failures)
+            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
         return compiled, compiled, numbered
 
     def _function(self, number: int) -> Callable[..., Any]:
@@ -438,6 +439,8 @@ class PipelineExecutable:
         if callbacks.MARKER in text:  # a callback said it, in the last line of the trace that JAX made of it
             return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
         item = self._items[number]
+        if type(error).__name__ == "InternalFloatingPointError":  # of `jax_debug_nans`; its text says nothing
+            return FloatingPointError(f"{describe(self._program, item)} made an invalid value (nan or inf)")
         lines = ""
         if isinstance(item, Run):
             found = [_line_of(i) for i in self._segment(item.executable).instructions]

@@ -149,7 +149,7 @@ def _replicated(rows: Sequence[Replicated]) -> RenderableType:
 
 def _candidates(plan: Plan) -> RenderableType:
     """The chosen one first, then by seconds. Those of pipelines are compared as the search of stages estimated them."""
-    out = table("plan", "mesh" if plan.pipeline is None else "stages", "step", "memory", "", right=(2, 3))
+    out = table("plan", "mesh" if plan.pipeline is None else "stages", "step", "memory", "", right=(2, 3), wide=0)
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
     chosen = order[0].step_seconds if plan.pipeline is not None and order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
@@ -185,6 +185,8 @@ def _solver(plan: Plan) -> list[str]:
     effort = f"{solver.variables:,} variables" if solver.variables else "proved without an optimiser"
     if plan.pipeline is not None and not solver.variables:
         effort = "stages sharded without an optimiser"
+    if solver.status == "replayed":
+        costs, effort = costs[:1], "nothing was searched; priced"
     lines = _filled(f"{solver.status}:", [*costs, f"{effort} in {units.seconds(solver.seconds)}"])
     if plan.planning_seconds:
         parts = [f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items()]

@@ -464,7 +464,7 @@ def test_bad_options_are_named(changes, named):
 
 def test_bad_costs_are_named():
     with pytest.raises(OptionError, match="devices="):
-        uniform(2, 2, devices=(3,), total=4)
+        uniform(2, 2, devices=(3,), total=8, node=4)
     with pytest.raises(OptionError, match="total_devices"):
         uniform(2, 2, devices=(1,), total=6, node=4)
     with pytest.raises(OptionError, match="boundary_bytes"):
