@@ -230,6 +230,12 @@ class _Loop:
         inner = self._inner(big_scan, whole) if self.drawn else {}
         batch |= {value: _blocks(whole[pair.value[value]], dim, self.parts) for value, dim in self.sliced.items()}
         batch |= {value: _blocks(inner[pair.value[value]], dim, self.parts) for value, dim in self.drawn.items()}
+        for small, large in zip(self.body.outputs[: self.carries], big_scan.bodies[0].outputs, strict=False):
+            if pair.grown(small, large):
+                shape = list(_value(pair.big, large).shape)
+                raise Unlike(
+                    f"it goes on with a sum over the batch, of shape {shape}, that is smaller on a micro-batch"
+                )
         carry, ys = self._scan(scan, env, batch)
         carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
         results: list[Any] = []

@@ -308,3 +308,27 @@ def test_modules_in_place() -> None:
         own, own_optimizer = fresh()
         alone.append((step(own, own_optimizer, one), nnx.to_pure_dict(nnx.state(own))))
     close((value, nnx.to_pure_dict(nnx.state(model))), mean(alone))
+
+
+def test_sums_over_examples_that_the_step_goes_on_with_are_refused() -> None:
+    """Experts of a capacity that gather their examples by a product: what each expert computes is a sum over all."""
+    experts = 4
+
+    def loss(params: Any, one: Any) -> jax.Array:
+        x, capacity = one["x"], one["x"].shape[0] // experts
+        chosen = jax.nn.one_hot((x @ params["gate"]).argmax(-1), experts)
+        place = jnp.cumsum(chosen, 0) * chosen
+        slot = jax.nn.one_hot((place.sum(-1) - 1).astype(jnp.int32), capacity)
+        sent = (chosen * (place <= capacity))[:, :, None] * slot[:, None, :]
+        hidden = jnp.tanh(jnp.einsum("nd,nec->ecd", x, sent) @ params["w"])
+        return ((x + jnp.einsum("ecd,nec->nd", hidden, sent) - one["y"]) ** 2).mean()
+
+    def step(params: Any, one: Any) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, one)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"gate": jnp.eye(WIDTH, experts), "w": jnp.eye(WIDTH)}
+    data = {k: v for k, v in batch().items() if k != "mask"}
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.Sharded(), num_microbatches=2, allow_inexact=True)
+    with pytest.raises(MicrobatchError, match="a sum over the batch, of shape"):
+        parallel.plan(params, data)
