@@ -12,6 +12,8 @@ the same operations in the same order; where their shapes differ, a dim is deriv
     random draws                        those of the whole batch, a block for each micro-batch
     sums, and single results (a loss)   averaged, if the step divides by a number of examples on the way: by a literal
                                         that differs between the traces, or by a value of the batch alone; else added
+    what is divided after the loop by   computed by each micro-batch for itself, and averaged
+    a count of this micro-batch
     results with one value an example   put together again
 
 (GPipe, Huang et al. 2019, section 2.2, takes the statistics of batch norm so, within micro-batches.)
@@ -134,6 +136,7 @@ class _Loop:
         self.averaged = self._averaged()
         self.sliced = self._sliced()
         self.draws, self.drawn = self._drawn()
+        self.late = self._late()
 
     # -- what is averaged -----------------------------------------------------------------------------------------
 
@@ -201,6 +204,31 @@ class _Loop:
         used |= {a for a in self.body.outputs if isinstance(a, int)}
         return ops, self.pair.cut_dims(sorted(random & used))
 
+    def _late(self) -> list[int]:
+        """Results that also need values of single micro-batches after the loop (a count of pairs that they divide by).
+
+        Each micro-batch computes its own, and they are averaged. State is not among them.
+        """
+        pair, scan = self.pair, self.pair.scans[1]
+        inputs = pair.small.block.inputs
+        known = {v for i, v in enumerate(inputs) if i not in self.dims}
+        known |= {v for op in self.before if self.batch.isdisjoint(op.results) for v in op.results}
+        known |= {
+            result
+            for result, small, big in zip(scan.results, self.body.outputs, pair.scans[0].bodies[0].outputs, strict=True)
+            if not pair.grown(small, big)
+        }
+        once = _computed(self.after, known)
+        each = _computed(self.after, {*known, *inputs, *scan.results, *(v for op in self.inside for v in op.results)})
+        reached = _reached(self.after, set(scan.results))
+        outputs = zip(pair.one.outputs, pair.small.block.outputs, pair.big.block.outputs, strict=True)
+        return [
+            small
+            for output, small, big in outputs
+            if isinstance(small, int) and small in reached & each - once and output.role != "state"
+            and _is_float(pair.small.values[small]) and not pair.grown(small, big)
+        ]  # fmt: skip
+
     # -- the step -------------------------------------------------------------------------------------------------
 
     def graph(self) -> tuple[Graph, int, tuple[str, ...]]:
@@ -236,7 +264,7 @@ class _Loop:
                 raise Unlike(
                     f"it goes on with a sum over the batch, of shape {shape}, that is smaller on a micro-batch"
                 )
-        carry, ys = self._scan(scan, env, batch)
+        carry, ys, late = self._scan(scan, env, batch)
         carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
         results: list[Any] = []
         known = list(carry)
@@ -251,6 +279,7 @@ class _Loop:
         _evaluate(self.after, env, partly=True)
         _evaluate(pair.big.block.ops[at + 1 :], whole)
         made = {v: env[v] for v in _reached(self.after, set(scan.results)) if v in env}
+        made |= {v: jnp.mean(x, 0, dtype=x.dtype) for v, x in zip(self.late, late, strict=True)}
         return [
             self._output(a, b, made, whole)
             for a, b in zip(pair.small.block.outputs, pair.big.block.outputs, strict=True)
@@ -266,8 +295,10 @@ class _Loop:
         _evaluate([self.pair.other[op.index] for op in self.draws], own)
         return own
 
-    def _scan(self, scan: Op, env: Mapping[int, Any], batch: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """What the micro-batches add up to, and what each returns besides, stacked."""
+    def _scan(
+        self, scan: Op, env: Mapping[int, Any], batch: Mapping[int, Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """What the micro-batches add up to, what each returns besides, and the values of `late`, both stacked."""
         numbers = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
 
         def read(atom: Atom, own: Mapping[int, Any]) -> Any:
@@ -285,12 +316,32 @@ class _Loop:
             inner |= {v: blocks[v] for v in self.drawn}
             _evaluate([op for op in self.body.ops if not (op.results and inner.keys() >= set(op.results))], inner)
             out = [read(a, inner) for a in self.body.outputs]
-            return out[: self.carries], out[self.carries :]
+            mine = {}
+            if self.late:
+                mine = own | dict(zip(scan.results, self._alone(inner, out), strict=True))
+                _evaluate(self.after, mine, partly=True)
+            return out[: self.carries], (out[self.carries :], [mine[v] for v in self.late])
 
         first = [read(a, env) for a in scan.operands[self.first : self.first + self.carries]]
         count = np.zeros(self.parts, np.int32) if any(self.averaged) else np.arange(self.parts, dtype=np.int32)
         with jax.named_scope(SCOPE):
-            return lax.scan(step, first, (count, dict(batch)), length=self.parts)
+            carry, (ys, late) = lax.scan(step, first, (count, dict(batch)), length=self.parts)
+        return carry, ys, late
+
+    def _alone(self, inner: Mapping[int, Any], out: Sequence[Any]) -> list[Any]:
+        """The results that a loop over this micro-batch alone has: what it adds to each carry, and stacks of one."""
+        makers = {v: op for op in self.body.ops for v in op.results}
+        found = []
+        for i, (atom, x) in enumerate(zip(self.body.outputs, out, strict=True)):
+            carried = self.body.inputs[self.first + i] if i < self.carries else None
+            op = makers.get(atom) if isinstance(atom, int) else None
+            if carried is None:
+                x = x[None]
+            elif op is not None and op.name in ("add", "add_any") and carried in op.operands:
+                (added,) = [a for a in op.operands if a != carried] or [carried]
+                x = added.value if isinstance(added, Lit) else inner[added]
+            found.append(x)
+        return found
 
     def _joined(self, number: int, stacked: Any, small: Atom, big: Atom) -> tuple[Any, Any]:
         """What the micro-batches return, as a loop of one would on the whole batch, and on a micro-batch."""
@@ -317,19 +368,20 @@ class _Loop:
     def _notes(self) -> tuple[str, ...]:
         block, scan = self.pair.small.block, self.pair.scans[1]
         added = {r for r, mean in zip(scan.results, self.averaged, strict=True) if not mean}
+        late = set(self.late)
         averaged = {r for r, mean in zip(scan.results, self.averaged, strict=True) if mean}
         paths = [output.path if output.role != "state" else "" for output in self.pair.one.outputs]
 
-        def named(results: set[int]) -> str:
-            reach = _reached(self.after, results)
-            found = [path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path]
-            return ", ".join(found)
+        def named(results: set[int], besides: set[int]) -> str:
+            reach = _reached(self.after, results) - late | besides
+            return ", ".join(path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path)
 
         notes = ["inexact: each micro-batch is a batch of its own"]
         if averaged:
-            notes.append(f"averaged over micro-batches: {', '.join(filter(None, ('gradients', named(averaged))))}")
-        if named(added - averaged):
-            notes.append(f"added up over micro-batches: {named(added - averaged)}")
+            means = filter(None, ("gradients", named(averaged, late)))
+            notes.append(f"averaged over micro-batches: {', '.join(means)}")
+        if named(added - averaged, set()):
+            notes.append(f"added up over micro-batches: {named(added - averaged, set())}")
         own = {op.index for op in self.draws}
         if any(op.name in _RANDOM and op.index not in own for op in walk(self.body)):
             notes.append("random numbers that are drawn in the loop are the same in every micro-batch")
@@ -343,6 +395,15 @@ def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -
             continue
         operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
         env.update(zip(op.results, evaluation.bind(op, operands), strict=True))
+
+
+def _computed(ops: Sequence[Op], known: set[int]) -> set[int]:
+    """What `_evaluate` has after it ran ops partly."""
+    found = set(known)
+    for op in ops:
+        if found.issuperset(reads(op)):
+            found.update(op.results)
+    return found
 
 
 def _reached(ops: Sequence[Op], values: set[int]) -> set[int]:
