@@ -70,7 +70,10 @@ ATTEMPTS = 3
 """How often the same stages are planned, each time with memory dearer to those that exceed the budget."""
 
 CERTAIN = 0.02
-"""By what share of the budget it must be exceeded, before the program is written, for it not to be."""
+"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
+
+PRICED = 3
+"""How many numbers of micro-batches are compared at their own costs, at most."""
 
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
@@ -185,27 +188,53 @@ def _check_devices(cluster: Cluster, method: Method) -> None:
 def _sliced(slicer: _Slicer, counts: Sequence[int], budget: float) -> tuple[_Coster, StageSlices]:
     """The costs at the best number of micro-batches, and the best slices at these costs.
 
+    The best number by scaled costs is priced itself. If that is worse than was estimated, another number may be better,
+    and is priced too, `PRICED` at most.
+
     Raises:
       InfeasibleError: none of the numbers fits.
     """
     reference = counts[len(counts) // 2]
     coster = slicer.layers(reference)
-    left = list(counts)
-    while True:
-        found = slicer.slice([coster.costs(count) for count in left], budget)
-        count = found.num_microbatches
-        if count == reference:
-            return coster, found
-        others = [row for row in slicer.weighed if row.num_microbatches != count]
-        for kinds in (tuple(sorted({found.devices[stage.mesh] for stage in found.stages})), None):
-            exact = slicer.layers(count, kinds)
-            try:
-                found = slicer.slice([exact.costs(count)], budget)
-            except InfeasibleError:  # what was scaled fitted by little
-                continue
-            slicer.weighed = (*slicer.weighed, *others)
-            return exact, found
-        left.remove(count)  # the reference stays
+    left, priced = list(counts), 0
+    best: tuple[_Coster, StageSlices] | None = None
+    said: tuple[Any, ...] = ()  # of the best
+    while left and priced < PRICED:
+        try:
+            found = slicer.slice([coster.costs(count) for count in left], budget)
+        except InfeasibleError:
+            if best is None:
+                raise
+            break
+        if best is not None and found.seconds >= best[1].seconds:
+            break
+        count, estimated, weighed = found.num_microbatches, found.seconds, slicer.weighed
+        left.remove(count)
+        exact = (coster, found) if count == reference else _priced(slicer, found, budget)
+        if exact is None:
+            continue
+        priced += 1
+        if best is None or exact[1].seconds < best[1].seconds:
+            others = [row for row in weighed if row.num_microbatches != count]
+            rows = slicer.weighed if count == reference else (*slicer.weighed, *others)
+            best, said = exact, (rows, slicer.bound, slicer.over)
+        if exact[1].seconds <= (1 + CERTAIN) * estimated:
+            break
+    if best is None:
+        raise InfeasibleError(f"no pipeline with {stage_slicing.microbatches(reference)} or another number fits")
+    slicer.weighed, slicer.bound, slicer.over = said
+    return best
+
+
+def _priced(slicer: _Slicer, found: StageSlices, budget: float) -> tuple[_Coster, StageSlices] | None:
+    """Slices with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
+    for kinds in (tuple(sorted({found.devices[stage.mesh] for stage in found.stages})), None):
+        exact = slicer.layers(found.num_microbatches, kinds)
+        try:
+            return exact, slicer.slice([exact.costs(found.num_microbatches)], budget)
+        except InfeasibleError:  # what was scaled fitted by little
+            continue
+    return None
 
 
 def _counts(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Method) -> list[int]:

@@ -22,9 +22,10 @@ class Slicer:
     `unfit` holds what does not fit once it is priced at its own number, and how many kinds of submeshes that takes.
     """
 
-    def __init__(self, unfit: dict[int, int]) -> None:
-        self.unfit = unfit
+    def __init__(self, unfit: dict[int, int], worse: dict[int, float] | None = None) -> None:
+        self.unfit, self.worse = unfit, worse or {}
         self.weighed: tuple[Any, ...] = ()
+        self.bound, self.over = 0.0, ""
         self.priced: list[tuple[int, tuple[int, ...] | None]] = []
 
     def layers(self, count: int, kinds: tuple[int, ...] | None = None) -> Any:
@@ -33,12 +34,16 @@ class Slicer:
 
     def slice(self, costs: Sequence[Any], budget: float) -> Any:
         self.weighed = tuple(SimpleNamespace(num_microbatches=other) for *_, other in costs)
-        best = max(costs, key=lambda cost: cost[2])
+        best = min(costs, key=lambda cost: (self.seconds(*cost), -cost[2]))
         tried = sum(count == best[2] for count, _ in self.priced)
         if best[0] == best[2] and len(costs) == 1 and tried <= self.unfit.get(best[2], 0):
             raise InfeasibleError("too much")
         stage = SimpleNamespace(mesh=0)
-        return SimpleNamespace(num_microbatches=best[2], devices=(4,), stages=(stage,))
+        return SimpleNamespace(num_microbatches=best[2], devices=(4,), stages=(stage,), seconds=self.seconds(*best))
+
+    def seconds(self, priced: int, kinds: Any, count: int) -> float:
+        """What is estimated falls with the number; what is priced is `worse` times that."""
+        return (self.worse.get(count, 1.0) if priced == count else 1.0) / count
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,27 @@ def test_a_number_that_does_not_fit_after_all_gives_way(unfit: dict[int, int], c
     assert coster.costs(chosen)[0] == chosen
     assert slicer.priced == priced
     assert {row.num_microbatches for row in slicer.weighed} >= {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("worse", "chosen", "priced"),
+    [
+        ({8: 1.01}, 8, [4, 8]),
+        ({8: 1.5}, 8, [4, 8]),  # 1.5 / 8 is still less than what 4 takes
+        ({8: 3.0}, 4, [4, 8]),
+        ({8: 3.0, 4: 2.0}, 8, [4, 8]),
+        ({8: 9.0, 4: 9.0}, 2, [4, 8, 2]),
+    ],
+)
+def test_a_number_that_is_worse_than_estimated_is_compared_with_others(
+    worse: dict[int, float], chosen: int, priced: list[int]
+) -> None:
+    slicer: Any = Slicer({}, worse)
+    coster: Any
+    coster, found = pipeline_search._sliced(slicer, [1, 2, 4, 8], 1.0)
+    assert found.num_microbatches == chosen
+    assert coster.costs(chosen)[0] == chosen
+    assert [count for count, _ in slicer.priced] == priced
 
 
 def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
