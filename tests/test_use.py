@@ -85,6 +85,7 @@ def test_why_devices_are_left_over(devices: int, method: Any, used: int, said: s
     assert "".join(note for note in plan.notes if "devices are used" in note) == said
 
 
+@pytest.mark.slow
 def test_what_was_weighed_has_the_chosen_one() -> None:
     plan = parallel(microbatches=4, submesh_shapes=(1, 4)).plan(*arguments())
     assert [candidate.status for candidate in plan.candidates].count("chosen") == 1
@@ -119,7 +120,9 @@ def test_a_given_plan_proves_nothing_and_fits_the_memory(method: Any) -> None:
 # -- transformations --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [alpa_lite.Sharded(), alpa_lite.Pipeline(num_stages=2)])
+@pytest.mark.parametrize(
+    "method", [alpa_lite.Sharded(), pytest.param(alpa_lite.Pipeline(num_stages=2), marks=pytest.mark.slow)]
+)
 def test_under_a_transformation_the_step_is_what_was_written(method: Any, caplog: pytest.LogCaptureFixture) -> None:
     parts = 2 if isinstance(method, alpa_lite.Pipeline) else 1
     run = alpa_lite.parallelize(step, method=method, num_microbatches=parts)
@@ -149,7 +152,7 @@ def test_invalid_numbers_of_a_stage_are_floating_point_errors() -> None:
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pure", "io"])
+@pytest.mark.parametrize("kind", ["pure", pytest.param("io", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [alpa_lite.Sharded((8,)), alpa_lite.Pipeline(submesh_shapes=(4, 4))])
 def test_a_callback_that_raises_on_several_devices_ends_the_step_alone(method: Any, kind: str) -> None:
     """Checked like any other step; the error names the line, nothing hangs, and the next call works."""
