@@ -122,15 +122,18 @@ def check_against_brute_force(costs, options):
 
 
 def check_infeasible(costs, options, infeasible):
-    unlimited = least(costs, replace(options, budget=math.inf), False)
-    if math.isinf(unlimited):
+    """Where no pipeline uses all devices whatever the memory, the memory is what lacks if none fits on fewer either."""
+    unlimited = replace(options, budget=math.inf)
+    fewer = math.isinf(least(costs, unlimited, False))
+    if fewer and (math.isinf(least(costs, unlimited, True)) or math.isfinite(least(costs, options, True))):
         assert infeasible.constraint in ("devices", "schedule") and infeasible.smallest_budget is None
         return
     assert infeasible.constraint == "memory" and infeasible.smallest_budget > options.budget
     enough = replace(options, budget=infeasible.smallest_budget)
-    assert slice_stages(costs, enough).all_devices is not None
+    found = slice_stages(costs, enough)
+    assert (found.best if fewer else found.all_devices) is not None
     if "interleaved-1f1b" not in options.schedules:
-        assert math.isinf(least(costs, replace(options, budget=infeasible.smallest_budget - 1e-6), False))
+        assert math.isinf(least(costs, replace(options, budget=infeasible.smallest_budget - 1e-6), fewer))
 
 
 @st.composite
