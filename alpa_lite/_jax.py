@@ -78,11 +78,12 @@ def _traced(eqn: Any, function: Callable[..., Any]) -> Any:
         with under(eqn.source_info):
             return function(*xs)
 
-    return jax.make_jaxpr(sourced)(*(_spec(v.aval) for v in eqn.invars))
+    return jax.make_jaxpr(sourced)(*(spec_of(v.aval) for v in eqn.invars))
 
 
-def _spec(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an abstract value, to trace with."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
 def _solved(params: Mapping[str, Any], *operands: Any) -> Any:

@@ -204,12 +204,7 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
     within and points on the edge), each cut along its own dim 0; or only the size that most have is one of a batch, and
     the others (class weights) are whole in every micro-batch.
     """
-    values = traced.graph.values
-    batch = [
-        (argument.path, value, values[value].shape)
-        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
-        if argument.role == "batch" and math.prod(values[value].shape) > 1
-    ]
+    batch = [item for item in _batch(traced) if math.prod(item[2]) > 1]
     if not batch:
         raise MicrobatchError(
             f"num_microbatches={parts}: no argument of the step is a batch of arrays; name it with batch_argnums=..."
@@ -232,20 +227,23 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
     return [*several, *out] if whole else [*out, *several]
 
 
+def _batch(traced: Traced) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Path, value and shape of each argument of the batch that is no scalar."""
+    values = traced.graph.values
+    return [
+        (argument.path, value, values[value].shape)
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "batch" and values[value].shape
+    ]
+
+
 def _undivided(traced: Traced, parts: int) -> MicrobatchError | None:
     """That the first dim of the batch does not divide: what is wrong where cutting another one was refused."""
-    leading = {
-        traced.graph.values[value].shape[0]: argument.path
-        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
-        if argument.role == "batch" and traced.graph.values[value].shape
-    }
-    if len(leading) != 1:
+    batch = _batch(traced)
+    if len({shape[0] for *_, shape in batch}) != 1:
         return None
-    ((size, path),) = leading.items()
-    value = next(
-        v for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False) if a.path == path
-    )  # fmt: skip
-    return _indivisible(path, traced.graph.values[value].shape, size, parts) if size % parts else None
+    path, _, shape = batch[-1]
+    return _indivisible(path, shape, shape[0], parts) if shape[0] % parts else None
 
 
 def _indivisible(path: str, shape: Sequence[int], size: int, parts: int) -> MicrobatchError:

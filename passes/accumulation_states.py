@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.local_forms import LocalForm
@@ -50,7 +51,7 @@ def sliced(dim: int) -> State:
 
 def spec_of(value: Value) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of a value, to trace with."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=bool(getattr(value.aval, "weak_type", False)))
+    return _jax.spec_of(value.aval)
 
 
 def state_of(layout: Layout) -> State:

@@ -217,11 +217,12 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
 
     for register, block in zip(body.inputs, inputs, strict=True):
         registers[register] = block
+    tied = _tied(body, traced)
     for item in body.instructions:
         match item:
             case Compute():
                 if item.op.name in ties.REDUCTIONS:
-                    for register in _tied(item, body, traced):
+                    for register in tied.intersection(reads(item)):
                         registers[register] = _jax.materialised(registers[register])
                 results = item.form.run(*(read(o) for o in item.operands))
                 for register, block in zip(item.results, results, strict=True):
@@ -245,17 +246,21 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
     return [read(o) for o in body.outputs]
 
 
-def _tied(item: Compute, body: Body, traced: Traced) -> list[int]:
-    """The registers of a reduction's operands of which the compiler must make one copy only (see `ties`)."""
+def _tied(body: Body, traced: Traced) -> frozenset[int]:
+    """The registers of reductions' operands of which the compiler must make one copy only (see `ties`)."""
+    computed = [item for item in body.instructions if isinstance(item, Compute)]
+    chosen = [item for item in computed if item.op.name in ties.REDUCTIONS]
+    if not chosen:
+        return frozenset()
     own = set(body.inputs).union(*map(writes, body.instructions))  # a register of an outer body stays as it is
-    equal = {a for i in body.instructions if isinstance(i, Compute) and i.op.name == "eq" for a in i.op.operands}
+    equal = {a for item in computed if item.op.name == "eq" for a in item.op.operands}
     kept = own.intersection(o for o in body.outputs if not isinstance(o, Lit))
-    return [
-        register for value, register in zip(item.op.operands, item.operands, strict=True)
+    return frozenset(
+        register for item in chosen for value, register in zip(item.op.operands, item.operands, strict=True)
         if isinstance(value, int) and isinstance(register, int) and register in own
         and (value in equal or register in kept)
         and jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact)
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:

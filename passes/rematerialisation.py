@@ -115,8 +115,7 @@ class _Body:
         self.ties = ties(self.body.ops)
         self.entering: dict[int, dict[int, None]] = {}
         self.after: dict[int, Mapping[int, int]] = {}
-        self.copied: dict[int, Atom] = {}
-        self.copied_free: dict[tuple[int, int], Atom] = {}  # (stage, value)
+        self.copied: dict[tuple[int | None, int], Atom] = {}  # see `place`
         self.out: list[Op] = []
 
     def block(self) -> Block:
@@ -129,7 +128,7 @@ class _Body:
             again = [v for v in self.needs(op) if self.is_again(v)]
             for value in again:
                 self.make(self.made[value], op)
-            names: dict[int, Atom] = {v: self.copy_of(v, op) for v in again}
+            names: dict[int, Atom] = {v: self.copied[self.place(v, op)] for v in again}
             for value in again:  # the cotangent that went through the barrier with them
                 after = self.after.get(self.layer_of[self.made[value].index], {})
                 names.update((v, after[v]) for v in reads(op) if v in after and v not in names and v not in self.made)
@@ -172,21 +171,10 @@ class _Body:
             names.update(zip(one.results, copy.results, strict=True))
             self.out.append(copy)
 
-    def is_free(self, value: int) -> bool:
-        """Whether a value that is made again passes no barrier."""
-        return self.made[value].index in self.free
-
-    def copy_of(self, value: int, user: Op) -> Atom:
-        """What a value that was made again is called where an op, or its copy, reads it."""
-        return self.copied_free[self.stage_of(user), value] if self.is_free(value) else self.copied[value]
-
-    def has_copy(self, value: int, user: Op) -> bool:
-        """Whether there is a copy for an op."""
-        return (self.stage_of(user), value) in self.copied_free if self.is_free(value) else value in self.copied
-
-    def stage_of(self, op: Op) -> int:
-        """The stage on which an op runs."""
-        return self.stages.get(op.index, 0)
+    def place(self, value: int, user: Op) -> tuple[int | None, int]:
+        """Which copy of a value an op reads: of what is free that of its stage, else the only one."""
+        free = self.made[value].index in self.free
+        return self.stages.get(user.index, 0) if free else None, value
 
     def find_entering(self) -> None:
         """For each layer, the values that enter its copies from outside, constants excepted."""
@@ -212,24 +200,19 @@ class _Body:
                 reader = op
             needs = self.needs(op)
             again = [v for v in needs if self.is_again(v)]
-            missing = [(self.made[v], reader) for v in again if not self.has_copy(v, reader)]
+            missing = [(self.made[v], reader) for v in again if self.place(v, reader) not in self.copied]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if self.has_copy(op.results[0], reader):
+            if self.place(op.results[0], reader) in self.copied:
                 continue
-            free = op.index in self.free
-            after = {} if free else self.barrier(self.layer_of[op.index], user)
+            after = {} if op.index in self.free else self.barrier(self.layer_of[op.index], user)
             names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
-            names.update((v, self.copy_of(v, reader)) for v in again)
+            names.update((v, self.copied[self.place(v, reader)]) for v in again)
             self.chosen_again(op, names)
             copy = self.rewriter.copy(op, names, _jax.rematted(op.source))
-            if free:
-                stage = self.stage_of(reader)
-                self.copied_free.update(((stage, v), x) for v, x in zip(op.results, copy.results, strict=True))
-            else:
-                self.copied.update(zip(op.results, copy.results, strict=True))
+            self.copied.update((self.place(v, reader), x) for v, x in zip(op.results, copy.results, strict=True))
             self.out.append(copy)
 
     def barrier(self, layer: int, user: Op) -> Mapping[int, int]:

@@ -39,6 +39,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import LogicalMesh
@@ -266,8 +267,7 @@ class Executable:
         return lambda arrays: look(number, arrays)
 
     def _spec(self, number: int) -> jax.ShapeDtypeStruct:
-        aval = self._traced.graph.values[self._traced.graph.block.inputs[number]].aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+        return _jax.spec_of(self._traced.graph.values[self._traced.graph.block.inputs[number]].aval)
 
     def _leaves(self, pure: Any) -> list[Any]:
         leaves, tree = jax.tree_util.tree_flatten(pure)
