@@ -26,19 +26,13 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Method, Off, Options, Pipeline
-from alpa_lite.passes import (
-    choice,
-    factors,
-    lowering,
-    pipeline_planning,
-    pipeline_replay,
-    planning,
-    replay,
-    tracing,
-    verification,
-)
-from alpa_lite.passes.lowering import LocalProgram
-from alpa_lite.passes.pipeline_search import FoundPipeline
+from alpa_lite.passes import factors
+from alpa_lite.passes.checks import verification
+from alpa_lite.passes.lowering import lowering
+from alpa_lite.passes.lowering.program import LocalProgram
+from alpa_lite.passes.plans import choice, pipeline_replay, pipelines, replay, writing
+from alpa_lite.passes.programs.search import FoundPipeline
+from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan import Plan
 from alpa_lite.report import dump, progress, timeline
 from alpa_lite.runtime import executor, pipeline
@@ -78,7 +72,7 @@ def compile_step(
             traced = trace()
             write("graph", traced.graph)
         with clock.lap("factors", show):
-            rules = factors.rules(traced.graph.ops(), traced.graph.values)
+            rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
             write("factors", rules)
         with clock.lap("grouping", show):
             step = choice.cut(traced, rules, _parts(options, given), **inexact)
@@ -111,7 +105,7 @@ def compile_step(
             whole = step.traced, step.groups, step.rules
             program = lowering.lower(*whole, found.mesh, found.choice, found.space.late_from)
             write("program", program)
-            plan = planning.write(
+            plan = writing.write(
                 *whole, found, program, cluster, method=described, budget=budget,
                 communication=options.communication, replayed=given is not None, num_microbatches=step.num_microbatches,
             )  # fmt: skip
@@ -169,12 +163,12 @@ def _pipelined(
     """The last passes of `compile_step` for a pipeline, whose stages the search has lowered."""
     with clock.lap("lowering", show):
         if options.donate_argnums != "auto":
-            found = pipeline_planning.donating(found, executor.donated_leaves(traced, options.donate_argnums))
+            found = pipelines.donating(found, executor.donated_leaves(traced, options.donate_argnums))
         write("program", found.pipeline.program)
-        plan = pipeline_planning.write(found.accumulated.traced, found, cluster, method=method, budget=budget)
+        plan = pipelines.write(found.accumulated.traced, found, cluster, method=method, budget=budget)
     with clock.lap("verification", show):
         if options.verify != "off":
-            plan = pipeline_planning.verified(plan, found)
+            plan = pipelines.verified(plan, found)
     plan = replace(plan, planning_seconds=dict(clock.laps))
     write("plan", plan)
     return Compiled(found.accumulated.traced, found, plan)
@@ -342,7 +336,7 @@ class ParallelStep:
             if isinstance(program, FoundPipeline):
                 stages = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
                 if self._options.verify == "hlo":
-                    plan = pipeline_planning.verified_compiled(plan, program, stages.compile())
+                    plan = pipelines.verified_compiled(plan, program, stages.compile())
                     self._compiled[key] = replace(compiled, plan=plan)
                 self._executables[key] = stages
                 return stages

@@ -137,7 +137,7 @@ class Pipeline(Method):
     remat: str = "auto"
 
     def __post_init__(self) -> None:
-        from alpa_lite.passes.schedules import NAMES
+        from alpa_lite.schedules import NAMES
 
         stages = self.num_stages
         if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):

@@ -22,7 +22,7 @@ class Factor:
       parallel: each device computes its block; needs nothing.
       sum: reduced by addition; sharding it leaves a partial sum in every result.
       max, min: reduced; sharding it needs an all-reduce with that operator inside the operation.
-      special: can be sharded if `passes.local_forms` has a form for it (a cumulative dim, a window, a sorted dim, ...).
+      special: can be sharded if `local.forms` has a form for it (a cumulative dim, a window, a sorted dim, ...).
       replicate: cannot be sharded.
     """
 

@@ -29,7 +29,8 @@ import jax
 
 import alpa_lite
 from alpa_lite import models
-from alpa_lite.passes.verification import memory_of, parse_hlo
+from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.checks.verification import memory_of
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/by_hand.py"

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.passes import schedules
+from alpa_lite import schedules
 from tests import comparing, pipeline_driver, zoo
 
 RESULTS = Path(__file__).parent / "results"

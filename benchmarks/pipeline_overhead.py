@@ -10,7 +10,8 @@ All is repeated with fresh states. `ours_us` is the median over the calls of mic
 of a CPU compete with the call for its cores; `ours_cpu_us` and `calls_cpu_us` count only the time that the calling
 thread was running. (A CPU runs some executables within the call that dispatches them: `calls_us` then has their work.)
 
-Last comes what packing is for (`passes/packing.py`): the same with many layers, with small values in packs and without.
+Last comes what packing is for (`passes/stages/packing.py`): the same with many layers, with small values in packs and
+without.
 
     python benchmarks/pipeline_overhead.py
 
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import alpa_lite
-from alpa_lite.passes import packing
+from alpa_lite.passes.stages import packing
 from alpa_lite.program import Run, Send
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.transfer import Mover

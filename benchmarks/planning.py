@@ -193,7 +193,12 @@ def prepare(case: Case) -> tuple[Callable[[], Any], dict[str, Any]]:
 
 def instrument(done: Callable[[dict[str, Any]], None]) -> None:
     """Has each pass report its seconds; the search, each program that it builds and solves."""
-    from alpa_lite.passes import factors, grouping, lowering, planning, search, tracing, verification
+    from alpa_lite.passes import factors
+    from alpa_lite.passes.checks import verification
+    from alpa_lite.passes.lowering import lowering
+    from alpa_lite.passes.plans import writing
+    from alpa_lite.passes.sharding import grouping, search
+    from alpa_lite.passes.tracing import tracing
 
     def report(
         module: Any, name: str, part: str, describe: Callable[..., dict[str, Any]] = lambda *_, **__: {}
@@ -231,7 +236,7 @@ def instrument(done: Callable[[dict[str, Any]], None]) -> None:
     report(search.sharding, "Bound", "bounding")
     report(search.sharding, "solve", "solving", of_solution)
     report(lowering, "lower", "lowering")
-    report(planning, "write", "writing")
+    report(writing, "write", "writing")
     report(verification, "verified", "verification")
 
 

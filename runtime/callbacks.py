@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.graph import Op
-from alpa_lite.passes.local_program import Instruction, Reshard
+from alpa_lite.passes.lowering.program import Instruction, Reshard
 
 MARKER = f"{ExecutionError.__name__}: "
 """What stands before our message in the text that JAX makes of an exception."""

@@ -43,9 +43,11 @@ from alpa_lite import _jax
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes import lowering, modules
-from alpa_lite.passes.arguments import Calling
-from alpa_lite.passes.lowering import LocalProgram
+from alpa_lite.passes import lowering
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.lowering.program import LocalProgram
+from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing.arguments import Calling
 from alpa_lite.plan import Plan
 from alpa_lite.runtime import callbacks, placement
 
@@ -77,7 +79,7 @@ def load(
     mesh = mesh_of(program.mesh, devices)
     return Executable(
         traced,
-        lowering.function_of(program, traced, mesh, plan.ingredients.get("communication", "explicit")),
+        emission.function_of(program, traced, mesh, plan.ingredients.get("communication", "explicit")),
         mesh,
         [lowering.spec_of(layout) for layout in program.inputs],
         [lowering.spec_of(layout) for layout in program.outputs],
@@ -173,10 +175,10 @@ class Executable:
             out = self._out_tree.unflatten(self._run(self._leaves_along(args, kwargs)))
             self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
             return out
-        with modules.updating(self):
-            pure = modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
+        with nnx_modules.updating(self):
+            pure = nnx_modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
             out = self._run(self._leaves(pure))
-            return modules.merge_results(self._out_tree.unflatten(out), self)
+            return nnx_modules.merge_results(self._out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments as arrays that lie as the plan wants them, in buffers of their own.
@@ -200,7 +202,7 @@ class Executable:
             self._check(range(len(leaves)), leaves)
             return placement.copies(leaves, self._in_shardings)
 
-        new_args, new_kwargs = modules.replace_arrays(self._calling.traced(args, kwargs), placed)
+        new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), placed)
         whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
         positional = tuple(whole[i] for i in range(len(args)))
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
@@ -452,7 +454,7 @@ def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not jitted:
-            if modules.present((args, kwargs)):
+            if nnx_modules.present((args, kwargs)):
                 from flax import nnx
 
                 jitted.append(nnx.jit(fun, **settings))

@@ -32,9 +32,11 @@ from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
-from alpa_lite.passes import modules, segment_functions, segments, transfers
-from alpa_lite.passes.local_program import spec_of
-from alpa_lite.passes.pipelining import Pipeline
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs import transfers
+from alpa_lite.passes.programs.writing import Pipeline
+from alpa_lite.passes.stages import functions, segments
+from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.program import Free, Program, Run, Send, describe, order
 from alpa_lite.runtime import callbacks, placement
 from alpa_lite.runtime.executor import NewSignature, check_leaf, mesh_of
@@ -106,15 +108,15 @@ class PipelineExecutable:
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
             return self._traced.out_tree.unflatten(self._run(self._leaves((args, kwargs))))
-        with modules.updating(self):
-            pure = modules.split_arguments((args, kwargs), self)
-            return modules.merge_results(self._traced.out_tree.unflatten(self._run(self._leaves(pure))), self)
+        with nnx_modules.updating(self):
+            pure = nnx_modules.split_arguments((args, kwargs), self)
+            return nnx_modules.merge_results(self._traced.out_tree.unflatten(self._run(self._leaves(pure))), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments on the submeshes that read them first, in buffers of their own. As `Executable.place`."""
         if not self._calling.matches(args, kwargs):
             raise NewSignature
-        new_args, new_kwargs = modules.replace_arrays(self._calling.traced(args, kwargs), self._copies)
+        new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), self._copies)
         whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
         positional = tuple(whole[i] for i in range(len(args)))
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
@@ -236,7 +238,7 @@ class PipelineExecutable:
         """An executable as a function of flat arrays."""
         parts, segment = self._pipeline.stages[self._pipeline.functions[number][0]], self._segment(number)
         mesh, count = self._meshes[self._program.executables[number].mesh], self._program.num_microbatches
-        function = segment_functions.function_of(parts, segment, mesh, count)
+        function = functions.function_of(parts, segment, mesh, count)
         return lambda *arrays: function(*arrays)  # a name of its own
 
     def _segment(self, number: int) -> segments.Segment:
@@ -300,8 +302,8 @@ class PipelineExecutable:
             raise NewSignature
         pure = self._calling.traced(args, kwargs)
         if self._calling.modules:
-            with modules.updating(self):
-                leaves = self._copies(self._leaves(modules.split_arguments(pure, self)))
+            with nnx_modules.updating(self):
+                leaves = self._copies(self._leaves(nnx_modules.split_arguments(pure, self)))
         else:
             leaves = self._copies(self._leaves(pure))
         self.compile()

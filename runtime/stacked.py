@@ -1,10 +1,10 @@
 """Stacked leaves between the user, who holds them whole, and the stages, which own a part each.
 
 A whole leaf that a step returns is one `jax.Array` over all submeshes that hold a part of it. Where the parts are
-equal (`stacked_arguments.arrangement`) its blocks are those of the parts themselves: no byte is moved or copied, and
-the next call takes the leaf apart in the same way. (Both views share their buffers: once one is donated, the other is
-deleted too. Measured on JAX 0.10.2 and 0.12.) Otherwise the parts change their layout first, or the leaf is cut evenly
-over all devices, each of which is sent what it lacks.
+equal (`layers.stacked_arguments.arrangement`) its blocks are those of the parts themselves: no byte is moved or copied,
+and the next call takes the leaf apart in the same way. (Both views share their buffers: once one is donated, the other
+is deleted too. Measured on JAX 0.10.2 and 0.12.) Otherwise the parts change their layout first, or the leaf is cut
+evenly over all devices, each of which is sent what it lacks.
 
 A leaf that comes from elsewhere is sliced where it lies, and its parts are copied to their stages.
 """
@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph import Traced
-from alpa_lite.passes.stacked_arguments import Arrangement, Bounds, Pieces, Stacked, arrangement
+from alpa_lite.passes.layers.stacked_arguments import Arrangement, Bounds, Pieces, Stacked, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.executor import NewSignature, check_leaf

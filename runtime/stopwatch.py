@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from alpa_lite.passes import simulation
+from alpa_lite.passes.programs import simulation
 from alpa_lite.program import Free, Instruction, Program, Run, Send
 from alpa_lite.timeline import Timeline
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from alpa_lite.passes.emission import change_layout
-from alpa_lite.passes.local_program import spec_of
-from alpa_lite.passes.transfers import Ranges, TransferPlan, blocks
+from alpa_lite.passes.lowering.emission import change_layout
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
 from alpa_lite.program import Submesh
 from alpa_lite.runtime.executor import mesh_of
 

@@ -1,7 +1,7 @@
 """Pipelines with given stages, planned straight through the passes: what tests of pipelines run on.
 
 The stage search is left out: the forward pass is cut into stages of about as many layers each, and every stage is
-planned on the submesh that it is given. What follows is what `pipeline_search` does with the stages that it chose.
+planned on the submesh that it is given. What follows is what `programs.search` does with the stages that it chose.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alpa_lite import graph
+from alpa_lite import graph, schedules
 from alpa_lite.cluster import Cluster
 from alpa_lite.graph import Traced
 from alpa_lite.options import Sharded
-from alpa_lite.passes import accumulation, factors, schedules, stage_planning, stage_steps, staging, tracing
-from alpa_lite.passes.accumulation import Accumulated
-from alpa_lite.passes.layering_types import Assignment, Layering
-from alpa_lite.passes.pipeline_search import written
-from alpa_lite.passes.pipelining import Pipeline
-from alpa_lite.passes.rematerialisation import Choice
-from alpa_lite.passes.schedules import Schedule
-from alpa_lite.passes.stage_planning import PlannedStage
-from alpa_lite.passes.staging import StageGraph
+from alpa_lite.passes.factors import rules_of
+from alpa_lite.passes.layers import division
+from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers.types import Assignment, Layering
+from alpa_lite.passes.microbatches import loop
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.programs.search import written
+from alpa_lite.passes.programs.writing import Pipeline
+from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.schedules import Schedule
 from tests import comparing
 
 DEVICES = {1: (8,), 2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2), 8: (1,) * 8}
@@ -77,15 +81,15 @@ def staged(
     traced = tracing.trace(
         step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
     )
-    accumulated = accumulation.accumulate(traced, _rules(traced), microbatches)
+    accumulated = loop.accumulate(traced, _rules(traced), microbatches)
     graph.check(accumulated.traced.graph)
-    step_in_layers = stage_steps.divisible(accumulated, max_layers=16)
+    step_in_layers = division.divisible(accumulated, max_layers=16)
     count = len(step_in_layers.layering.layers)
     if count < stages:
         raise TooFewLayers(f"the step has {count} layers")
     if cuts is None:
         cuts = [round(i * count / stages) for i in range(1, stages)]
-    cut = stage_steps.divided(step_in_layers, cuts, remat)
+    cut = division.divided(step_in_layers, cuts, remat)
     accumulated, assignment = cut.accumulated, cut.assignment
     graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
     for one in graphs:
@@ -109,7 +113,7 @@ def drive(
     cluster = Cluster.local()
     tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual)
     planned = tuple(
-        stage_planning.plan(
+        planning.plan(
             one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
             price=0.0, time_limit=60.0, split_weights=tasks.splits_backward,
         )
@@ -168,4 +172,4 @@ def _copied(args: tuple[Any, ...], style: str) -> tuple[Any, ...]:
 
 
 def _rules(traced: Traced) -> Any:
-    return factors.rules(traced.graph.ops(), traced.graph.values)
+    return rules_of(traced.graph.ops(), traced.graph.values)

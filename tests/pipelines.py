@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from alpa_lite import schedules
 from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.passes import schedules
-from alpa_lite.passes.schedules import Schedule, Task
 from alpa_lite.program import (
     Buffer,
     Executable,
@@ -20,6 +19,7 @@ from alpa_lite.program import (
     Submesh,
     Transfer,
 )
+from alpa_lite.schedules import Schedule, Task
 
 FLOAT = np.dtype("float32")
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
-from alpa_lite.passes import schedules
 from alpa_lite.plan import (
     Alternative,
     Candidate,

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite.passes import search, sharding
+from alpa_lite.passes.sharding import search
+from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.runtime import executor
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
@@ -247,7 +248,7 @@ def no_solver(monkeypatch):
         raise AssertionError("the solver was called")
 
     def engage() -> None:
-        monkeypatch.setattr(sharding, "solve", refuse)
+        monkeypatch.setattr(solve, "solve", refuse)
         monkeypatch.setattr(search, "search", refuse)
 
     return engage

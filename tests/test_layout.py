@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
-from alpa_lite.passes import emission, local_program
+from alpa_lite.passes.lowering import emission, program
 
 MESH = LogicalMesh((2, 2, 2), ("x", "y", "z"))
 
@@ -103,8 +103,8 @@ def test_steps_move_the_value(src, dst):
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=local_program.spec_of(Layout(src.dims)),
-        out_specs=local_program.spec_of(whole),
+        in_specs=program.spec_of(Layout(src.dims)),
+        out_specs=program.spec_of(whole),
         check_vma=False,
     )
     np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), x)

@@ -14,8 +14,8 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
 from tests import zoo
-from tests.passes import accumulation_steps as steps
-from tests.passes.test_accumulation import compare
+from tests.passes.microbatches import accumulation_steps as steps
+from tests.passes.microbatches.test_loop import compare
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {

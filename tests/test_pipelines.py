@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import alpa_lite
-from alpa_lite.passes import schedules
+from alpa_lite import schedules
 from tests import pipeline_driver, zoo
 from tests.zoo_base import normal, tokens, updated
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from alpa_lite import program as programs
+from alpa_lite import schedules
 from alpa_lite.errors import PlanError
-from alpa_lite.passes import schedules
 from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send
 from tests.pipelines import every, toy
 

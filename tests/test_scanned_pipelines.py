@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import alpa_lite
-from alpa_lite.passes.rematerialisation import Choice
+from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.program import peak_bytes
 from tests import comparing, pipeline_driver, zoo_linen, zoo_nnx
 

@@ -12,10 +12,10 @@ from alpa_lite import _jax
 from alpa_lite import program as programs
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.layout import Layout
-from alpa_lite.passes.grouping import Grouping
-from alpa_lite.passes.lowering import Body, LocalProgram, Loop, Reshard
-from alpa_lite.passes.pipeline_search import FoundPipeline
-from alpa_lite.passes.search import Found
+from alpa_lite.passes.lowering.program import Body, LocalProgram, Loop, Reshard
+from alpa_lite.passes.programs.search import FoundPipeline
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.search import Found
 from alpa_lite.report import units
 from alpa_lite.strategy import Factor, Rule
 

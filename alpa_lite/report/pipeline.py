@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from alpa_lite.passes import schedules
+from alpa_lite import schedules
 from alpa_lite.plan import Collective, PipelineShape, Plan, Replicated
 from alpa_lite.report import timeline, units
 from alpa_lite.report.tables import (

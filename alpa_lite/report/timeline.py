@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from alpa_lite.passes import schedules
-from alpa_lite.passes.schedules import Schedule
+from alpa_lite import schedules
 from alpa_lite.report import units
+from alpa_lite.schedules import Schedule
 from alpa_lite.timeline import Event, Timeline
 
 WIDTH = 100

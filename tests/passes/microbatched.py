@@ -13,7 +13,7 @@ from jax import lax
 
 from alpa_lite import models
 from alpa_lite.graph import Block, Op, Traced
-from alpa_lite.passes import tracing
+from alpa_lite.passes.tracing import tracing
 from tests.zoo_base import filled
 
 Loss = Callable[[Any, Any], Any]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.graph import Lit, Op
-from alpa_lite.passes import evaluation
-from alpa_lite.passes.layering import Assignment, Layering
+from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.layers.types import Assignment, Layering
 
 
 def run(layering: Layering, assignment: Assignment, leaves: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite
-from alpa_lite.passes import factors, grouping, tracing
+from alpa_lite.passes import factors
+from alpa_lite.passes.sharding import grouping
+from alpa_lite.passes.tracing import tracing
 from alpa_lite.report import dump, listing
 from alpa_lite.strategy import Factor, Rule
 from tests.plans import small_plan
@@ -60,7 +62,7 @@ def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
     assert body > scan
     assert lines[body].startswith("    ")
     assert "test_dump.py" in lines[scan]
-    rules = factors.rules(traced.graph.ops(), traced.graph.values)
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
     assert "4 parallel" in listing.text(rules)
     assert "state (leaf) x 1" in listing.text(groups)

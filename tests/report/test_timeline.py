@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.passes import schedules, simulation
+from alpa_lite import schedules
+from alpa_lite.passes.programs import simulation
 from alpa_lite.report import text
 from alpa_lite.report import timeline as report
 from alpa_lite.timeline import Event, Timeline

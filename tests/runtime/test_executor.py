@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.evaluation import evaluate_block
-from alpa_lite.passes.tracing import trace
+from alpa_lite.passes.ir.evaluation import evaluate_block
+from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.runtime import executor, placement
 from alpa_lite.runtime.executor import Executable, NewSignature
 

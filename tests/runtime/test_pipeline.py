@@ -16,7 +16,7 @@ import pytest
 import alpa_lite
 from alpa_lite import program as programs
 from alpa_lite.errors import ExecutionError, VerificationError
-from alpa_lite.passes import pipeline_planning
+from alpa_lite.passes.plans import pipelines as pipeline_planning
 from alpa_lite.program import Run, Send
 from alpa_lite.report import timeline
 from alpa_lite.runtime.executor import NewSignature

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph import Block, Graph, Traced, Value
 from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.passes.stacked_arguments import Pieces, Stacked
+from alpa_lite.passes.layers.stacked_arguments import Pieces, Stacked
 from alpa_lite.program import Program, Submesh, buffer
 from alpa_lite.runtime.executor import NewSignature
 from alpa_lite.runtime.stacked import StackedLeaves

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.layout import Layout, LogicalMesh, replicated
-from alpa_lite.passes import transfers
-from alpa_lite.passes.local_program import spec_of
-from alpa_lite.passes.transfers import TransferPlan, plan_transfer
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs import transfers
+from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
 from alpa_lite.program import Submesh
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.executor import mesh_of

@@ -1,0 +1,286 @@
+"""Whether a compiled program communicates as planned, up to what compilers are known to rewrite.
+
+Let P and F be the executions per step by (kind, axes, bytes), planned and found. What is equal cancels. Each rule
+below explains a part of P - F (missing) or pairs a part of it with a part of F - P (extra); what no rule explains is
+a difference, and the comparison fails. Rules in order, with what was seen to do it (CPU: JAX 0.10.2 and 0.12; TPU:
+libtpu 0.0.42):
+
+    combined                several operands in one op: equal logically, listed only                      CPU, TPU
+    split all-to-all        one piece per device in a tuple: equal logically, listed only                 CPU
+    dtype promoted          bf16 sent as f32: extra of twice the bytes                                    CPU
+    dtype narrowed          f32 sent as bf16 because its consumer rounds it: extra of half the bytes      TPU
+    reduce-scatter as all-reduce, all-gather as all-reduce      small or misaligned operands              TPU
+    all-reduce as reduce-scatter                                an all-reduce that is only sliced         GPU *
+    packed into a tile      items of one or two bytes, fewer than 128, as one u32[128] all-reduce         TPU
+    hoisted                 loop-invariant, run once before the loop                                      CPU
+    merged duplicates       one collective for equal ones of one value                                    CPU, TPU
+    reassociated sums       psum(a) + psum(b) as psum(a + b)                                              TPU
+    removed constants       collectives of constants are folded                                           CPU, TPU
+
+(* XLA's reduce-scatter-creator pass does it there; not seen here.)
+
+The last four lose communication. With the lowered module at hand each must be admitted by it (`checks.redundancy`),
+as often as it is used, and only what it writes may be rewritten at all; without, only hoisting that the metadata
+proves and merging into one that is still there are accepted, and the report says that they are unproven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.errors import VerificationError
+from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, parse_hlo
+from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
+from alpa_lite.passes.checks.replica_groups import normal_axes
+from alpa_lite.plan import Collective
+
+_WIDE = ("f32", "f16", "bf16")
+_TILE = 512
+_NARROW = ("bf16", "f16", "f8")
+_PRIMITIVES = {
+    "all_reduce": ("psum", "pmax", "pmin", "pand", "por"),
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter",),
+}
+_KIND_CHANGES = {
+    "reduce_scatter": (("all_reduce", "reduce-scatter as all-reduce"),),
+    "all_gather": (("all_reduce", "all-gather as all-reduce"),),
+    "all_reduce": (("reduce_scatter", "all-reduce as reduce-scatter"),),
+}
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A compiler's rewrite by name.
+
+    Attributes:
+      name: as in the module's table.
+      count: executions per step that it concerns.
+      detail: what it did to which collectives.
+    """
+
+    name: str
+    count: int
+    detail: str
+
+    def __str__(self) -> str:
+        """The rewrite on one line."""
+        return f"{self.name}: {self.count} x {self.detail}"
+
+
+@dataclass(frozen=True)
+class HloReport:
+    """What a compiled program communicates, against a plan.
+
+    Attributes:
+      found: the logical collectives of the program.
+      rewrites: the compiler's rewrites that explain where it differs from the plan.
+      differences: what no rewrite explains; empty if the plan is true.
+    """
+
+    found: tuple[HloCollective, ...]
+    rewrites: tuple[Rewrite, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program communicates as planned."""
+        return not self.differences
+
+    def bytes_by_kind(self) -> dict[tuple[str, Axes], int]:
+        """Bytes per step and device that are sent, at the dtype that is sent, by kind and axes."""
+        out: Counter[tuple[str, Axes]] = Counter()
+        for c in self.found:
+            out[(c.kind, c.axes)] += c.bytes * c.count
+        return dict(out)
+
+    def raise_if_bad(self) -> None:
+        """Raises VerificationError with every difference, and the rewrites that were recognised."""
+        if self.differences:
+            known = "".join(f"\n  recognised {rewrite}" for rewrite in self.rewrites)
+            raise VerificationError(
+                "the compiled program does not communicate as planned:\n  " + "\n  ".join(self.differences) + known
+            )
+
+
+def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], lowered: Any = None) -> HloReport:
+    """Compares the collectives of a compiled program with the planned ones, logically.
+
+    Args:
+      text: the optimised HLO, `Compiled.as_text()`.
+      mesh: the mesh of the plan.
+      planned: the plan's collectives; entries that agree in kind, axes and bytes are added up.
+      lowered: the StableHLO module that was compiled; with it, communication that is lost must be proven redundant.
+
+    Returns:
+      The report; `raise_if_bad` turns differences into an error.
+    """
+    found = parse_hlo(text, mesh)
+    missing: Counter[Key] = Counter()
+    for c in planned:
+        if axes := normal_axes(c.axes, mesh):
+            missing[(c.kind, axes, c.bytes)] += c.count
+    match = _Match(missing, found, None if lowered is None else redundant_collectives(lowered, mesh))
+    match.equal()
+    for change in _forms():
+        match.other_form(*change)
+    match.packed()
+    match.lost()
+    return HloReport(found, (*_listed(found, text), *match.rewrites), match.differences())
+
+
+def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
+    """Rewrites that change no logical collective."""
+    operands: dict[tuple[str, str], list[HloCollective]] = defaultdict(list)
+    for c in found:
+        operands[(c.kind, c.op)].append(c)
+    groups: Counter[tuple[str, Axes, int]] = Counter()
+    for (kind, _), members in operands.items():
+        if len(members) > 1:
+            groups[(kind, members[0].axes, len(members))] += members[0].count
+    out = [
+        Rewrite("combined", n * size, f"{kind} over ({', '.join(axes)}), {size} in one")
+        for (kind, axes, size), n in groups.items()
+    ]
+    pieces = {m[1] for m in re.finditer(r"^\s+(?:ROOT )?%?([\w.\-]+) = \(.*?\) all-to-all\(", text, re.MULTILINE)}
+    split: Counter[Axes] = Counter()
+    for c in found:
+        if c.kind == "all_to_all" and c.op in pieces:
+            split[c.axes] += c.count
+    return out + [Rewrite("split all-to-all", n, f"all_to_all over ({', '.join(a)})") for a, n in split.items()]
+
+
+def _forms() -> list[tuple[str, str, str, int, int]]:
+    """(name, planned kind, found kind, numerator, denominator of the bytes), the least change first."""
+    out = []
+    scales = [
+        ("", 1, 1),
+        ("dtype promoted", 2, 1),
+        ("dtype narrowed", 1, 2),
+        ("dtype promoted", 4, 1),
+        ("dtype narrowed", 1, 4),
+    ]
+    for kind in KINDS.values():
+        out += [(name, kind, kind, up, down) for name, up, down in scales if name]
+    for kind, changes in _KIND_CHANGES.items():
+        for other, change in changes:
+            out += [(f"{change}, {name}" if name else change, kind, other, up, down) for name, up, down in scales]
+    return sorted(out, key=lambda form: (form[1] != form[2], form[3] * form[4]))
+
+
+class _Match:
+    """What is planned and not yet found, what is found and not yet planned, and the rules that pair them.
+
+    Found executions are told apart by dtype and by whether the metadata names them after the primitive of their kind,
+    since a compiler that changes the kind makes an op of its own.
+    """
+
+    def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy | None) -> None:
+        self.missing = missing
+        self.found = found
+        self.redundancy = redundancy
+        self.extra: dict[Key, Counter[tuple[str, bool]]] = defaultdict(Counter)
+        for c in found:
+            native = c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
+            self.extra[(c.kind, c.axes, c.bytes)][(c.dtype, native)] += c.count
+        self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
+        self.rewrites: list[Rewrite] = []
+
+    def equal(self) -> None:
+        """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them."""
+        for key in list(self.missing):
+            kinds = self.extra.get(key, Counter())
+            for form in sorted(kinds, key=lambda f: (f[0] in _WIDE, not f[1])):
+                self._take(key, key, form)
+
+    def other_form(self, name: str, kind: str, other: str, up: int, down: int) -> None:
+        """Pairs missing collectives with extra ones of another kind or width."""
+        for key in self._open(kind):
+            if key[2] * up % down:
+                continue
+            at = (other, key[1], key[2] * up // down)
+            for form in sorted(self.extra.get(at, Counter())):
+                if (kind != other and form[1]) or not self._width(key, form[0], up, down):
+                    continue
+                if n := self._take(key, at, form):
+                    self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if up != down else "")
+
+    def packed(self) -> None:
+        """Pairs small missing collectives with all-reduces of one tile of 128 words."""
+        for key in self._open("all_reduce") + self._open("all_gather"):
+            at = ("all_reduce", key[1], _TILE)
+            n = sum(self._take(key, at, ("u32", native)) for native in (False, True)) if key[2] < _TILE else 0
+            if n:
+                self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
+
+    def lost(self) -> None:
+        """Explains what is missing and has no counterpart: the program runs fewer collectives than planned."""
+        r = self.redundancy
+        if r is None:
+            self._unproven()
+            return
+        for name, allowed in [
+            ("hoisted", r.hoisted),
+            ("merged duplicates", r.merged),
+            ("reassociated sums", r.reassociated),
+            ("removed constants", r.constant),
+        ]:
+            for key, n in self.missing.items():
+                if (lost := min(n, allowed[key])) > 0:
+                    self.missing[key] -= lost
+                    self._note(name, lost, key)
+
+    def differences(self) -> tuple[str, ...]:
+        """What is left on both sides."""
+        out = [f"planned but not found: {_text(key, n)}" for key, n in sorted(self.missing.items()) if n > 0]
+        for key, forms in sorted(self.extra.items()):
+            for (dtype, _), n in sorted(forms.items()):
+                if n > 0:
+                    at = [c.where or c.op for c in self.found if (c.kind, c.axes, c.bytes, c.dtype) == (*key, dtype)]
+                    places = "; ".join(list(dict.fromkeys(at))[:3])
+                    out.append(f"found but not planned: {_text(key, n)} of {dtype} at {places}")
+        return tuple(out)
+
+    def _open(self, kind: str) -> list[Key]:
+        """Missing collectives of a kind that the lowered module, if it is known, really has."""
+        known = None if self.redundancy is None else self.redundancy.item_bits
+        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and (known is None or k in known)]
+
+    def _width(self, key: Key, dtype: str, up: int, down: int) -> bool:
+        """Whether `dtype` can be what a compiler made of the planned items by a factor up / down."""
+        if up == down:
+            return True
+        if not dtype.startswith(_WIDE if up > down else _NARROW):
+            return False
+        if self.redundancy is None:
+            return True
+        return any(bits * up == item_bits(dtype) * down for bits in self.redundancy.item_bits[key])
+
+    def _unproven(self) -> None:
+        for key in [key for key, n in self.missing.items() if n > 0]:
+            alive = [c for c in self.found if (c.kind, c.axes, c.bytes) in self.as_found[key]]
+            if not alive:
+                continue
+            hoisted = any(len(re.findall(r"\bwhile/body\b", c.where)) > c.loops for c in alive)
+            n, self.missing[key] = self.missing[key], 0
+            self._note("hoisted" if hoisted else "merged duplicates", n, key, ", unproven")
+
+    def _take(self, key: Key, at: Key, form: tuple[str, bool]) -> int:
+        n = min(self.missing[key], self.extra[at][form])
+        if n > 0:
+            self.missing[key] -= n
+            self.extra[at][form] -= n
+            self.as_found[key].add(at)
+        return max(n, 0)
+
+    def _note(self, name: str, n: int, key: Key, more: str = "") -> None:
+        self.rewrites.append(Rewrite(name, n, f"{key[0]} over ({', '.join(key[1])}) of {key[2]} bytes{more}"))
+
+
+def _text(key: Key, n: int) -> str:
+    return f"{n} x {key[0]} over ({', '.join(key[1])}) of {key[2]} bytes"

@@ -1,0 +1,252 @@
+"""Which written collectives a compiler may leave out without changing what the step computes.
+
+Compilers merge two collectives of one value, fold one of a constant, add first and sum once where two sums are added,
+and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
+which value numbering tells: two values have one number if the same operation with the same attributes makes them from
+values of equal numbers. Functions are followed at every call with the numbers of its operands; a loop's body sees the
+number of the initial value for what it carries unchanged, and a new one for what it changes. With e the executions of
+a collective per step:
+
+    merged        e, where its number was already made in a block that reaches it
+    constant      e, where everything it depends on is a constant
+    reassociated  e, for each sum of two all-reduces of one kind, or of such sums
+    hoisted       e - e', where no operand changes in the innermost loops; e' counts those loops once
+
+(Aho, Lam, Sethi, Ullman, Compilers, section 6.1.2 on value numbers.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, trip_count
+
+Key = tuple[str, Axes, int]
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Executions per step that may go, by (kind, axes, bytes) and by the reason that allows it.
+
+    `item_bits` holds, for every collective of the module, the widths of the items that it sends.
+    """
+
+    merged: Counter[Key]
+    constant: Counter[Key]
+    reassociated: Counter[Key]
+    hoisted: Counter[Key]
+    item_bits: dict[Key, frozenset[int]]
+
+
+def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
+    """The executions of written collectives that a compiler may leave out, found in a lowered StableHLO module.
+
+    Args:
+      module: as in `check_shardy`; not changed.
+      mesh: the mesh of the plan.
+    """
+    operation = module.operation
+    numbering = _Numbering(operation, mesh)
+    with operation.context, ir.Location.unknown():
+        for op in numbering.functions.values():
+            if (
+                "sym_visibility" not in op.attributes
+                or ir.StringAttr(op.attributes["sym_visibility"]).value != "private"
+            ):
+                block = op.regions[0].blocks[0]
+                numbering.block(block, [numbering.fresh() for _ in block.arguments], (), {})
+    n = numbering
+    return Redundancy(
+        n.merged, n.constant, n.reassociated, n.hoisted, {k: frozenset(v) for k, v in n.item_bits.items()}
+    )
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop around the operation at hand; values numbered from `first` on may differ between its iterations."""
+
+    trips: int
+    first: int
+
+
+class _Numbering:
+    """The walk: numbers for values, and the counters that it fills."""
+
+    def __init__(self, operation: Any, mesh: LogicalMesh) -> None:
+        top = [view.operation for view in operation.regions[0].blocks[0].operations]
+        self.functions = {ir.StringAttr(o.attributes["sym_name"]).value: o for o in top if o.name == "func.func"}
+        self.mesh = mesh
+        self.next = 0
+        self.constants: set[int] = set()
+        self.sums: dict[int, Key] = {}
+        self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
+        self.merged: Counter[Key] = Counter()
+        self.constant: Counter[Key] = Counter()
+        self.reassociated: Counter[Key] = Counter()
+        self.hoisted: Counter[Key] = Counter()
+        self.item_bits: dict[Key, set[int]] = defaultdict(set)
+
+    def fresh(self) -> int:
+        """A number that no other value has."""
+        self.next += 1
+        return self.next
+
+    def block(
+        self, block: Any, arguments: list[int], loops: tuple[_Loop, ...], known: dict[Any, list[int]]
+    ) -> list[int]:
+        """Numbers the operations of a block, given its arguments' numbers and what is known where it stands.
+
+        Returns:
+          The numbers of what its terminator passes on.
+        """
+        values = dict(zip(block.arguments, arguments, strict=True))
+        return self._operations(block, values, loops, known)
+
+    def _operations(
+        self, block: Any, values: dict[Any, int], loops: tuple[_Loop, ...], known: dict[Any, list[int]]
+    ) -> list[int]:
+        operands: list[int] = []
+        for view in block.operations:
+            op = view.operation
+            operands = [values[v] for v in op.operands]
+            numbers = self._operation(op, operands, values, loops, known)
+            values.update(zip(op.results, numbers, strict=True))
+        return operands
+
+    def _operation(
+        self,
+        op: Any,
+        operands: list[int],
+        values: dict[Any, int],
+        loops: tuple[_Loop, ...],
+        known: dict[Any, list[int]],
+    ) -> list[int]:
+        name = op.name
+        if name == "func.call":
+            callee = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+            return self.block(callee.regions[0].blocks[0], operands, loops, known)
+        if name == "stablehlo.while":
+            return self._while(op, operands, values, loops, known)
+        if name == "sdy.manual_computation":
+            block = op.regions[0].blocks[0]
+            return self._region(block, [self.fresh() for _ in block.arguments], values, loops, {}, op)
+        if name in ("stablehlo.case", "stablehlo.if"):
+            for region in op.regions:
+                self._operations(region.blocks[0], dict(values), loops, dict(known))
+            return [self._outside(loops) for _ in op.results]
+        key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), _regions(op))
+        is_known = key in known
+        numbers = known[key] if is_known else [self.fresh() for _ in op.results]
+        known[key] = numbers
+        if not is_known:
+            newest = max((self.varies.get(n, 0) for n in operands), default=0)
+            self.varies.update((n, newest) for n in numbers if newest)
+            if name in ("stablehlo.constant", "stablehlo.iota") or (
+                operands and name not in WRITTEN and self.constants.issuperset(operands)
+            ):
+                self.constants.update(numbers)
+        if name in WRITTEN:
+            self._collective(op, operands, numbers, loops, is_known)
+        elif name in ("stablehlo.add", "stablehlo.subtract"):
+            first, second = (self.sums.get(n) for n in operands)
+            if first is not None and first == second and not is_known:
+                self.sums[numbers[0]] = first
+                self.reassociated[first] += _times(loops)
+        elif name == "stablehlo.reshape" and operands[0] in self.sums:
+            self.sums[numbers[0]] = self.sums[operands[0]]
+        return numbers
+
+    def _collective(
+        self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...], is_known: bool
+    ) -> None:
+        times = _times(loops)
+        outer = loops
+        while outer and all(self.varies.get(n, 0) < outer[-1].first for n in operands):
+            outer = outer[:-1]
+        found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
+        for c, value, operand, number in found:
+            key = (c.kind, c.axes, c.bytes)
+            self.item_bits[key].add(item_bits(str(value.type)))
+            if is_known:
+                self.merged[key] += times
+            elif operand in self.constants:
+                self.constant[key] += times
+            elif len(outer) < len(loops):
+                self.hoisted[key] += times - _times(outer)
+            if c.kind == "all_reduce":
+                self.sums[number] = key
+
+    def _while(
+        self,
+        op: Any,
+        operands: list[int],
+        values: dict[Any, int],
+        loops: tuple[_Loop, ...],
+        known: dict[Any, list[int]],
+    ) -> list[int]:
+        condition, body = (region.blocks[0] for region in op.regions)
+        passed = list(body.operations)[-1].operation.operands
+        kept = [value == argument for value, argument in zip(passed, body.arguments, strict=True)]
+        first = self.next + 1
+        arguments = [n if keep else self.fresh() for n, keep in zip(operands, kept, strict=True)]
+        self.varies.update((n, n) for n, keep in zip(arguments, kept, strict=True) if not keep)
+        inner = (*loops, _Loop(trip_count(op) or 1, first))
+        for block in (condition, body):
+            self._region(block, arguments, values, inner, dict(known), None)
+        return [n if keep else self._outside(loops) for n, keep in zip(operands, kept, strict=True)]
+
+    def _outside(self, loops: tuple[_Loop, ...]) -> int:
+        """The number of what a loop or a branch returns: it varies with every loop around, to be safe."""
+        number = self.fresh()
+        if loops:
+            self.varies[number] = number
+        return number
+
+    def _region(
+        self,
+        block: Any,
+        arguments: list[int],
+        values: dict[Any, int],
+        loops: tuple[_Loop, ...],
+        known: dict[Any, list[int]],
+        op: Any,
+    ) -> list[int]:
+        """A block that may also read values from around it; a manual region's results are new numbers."""
+        inner = dict(values)
+        inner.update(zip(block.arguments, arguments, strict=True))
+        out = self._operations(block, inner, loops, known)
+        return out if op is None else [self._outside(loops) for _ in op.results]
+
+
+def _times(loops: tuple[_Loop, ...]) -> int:
+    times = 1
+    for loop in loops:
+        times *= loop.trips
+    return times
+
+
+def _attributes(op: Any) -> tuple[Any, ...]:
+    """Names and attributes, which the context keeps unique, so that comparing them is comparing pointers."""
+    return tuple((name, op.attributes[name]) for name in op.attributes if name != "channel_handle")
+
+
+def _regions(op: Any) -> tuple[Any, ...]:
+    """The operations of an operator's own regions (the sum of an all-reduce, the comparison of a sort), in order."""
+    return tuple(_inner(block) for region in op.regions for block in region.blocks)
+
+
+def _inner(block: Any) -> tuple[Any, ...]:
+    """A block as data: each operation's name, attributes, operands by position, and regions."""
+    position = {argument: i for i, argument in enumerate(block.arguments)}
+    out = []
+    for view in block.operations:
+        op = view.operation
+        at = tuple(position.get(v, -1 - hash(v) % (1 << 60)) for v in op.operands)
+        out.append((op.name, _attributes(op), at, _regions(op)))
+        position.update((r, len(position) + i) for i, r in enumerate(op.results))
+    return tuple(out)

@@ -1,0 +1,170 @@
+"""What each operation is, as a map of factors.
+
+The problem: to shard an operation one must know which dims of its operands and results go together, and what becomes of
+the result when one of them is split. An operation is described by a `Rule`: its dims are products of *factors* (the
+indices of an einsum), and each factor has a kind. Sharding is then an assignment of mesh axes to factors.
+
+The source: XLA's partitioner Shardy carries such a rule for every StableHLO operation, and `factors.shardy` asks it
+for products, reductions, broadcasts, transposes, concatenations, sorts and FFTs. Hand tables describe what has no
+rule (`top_k`, `argmax`, random bits, batched linear algebra), what Shardy's kinds do not tell apart (`sum` from
+`max`; a window from a reversal), and what its versions answer differently (reshape, convolution).
+`tests/passes/factors/test_rules.py` holds the tables to Shardy's answers wherever it has one, and to the operation
+itself.
+
+A primitive that is not listed here is opaque: a rule read off its lowering would not be sound, since a lowering may
+hold constants that come from the shape (a mean divides by it) while the primitive is bound again on the local shape.
+
+Conventions. "Factor" below means one that operands and results share, unless said otherwise. A dim of size one (or
+zero) and every dim of a literal have no factor. A `special` factor may have a size that is smaller than the dims it
+is in: then it is the greatest common divisor of their sizes, so that a number of devices that divides it divides the
+dims. `sum` becomes `replicate` where the result is not a number (bool products), `max`/`min` where it is complex.
+
+ operation                        dims                                           kind
+ -------------------------------  ---------------------------------------------  ------------------------
+ elementwise, select_n, clamp,    each dim of the result; a size-one or scalar   parallel
+   convert, copy, constraint        operand broadcasts: its dim is ()
+ optimization_barrier, pairs      each dim of operand k and of result k          parallel, separate for each k
+ dot_general                      batch, lhs free, rhs free                      parallel
+                                  contracting (operands only)                    sum
+ ragged_dot_general               as dot_general; ragged and group dims          replicate
+ reduce_sum                       reduced dim (operand only)                     sum
+ reduce_max, reduce_min           reduced dim (operand only)                     max, min
+ reduce_prod, and, or, xor,       reduced dim (operand only)                     special
+   argmax, argmin
+ reduce (any function)            reduced dim                                    replicate
+ cumsum, cumprod, cummax,         the cumulative dim                             special
+   cummin, cumlogsumexp
+ sort                             the sorted dim                                 replicate
+ top_k                            the selected dim of the operand; the result's  special; ()
+ approx_top_k                     the selected dim                               replicate
+ reshape, squeeze                 compound dims, major to minor; what does not   parallel; replicate
+                                    divide
+ transpose                        every dim                                      parallel
+ broadcast_in_dim                 kept dims; new dims (result only)              parallel
+ rev                              reversed dims                                  special
+ concatenate, split, stack,       the joined or split dim (one factor a dim)     replicate
+   unstack, tile
+ pad, slice                       untouched dims; touched dims (gcd)             parallel; special
+ dynamic_slice                    dims taken whole; others                       parallel; replicate
+ dynamic_update_slice             dims updated whole (operand, update, result);  parallel; replicate
+                                    others
+ iota                             every dim                                      special
+ gather                           batch dims of indices and result               parallel
+                                  operand dims taken whole (operand, result)     parallel
+                                  batching dims (operand, indices, result)       parallel
+                                  indexed, collapsed operand dim (operand only)  sum (numbers), replicate (bool, keys)
+                                  other indexed dims of operand and result       replicate
+                                  the index vector                               ()
+ scatter_add, scatter_sub         window dims taken whole, batching dims         parallel
+                                  inserted, indexed dim (operand, result)        special
+                                  batch dims of indices and updates (only)       sum
+ scatter, scatter_mul, min, max   the same, batch dims of indices and updates    replicate
+ conv_general_dilated             batch, output feature; input feature           parallel; sum
+                                  spatial dims, windows apart (see below)        parallel, sum
+                                  spatial dims else (gcd); the kernel's          special; replicate
+                                  grouped: group (major factor of the features   parallel; the rest replicate
+                                    or of the batch)
+ reduce_window*, select_and_*     untouched dims, windows apart                  parallel
+                                  other windowed dims (gcd)                      special
+ random_bits                      dims of the key; drawn dims (result only)      parallel; special
+ random_split                     dims of the key; new dims                      parallel; replicate
+ random_wrap, random_unwrap       dims of the key; the key's words               parallel; replicate
+ random_seed, fold_in, clone,     as elementwise                                 parallel
+   threefry2x32
+ rng_bit_generator, rng_uniform,  every dim                                      replicate
+   random_gamma
+ fft, linear algebra              leading batch dims; the transform's own dims   parallel; replicate
+ bitcast_convert_type             common dims; the dim that appears or goes      parallel; replicate
+
+Windows apart: where windows do not overlap, a windowed dim is a product of plain factors, and the same parameters
+hold on the blocks: stride = window w, no padding: operand (o, w), result (o), o parallel, w replicate; the gradients
+of that with respect to the kernel (operand (i, j), kernel (i), result (j): i is a sum) and the operand ((i) to (i,
+j)).
+
+Parameters that hold sizes are those of the whole operation; whoever runs the operation on blocks must write the local
+sizes: broadcast_in_dim, reshape, slice, gather, dynamic_slice, split, iota, random_bits, and the group counts of a
+convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
+from alpa_lite.passes.factors.shardy import shardy_rules
+from alpa_lite.passes.factors.tables import SHARDY, TABLE
+from alpa_lite.strategy import Factor, Rule
+
+CONTROL = frozenset({"scan", "while", "cond"})
+
+
+def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
+    """One rule for each distinct `Op.key`. Never raises for an operation that it does not know.
+
+    Args:
+      ops: of one graph, in any order; `scan`, `while` and `cond` are left out, their bodies' ops count.
+      values: the graph's values.
+
+    Returns:
+      Rule by key. Operands and results are in the op's order, literals included.
+    """
+    calls: dict[Any, Call] = {}
+    for op in ops:
+        if op.key not in calls and op.name not in CONTROL:
+            operands = tuple(a.aval if isinstance(a, Lit) else values[a].aval for a in op.operands)
+            literals = tuple(isinstance(a, Lit) for a in op.operands)
+            calls[op.key] = Call(op.primitive, op.params, operands, tuple(values[r].aval for r in op.results), literals)
+    lowered = {key: call for key, call in calls.items() if call.name in SHARDY}
+    found = dict(zip(lowered, shardy_rules(list(lowered.values())), strict=True))
+    return {key: finish(found[key] if key in found else describe(call), call) for key, call in calls.items()}
+
+
+def describe(call: Call) -> Rule:
+    """The hand table's rule, or an opaque one."""
+    entry = TABLE.get(call.name)
+    if entry is None:
+        return opaque(call, f"no rule for the primitive {call.name}")
+    try:
+        return entry(call)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        # A JAX version whose parameters differ from the table's must cost a sharding, not the whole plan.
+        return opaque(call, f"{call.name} has parameters that its table does not know: {error!r}")
+
+
+def finish(rule: Rule, call: Call) -> Rule:
+    """The rule with what holds for every operation: literals are whole, and sums are sums of numbers."""
+    used = {f for dims, literal in zip(rule.operands, call.literals, strict=True) if literal for d in dims for f in d}
+    numbers = all(is_number(aval) for aval in call.results)
+    ordered = numbers and not any(is_complex(aval) for aval in call.results)
+    factors = []
+    for number, factor in enumerate(rule.factors):
+        unfit = not (numbers if factor.kind == "sum" else ordered or factor.kind not in ("max", "min"))
+        factors.append(Factor(factor.size, "replicate") if number in used or unfit else factor)
+    operands = tuple(
+        ((),) * len(dims) if literal else dims for dims, literal in zip(rule.operands, call.literals, strict=True)
+    )
+    return replace(rule, factors=tuple(factors), operands=operands)
+
+
+def check(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> None:
+    """Raises AssertionError unless the rule fits tensors of these shapes.
+
+    A dim without a factor is whole; else the sizes of its factors multiply to its size, or, with a special factor among
+    them, to a divisor of it. No factor has a size of one, and none appears twice in a tensor.
+    """
+    assert all(factor.size > 1 for factor in rule.factors), rule
+    for tensors, shapes in ((rule.operands, operands), (rule.results, results)):
+        assert len(tensors) == len(shapes), (rule, shapes)
+        for dims, shape in zip(tensors, shapes, strict=True):
+            assert len(dims) == len(shape), (rule, shape)
+            named = [f for dim in dims for f in dim]
+            assert len(named) == len(set(named)), (rule, shape)
+            for dim, size in zip(dims, shape, strict=True):
+                product = int(np.prod([rule.factors[f].size for f in dim]))
+                special = any(rule.factors[f].kind == "special" for f in dim)
+                assert not dim or product == size or (special and size % product == 0), (rule, shape)

@@ -1,0 +1,295 @@
+"""Hand tables of factor rules; `factors.rules` states the conventions that they follow.
+
+`TABLE` maps a primitive's name to the function that describes it; `SHARDY` names the primitives that `factors.shardy`
+asks Shardy about instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
+from alpa_lite.passes.factors.indexing import INDEXING
+from alpa_lite.passes.factors.windows import WINDOWS
+from alpa_lite.strategy import FactorKind, Rule
+
+
+def elementwise(call: Call) -> Rule:
+    """Every dim of the result is a factor; operands of rank zero and dims of size one broadcast."""
+    new = Rules()
+    out = shape(call.results[0])
+    dims = new.dims(out, "parallel")
+    operands = []
+    for aval in call.operands:
+        have = shape(aval)
+        assert len(have) in (0, len(out)), (have, out)
+        operands.append(tuple(d if size == want else () for d, size, want in zip(dims, have, out, strict=False)))
+    return new.rule(operands, [dims] * len(call.results))
+
+
+def pairs(call: Call) -> Rule:
+    """Result k is operand k, each with factors of its own."""
+    new = Rules()
+    dims = [new.dims(shape(aval), "parallel") for aval in call.operands]
+    return new.rule(dims, list(dims))
+
+
+def replicated(call: Call) -> Rule:
+    """Nothing can be split, and that is known."""
+    new = Rules()
+    tensors = [new.dims(shape(aval), "replicate") for aval in (*call.operands, *call.results)]
+    return new.rule(tensors[: len(call.operands)], tensors[len(call.operands) :])
+
+
+def along(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
+    """Operands and results of one shape, all dims parallel but the one that the parameter names."""
+
+    def describe(call: Call) -> Rule:
+        new = Rules()
+        size = shape(call.operands[0])
+        axis = call.params[name] % len(size)
+        dims = tuple(new.dim(s, kind if d == axis else "parallel") for d, s in enumerate(size))
+        return new.rule([dims] * len(call.operands), [dims] * len(call.results))
+
+    return describe
+
+
+def selecting(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
+    """top_k: as `along`, but the results' dim has another size and no factor."""
+
+    def describe(call: Call) -> Rule:
+        new = Rules()
+        size = shape(call.operands[0])
+        axis = call.params.get(name, -1) % len(size)
+        dims = tuple(new.dim(s, kind if d == axis else "parallel") for d, s in enumerate(size))
+        result = tuple(() if d == axis else dim for d, dim in enumerate(dims))
+        return new.rule([dims] * len(call.operands), [result] * len(call.results))
+
+    return describe
+
+
+def reducing(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
+    """The dims that the parameter names are in the operands only; further scalar operands are initial values."""
+
+    def describe(call: Call) -> Rule:
+        new = Rules()
+        size = shape(call.operands[0])
+        axes = {axis % len(size) for axis in call.params[name]}
+        dims = tuple(new.dim(s, kind if d in axes else "parallel") for d, s in enumerate(size))
+        kept = tuple(dim for d, dim in enumerate(dims) if d not in axes)
+        operands: list[Dims] = [dims if len(shape(aval)) == len(size) else () for aval in call.operands]
+        return new.rule(operands, [kept] * len(call.results))
+
+    return describe
+
+
+def reshape(call: Call) -> Rule:
+    """Splits both shapes into common factors, major to minor.
+
+    Two dims that start at the same stride share their greatest common divisor as a factor. If what remains of one of
+    them is 1, its next dim starts at the same stride as what remains of the other. If not, the dims up to where the
+    shapes meet again (the products of their sizes are equal) hold remainders that nothing shares: those are
+    replicated.
+    """
+    new = Rules()
+    before, after = shape(call.operands[0]), shape(call.results[0])
+    left: list[Dim] = [()] * len(before)
+    right: list[Dim] = [()] * len(after)
+    if math.prod(before) == 0:
+        return new.rule([tuple(left)], [tuple(right)])
+    i = j = 0
+    a = b = 1
+    while True:
+        while a == 1 and i < len(before):
+            a, i = before[i], i + 1
+        while b == 1 and j < len(after):
+            b, j = after[j], j + 1
+        if a == 1 and b == 1:
+            return new.rule([tuple(left)], [tuple(right)])
+        common = math.gcd(a, b)
+        dim = new.dim(common, "parallel")
+        left[i - 1] += dim
+        right[j - 1] += dim
+        a, b = a // common, b // common
+        if a > 1 and b > 1:
+            left[i - 1] += new.dim(a, "replicate")
+            right[j - 1] += new.dim(b, "replicate")
+            while a != b:
+                if a < b:
+                    left[i] = new.dim(before[i], "replicate")
+                    a, i = a * before[i], i + 1
+                else:
+                    right[j] = new.dim(after[j], "replicate")
+                    b, j = b * after[j], j + 1
+            a = b = 1
+
+
+def joined(call: Call) -> Rule:
+    """concatenate and split: dims that differ between the tensors are replicated, each for itself."""
+    axis = call.params["dimension" if call.name == "concatenate" else "axis"]
+    new = Rules()
+    dims = new.dims(tuple(1 if d == axis else s for d, s in enumerate(shape(call.results[0]))), "parallel")
+
+    def tensor(aval: Any) -> Dims:
+        return (*dims[:axis], new.dim(shape(aval)[axis], "replicate"), *dims[axis + 1 :])
+
+    return new.rule([tensor(aval) for aval in call.operands], [tensor(aval) for aval in call.results])
+
+
+def stacked(call: Call) -> Rule:
+    """stack and unstack: the new dim is replicated."""
+    new = Rules()
+    short, long = (call.operands, call.results) if call.name == "stack" else (call.results, call.operands)
+    axis = call.params["axis"] % len(shape(long[0]))
+    dims = new.dims(shape(short[0]), "parallel")
+    stack = (*dims[:axis], new.dim(shape(long[0])[axis], "replicate"), *dims[axis:])
+    one, many = [stack], [dims] * len(short)
+    return new.rule(many, one) if call.name == "stack" else new.rule(one, many)
+
+
+def tile(call: Call) -> Rule:
+    """Dims that are not repeated are parallel."""
+    new = Rules()
+    before, after = shape(call.operands[0]), shape(call.results[0])
+    same = tuple(new.dim(b, "parallel") if b == a else None for b, a in zip(before, after, strict=True))
+    operand = tuple(new.dim(b, "replicate") if d is None else d for d, b in zip(same, before, strict=True))
+    result = tuple(new.dim(a, "replicate") if d is None else d for d, a in zip(same, after, strict=True))
+    return new.rule([operand], [result])
+
+
+def touched(call: Call) -> Rule:
+    """pad and slice: dims that stay as they are, are parallel; the others share a special factor."""
+    before, after = shape(call.operands[0]), shape(call.results[0])
+    if call.name == "pad":
+        same = [tuple(map(int, config)) == (0, 0, 0) for config in call.params["padding_config"]]
+    else:
+        starts, strides = call.params["start_indices"], call.params["strides"] or (1,) * len(before)
+        same = [s == 0 and t == 1 and a == b for s, t, a, b in zip(starts, strides, before, after, strict=True)]
+    new = Rules()
+    dims = tuple(
+        new.dim(b, "parallel") if keep else new.dim(math.gcd(b, a), "special")
+        for keep, b, a in zip(same, before, after, strict=True)
+    )
+    scalars: list[Dims] = [() for _ in call.operands[1:]]
+    return new.rule([dims, *scalars], [dims])
+
+
+def iota(call: Call) -> Rule:
+    """A block's values depend on where it is: its own offset makes it, without communication."""
+    new = Rules()
+    return new.rule([], [new.dims(shape(call.results[0]), "special")])
+
+
+def ragged_dot(call: Call) -> Rule:
+    """A product whose lhs is cut into groups of rows (or of contracted or batch indices)."""
+    numbers = call.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    lhs, rhs, groups = (shape(aval) for aval in call.operands[:3])
+    new = Rules()
+    ragged = set(numbers.lhs_ragged_dimensions)
+
+    def factor(d: int, kind: FactorKind) -> Dim:
+        return new.dim(lhs[d], "replicate" if d in ragged else kind)
+
+    left = {d: factor(d, "sum" if d in lhs_contract else "parallel") for d in range(len(lhs))}
+    right = {d: left[e] for d, e in zip((*rhs_contract, *rhs_batch), (*lhs_contract, *lhs_batch), strict=True)}
+    for d in range(len(rhs)):
+        if d not in right:
+            right[d] = new.dim(rhs[d], "replicate" if d in numbers.rhs_group_dimensions else "parallel")
+    out = [left[d] for d in lhs_batch]
+    out += [left[d] for d in range(len(lhs)) if d not in (*lhs_contract, *lhs_batch)]
+    gone = (*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions)
+    out += [right[d] for d in range(len(rhs)) if d not in gone]
+    if ragged & set(lhs_contract):  # one product a group
+        out.insert(0, new.dim(groups[-1], "replicate"))
+    assert len(out) == len(shape(call.results[0])), numbers
+    tensors = [tuple(left[d] for d in range(len(lhs))), tuple(right[d] for d in range(len(rhs)))]
+    return new.rule([*tensors, *(new.dims(shape(a), "replicate") for a in call.operands[2:])], [tuple(out)])
+
+
+def batched(core: int) -> Callable[[Call], Rule]:
+    """Linear algebra: the first operand's dims but the last `core` are a batch that every tensor leads with."""
+
+    def describe(call: Call) -> Rule:
+        new = Rules()
+        size = shape(call.operands[0])
+        batch = len(size) - core
+        shared = new.dims(size[:batch], "parallel")
+
+        def tensor(aval: Any) -> Dims:
+            assert shape(aval)[:batch] == size[:batch], (size, shape(aval))
+            return (*shared, *new.dims(shape(aval)[batch:], "replicate"))
+
+        return new.rule([tensor(a) for a in call.operands], [tensor(a) for a in call.results])
+
+    return describe
+
+
+def leading(kind: FactorKind) -> Callable[[Call], Rule]:
+    """The dims that the first operand and the result have in common lead; the others are of `kind`."""
+
+    def describe(call: Call) -> Rule:
+        new = Rules()
+        before, after = shape(call.operands[0]), shape(call.results[0])
+        common = new.dims(before[: min(len(before), len(after))], "parallel")
+
+        def tensor(size: tuple[int, ...]) -> Dims:
+            assert size[: len(common)] == before[: len(common)], (before, after)
+            return (*common, *new.dims(size[len(common) :], kind))
+
+        return new.rule([tensor(before)], [tensor(after)])
+
+    return describe
+
+
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2
+    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 xor zeta
+"""
+
+_SHARDY = """
+    broadcast_in_dim dot_general fft reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor rev
+    sort transpose
+"""
+SHARDY = frozenset(_SHARDY.split())
+
+
+def _table() -> dict[str, Callable[[Call], Rule]]:
+    table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(_ELEMENTWISE.split(), elementwise)
+    table |= dict.fromkeys(("optimization_barrier", "device_put", "pvary", "reshard"), pairs)
+    table |= dict.fromkeys(("rng_bit_generator", "rng_uniform", "random_gamma"), replicated)
+    table |= dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), along("axis", "special"))
+    table |= dict.fromkeys(("argmax", "argmin"), reducing("axes", "special"))
+    table |= dict.fromkeys(
+        ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product"), batched(2)
+    )
+    table |= dict.fromkeys(("lu", "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve"), batched(2))
+    table |= dict.fromkeys(("cholesky_update", "tridiagonal"), batched(2))
+    table |= dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), batched(1))
+    table |= dict.fromkeys(("reshape", "squeeze"), reshape)
+    table |= dict.fromkeys(("concatenate", "split"), joined)
+    table |= dict.fromkeys(("stack", "unstack"), stacked)
+    table |= dict.fromkeys(("pad", "slice"), touched)
+    table |= dict.fromkeys(
+        ("random_split", "random_wrap", "random_unwrap", "bitcast_convert_type"), leading("replicate")
+    )
+    table |= {
+        "reduce": reducing("dimensions", "replicate"),
+        "top_k": selecting("axis", "special"),
+        "approx_top_k": selecting("reduction_dimension", "replicate"),
+        "tile": tile,
+        "iota": iota,
+        "ragged_dot_general": ragged_dot,
+        "random_bits": leading("special"),
+    }
+    return {**table, **INDEXING, **WINDOWS}
+
+
+TABLE: Mapping[str, Callable[[Call], Rule]] = _table()

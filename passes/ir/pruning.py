@@ -1,0 +1,195 @@
+"""Removes what nobody reads, and numbers what is left densely.
+
+An op is live if one of its results is read by a live op or by an output, or if it has effects. Liveness goes backward
+through a block once. Through control flow it goes value by value:
+
+    scan     a carry is live if its final value is, or if the body reads it for something live (least fixed point)
+    while    likewise, and every carry that the condition reads
+    cond     a result that is not read is removed from every branch
+    optimization_barrier    result i keeps operand i alive, and no other
+
+so a scan stops carrying, and stacking, what is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.passes.ir.keys import Keys
+
+
+def prune(graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None) -> Graph:
+    """The same program without dead ops, dead control-flow operands and results, and unused constants.
+
+    Args:
+      graph: any graph.
+      keys: writes the keys of ops that change; a new one by default.
+      keep_inputs: the number of leading block inputs that are the step's arguments and stay even if unused; by default
+        all but the constants.
+    """
+    return prune_tracked(graph, keys, keep_inputs=keep_inputs)[0]
+
+
+def live_block(block: Block) -> Block:
+    """A block without what its outputs do not need; nothing is renumbered, and all inputs stay."""
+    return Block(block.inputs, _live_ops(block.ops, block.outputs)[0], block.outputs)
+
+
+def prune_tracked(
+    graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None
+) -> tuple[Graph, dict[int, int]]:
+    """As `prune`, with the old index of every op by its new index."""
+    keep = len(graph.block.inputs) - len(graph.constants) if keep_inputs is None else keep_inputs
+    ops, live = _live_ops(graph.block.ops, graph.block.outputs)
+    kept_constants = [i for i, value in enumerate(graph.block.inputs[keep:]) if value in live]
+    inputs = (*graph.block.inputs[:keep], *(graph.block.inputs[keep + i] for i in kept_constants))
+    numbering = _Numbering(graph.values, keys or Keys())
+    block = numbering.block(Block(inputs, ops, graph.block.outputs))
+    constants = tuple(graph.constants[i] for i in kept_constants)
+    return Graph(tuple(numbering.values), block, constants), numbering.origin
+
+
+def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[int]]:
+    """The live ops, their control flow pruned, and every value that they or the outputs read."""
+    live = {atom for atom in outputs if isinstance(atom, int)}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        used = [result in live for result in op.results]
+        if not (op.has_effects or any(used)):
+            continue
+        op = _RULES[op.name](op, used) if op.name in _RULES else op
+        kept.append(op)
+        live.update(atom for atom in op.operands if isinstance(atom, int))
+    return tuple(reversed(kept)), live
+
+
+def _scan(op: Op, used: list[bool]) -> Op:
+    """Removes carries, stacked results, constants and scanned inputs that are not read."""
+    (body,) = op.bodies
+    consts, carries = op.params["num_consts"], op.params["num_carry"]
+    carry, live = _carried(body, body.inputs[consts : consts + carries], used[:carries], used[carries:])
+    outputs = [*carry, *used[carries:]]
+    inputs = [value in live for value in body.inputs]
+    inputs[consts : consts + carries] = carry
+    if all(inputs) and all(outputs):
+        return _with(op, (Block(body.inputs, _live_ops(body.ops, body.outputs)[0], body.outputs),))
+    pruned = _body(body, inputs, outputs)
+    params = dict(op.params, num_consts=sum(inputs[:consts]), num_carry=sum(carry))
+    return _with(op, (pruned,), params, _select(op.operands, inputs), _select(op.results, outputs))
+
+
+def _while(op: Op, used: list[bool]) -> Op:
+    """Removes carries that neither the condition nor a live carry reads, and unused constants."""
+    cond, body = op.bodies
+    cond_consts, body_consts = op.params["cond_nconsts"], op.params["body_nconsts"]
+    cond_ops, cond_live = _live_ops(cond.ops, cond.outputs)
+    wanted = [u or value in cond_live for u, value in zip(used, cond.inputs[cond_consts:], strict=True)]
+    carry, live = _carried(body, body.inputs[body_consts:], wanted, [])
+    cond_inputs = [*(value in cond_live for value in cond.inputs[:cond_consts]), *carry]
+    body_inputs = [*(value in live for value in body.inputs[:body_consts]), *carry]
+    keep_cond, keep_body = sum(cond_inputs[:cond_consts]), sum(body_inputs[:body_consts])
+    params = dict(op.params, cond_nconsts=keep_cond, body_nconsts=keep_body)
+    bodies = (Block(_select(cond.inputs, cond_inputs), cond_ops, cond.outputs), _body(body, body_inputs, carry))
+    operands = _select(op.operands, [*cond_inputs[:cond_consts], *body_inputs[:body_consts], *carry])
+    return _with(op, bodies, params, operands, _select(op.results, carry))
+
+
+def _cond(op: Op, used: list[bool]) -> Op:
+    """Removes results that nobody reads, and operands that no branch then reads."""
+    inputs = [False] * (len(op.operands) - 1)
+    for branch in op.bodies:
+        _, live = _live_ops(branch.ops, _select(branch.outputs, used))
+        inputs = [needed or value in live for needed, value in zip(inputs, branch.inputs, strict=True)]
+    bodies = tuple(_body(branch, inputs, used) for branch in op.bodies)
+    return _with(op, bodies, None, (op.operands[0], *_select(op.operands[1:], inputs)), _select(op.results, used))
+
+
+def _barrier(op: Op, used: list[bool]) -> Op:
+    return op if all(used) else _with(op, (), None, _select(op.operands, used), _select(op.results, used))
+
+
+_RULES = {"scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": _barrier}
+
+
+def _carried(
+    body: Block, carries: Sequence[int], wanted: Sequence[bool], others: Sequence[bool]
+) -> tuple[list[bool], set[int]]:
+    """The live carries (least fixed point above `wanted`), and all values that the body then reads."""
+    carry = list(wanted)
+    while True:
+        _, live = _live_ops(body.ops, _select(body.outputs, [*carry, *others]))
+        grown = [alive or value in live for alive, value in zip(carry, carries, strict=True)]
+        if grown == carry:
+            return carry, live
+        carry = grown
+
+
+def _body(body: Block, inputs: Sequence[bool], outputs: Sequence[bool]) -> Block:
+    kept = _select(body.outputs, outputs)
+    return Block(_select(body.inputs, inputs), _live_ops(body.ops, kept)[0], kept)
+
+
+def _select(items: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(item for item, keep in zip(items, mask, strict=True) if keep)
+
+
+def _with(
+    op: Op,
+    bodies: tuple[Block, ...],
+    params: Any = None,
+    operands: tuple[Atom, ...] | None = None,
+    results: tuple[int, ...] | None = None,
+) -> Op:
+    """`op` with other parts; its key is None, to be written when it is numbered."""
+    return Op(
+        op.index,
+        op.primitive,
+        op.params if params is None else params,
+        op.operands if operands is None else operands,
+        op.results if results is None else results,
+        bodies,
+        op.source,
+        None,
+        op.ctx,
+        op.has_effects,
+    )
+
+
+class _Numbering:
+    """Numbers values and ops densely, in program order."""
+
+    def __init__(self, values: Sequence[Value], keys: Keys) -> None:
+        self.values: list[Value] = []
+        self._old = values
+        self._new: dict[int, int] = {}
+        self._keys = keys
+        self._ops = 0
+        self.origin: dict[int, int] = {}
+
+    def block(self, block: Block) -> Block:
+        inputs = tuple(map(self._define, block.inputs))
+        ops = tuple(map(self._op, block.ops))
+        return Block(inputs, ops, tuple(map(self._read, block.outputs)))
+
+    def _op(self, op: Op) -> Op:
+        operands = tuple([self._read(atom) for atom in op.operands])
+        bodies = tuple(map(self.block, op.bodies)) if op.bodies else ()
+        results = tuple(map(self._define, op.results))
+        index, key = self._ops, op.key
+        self._ops += 1
+        self.origin[index] = op.index
+        if key is None:
+            head = self._keys.head(op.primitive, op.params, structured=bool(bodies))
+            described = [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands]
+            key = self._keys.key(head, described, [self._keys.block(body, self.values.__getitem__) for body in bodies])
+        return Op(index, op.primitive, op.params, operands, results, bodies, op.source, key, op.ctx, op.has_effects)
+
+    def _define(self, value: int) -> int:
+        number = self._new[value] = len(self.values)
+        self.values.append(self._old[value])
+        return number
+
+    def _read(self, atom: Atom) -> Atom:
+        return atom if isinstance(atom, Lit) else self._new[atom]

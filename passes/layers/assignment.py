@@ -1,0 +1,469 @@
+"""From layers to stages: where every operation of the step runs.
+
+A forward operation runs on the stage of its layer. Its value v is *available* on A(v): the stage that makes it and
+those whose forward operations read it, since it is sent there anyway. Parameters, and what is made of them, are
+available where the forward pass reads them.
+
+Backward operations are placed in three sweeps.
+
+    down     in program order: an operation runs no higher than the cotangents that it reads; below that bound it takes
+             the highest stage on which every forward value that it reads is available. A gradient product x^T dy thus
+             runs where the forward product did, even if x was made on the stage before.
+    sums     the additions that join contributions to one accumulator from different stages are dissolved: each stage
+             accumulates what it makes.
+    sink     in reverse: an operation that reads no forward value may follow its users to a lower stage if that
+             sends no more bytes: operands that go there anyway are free. The bias gradient of a stage's last layer
+             thus runs with the bias, and a residual stream's addition stays where both summands are.
+
+The accumulation of a contribution runs with it. Operations after the scan follow their largest operand that has a home:
+parameters are at home where the forward pass reads them, accumulators where they are filled, optimizer state where its
+operations are; operations on scalars of several stages run on the lowest of them. What has none (functions of a step
+counter) follows its lowest user. Operations before the scan run where their users do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Op, Value
+from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.layers.forward import accumulators
+from alpa_lite.passes.layers.types import Assignment, Layering
+
+
+def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
+    """Gives every operation of the scan's body and of the top block a stage.
+
+    Args:
+      layering: the layers.
+      cuts: the number of the first layer of each stage after the first; rising.
+
+    Raises:
+      OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
+    """
+    check_cuts(layering, cuts)
+    return _Assigner(layering, cuts).assignment()
+
+
+def stages(layering: Layering, cuts: Sequence[int]) -> Mapping[int, int]:
+    """The stage of every operation of the scan's body, as `assign` has it, for less work."""
+    return _placed(layering, cuts).stage
+
+
+def check_cuts(layering: Layering, cuts: Sequence[int]) -> None:
+    """Raises OptionError unless `cuts` rise strictly within 1 .. number of layers - 1."""
+    bounds = [0, *cuts, len(layering.layers)]
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise OptionError(
+            f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to "
+            f"{len(layering.layers) - 1}, for {len(layering.layers)} layers"
+        )
+
+
+def _placed(layering: Layering, cuts: Sequence[int]) -> _Assigner:
+    assigner = _Assigner(layering, cuts)
+    assigner.place_body()
+    return assigner
+
+
+class _Assigner:
+    """The tables that one assignment fills."""
+
+    def __init__(self, layering: Layering, cuts: Sequence[int]) -> None:
+        self.layering = layering
+        self.stages = len(cuts) + 1
+        self.scan = layering.scan_op
+        self.body = layering.body
+        self.outputs = frozenset(v for v in self.body.outputs if isinstance(v, int))
+        self.values: Sequence[Value] = layering.traced.graph.values
+        top = layering.traced.graph.block.ops
+        at = top.index(self.scan)
+        self.before, self.after = top[:at], top[at + 1 :]
+        self.defined = {value: op for op in (*self.body.ops, *top) for value in op.results}
+        self.users: dict[int, list[Op]] = {}
+        for op in (*self.body.ops, *self.before, *self.after):
+            for value in dict.fromkeys(reads(op)):
+                self.users.setdefault(value, []).append(op)
+        self.inner: dict[int, list[int]] = {}  # operand of the scan -> inputs of its body
+        for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
+            if isinstance(outer, int):
+                self.inner.setdefault(outer, []).append(inner)
+        self.stage: dict[int, int] = {}
+        self.shared: set[int] = set()
+        for number, layer in enumerate(layering.layers):
+            stage = sum(number >= first for first in cuts)
+            self.stage.update((index, stage) for index in layer.ops)
+        self.backward = [op for op in self.body.ops if op.index not in layering.forward]
+        consts, carries = self.scan.params["num_consts"], self.scan.params["num_carry"]
+        self.consts, self.carries = consts, carries
+        self.sums = accumulators(self.body, consts, carries)
+        self.available: dict[int, tuple[int, ...]] = {}
+        self.dissolved: set[int] = set()
+        self.split_sums: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+
+    def place_body(self) -> None:
+        """Places the body's ops."""
+        forward = [op for op in self.body.ops if op.index in self.layering.forward]
+        self.follow_users(forward, forward)
+        self.find_available()
+        self.down()
+        owners = self.owners()
+        self.split()
+        self.sink(owners)
+        self.follow_users(self.backward, self.body.ops)
+        self.follow_users(forward, self.body.ops)
+
+    def assignment(self) -> Assignment:
+        """Everything, in the order in which it is known."""
+        self.place_body()
+        weight = self.weights()
+        home = self.update()
+        return Assignment(
+            self.stages,
+            dict(self.stage),
+            frozenset(op.index for op in self.backward),
+            weight,
+            tuple(self.split_sums),
+            frozenset(self.dissolved),
+            frozenset(self.shared),
+            home,
+        )
+
+    # -- the forward pass -----------------------------------------------------------------------------------------
+
+    def stages_of(self, op: Op, among: set[int] | None = None) -> set[int]:
+        """Where an op runs: one stage, or for a free op those of its users, followed through other free ops."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        stack = [op]
+        while stack:
+            top = stack.pop()
+            for user in (u for value in top.results for u in self.users.get(value, ())):
+                if user.index in seen or (among is not None and user.index not in among):
+                    continue
+                seen.add(user.index)
+                if user.index in self.layering.free:
+                    stack.append(user)
+                elif user.index in self.stage:
+                    found.add(self.stage[user.index])
+        return found
+
+    def follow_users(self, ops: Iterable[Op], users: Iterable[Op]) -> None:
+        """Free ops run where those of `users` are that read them: shared if on several stages."""
+        among = {op.index for op in users}
+        for op in ops:
+            if op.index in self.layering.free:
+                found = self.stages_of(op, among)
+                if found:
+                    self.stage[op.index] = min(found)
+                elif op.index not in self.stage:
+                    self.stage[op.index] = self.stages - 1
+                if len(found) > 1:
+                    self.shared.add(op.index)
+
+    def find_available(self) -> None:
+        """A(v) for forward values and the body's inputs, ascending; nothing for what the forward pass does not read.
+
+        Of the batch, masks are made wherever they are used: these users do not draw the gradient products of others.
+        """
+        forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
+        for value in self.body.inputs[: self.consts]:
+            self.available[value] = self.forward_users(value, forward)
+        for value in self.body.inputs[self.consts + self.carries :]:
+            heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free}
+            self.available[value] = self.forward_users(value, heavy or forward)
+        for op in self.body.ops:
+            for value in op.results if op.index in forward else ():
+                where = set(self.forward_users(value, forward))
+                if op.index not in self.layering.free:
+                    where.add(self.stage[op.index])
+                elif not where:  # only the backward pass reads what is made of these parameters
+                    where = {s for v in reads(op) for s in self.available.get(v, ())}
+                self.available[value] = tuple(sorted(where))
+        self.available = {value: where for value, where in self.available.items() if where}
+
+    def forward_users(self, value: int, forward: set[int]) -> tuple[int, ...]:
+        """The stages whose forward ops read a value, through free ops too."""
+        where: set[int] = set()
+        for user in self.users.get(value, ()):
+            if user.index in forward:
+                is_free = user.index in self.layering.free
+                where |= self.stages_of(user, forward) if is_free else {self.stage[user.index]}
+        return tuple(sorted(where))
+
+    # -- the backward pass ----------------------------------------------------------------------------------------
+
+    def down(self) -> None:
+        """Each backward op: the highest stage, no higher than its cotangents, that has the forward values it reads."""
+        for op in self.backward:
+            if op.index in self.layering.free:
+                continue
+            highest = self.stages - 1
+            kept: list[tuple[int, ...]] = []
+            for value in reads(op):
+                if value in self.available:
+                    kept.append(self.available[value])
+                elif value in self.defined and self.defined[value].index in self.stage:
+                    highest = min(highest, self.stage[self.defined[value].index])
+            self.stage[op.index] = _meet(kept, highest)
+
+    def owners(self) -> dict[int, int]:
+        """Accumulator -> the stage that it should be on: its parameter's, where that is known."""
+        owner: dict[int, int] = {}
+        homes = self.parameter_homes()
+        groups = _same_shape_groups(self.after, self.values)
+        by_group: dict[int, int] = {}
+        for value, stage in homes.items():
+            group = groups.get(value)
+            if group is not None:
+                by_group[group] = min(stage, by_group.get(group, stage))
+        times = Counter(value for op in self.after for value in reads(op))
+        for op in reversed(self.after):  # through what is not elementwise, such as the transpose of a lookup
+            found = [by_group[groups[v]] for v in op.results if groups.get(v) in by_group]
+            for value in reads(op) if found else ():
+                if self.values[value].shape and times[value] == 1:
+                    by_group.setdefault(groups.setdefault(value, value), min(found))
+        for number in self.sums:
+            group = groups.get(self.scan.results[number])
+            if group in by_group:
+                owner[number] = by_group[group]
+        return owner
+
+    def parameter_homes(self) -> dict[int, int]:
+        """Input of the top block -> the lowest stage whose forward pass reads it, directly or through free ops."""
+        homes: dict[int, int] = {}
+        inner = dict(zip(self.body.inputs, self.scan.operands, strict=True))
+        for value, where in self.available.items():
+            source = inner.get(value)
+            if isinstance(source, int):
+                homes[source] = min(where[0], homes.get(source, where[0]))
+        for op in reversed(self.before):
+            found = [homes[v] for v in op.results if v in homes]
+            for value in reads(op) if found else ():
+                homes[value] = min(*found, homes.get(value, self.stages))
+        return homes
+
+    def split(self) -> None:
+        """Finds the accumulators whose contributions come from several stages, and dissolves what joins them."""
+        for number, (adding, contribution) in sorted(self.sums.items()):
+            if adding.index in self.layering.forward:
+                continue
+            joins: list[Op] = []
+            summands = self.summands(contribution, joins)
+            if len({stage for _, stage in summands}) > 1:
+                self.split_sums.append((number, tuple(summands)))
+                self.dissolved.update(op.index for op in (*joins, adding))
+
+    def summands(self, value: int, joins: list[Op]) -> list[tuple[int, int]]:
+        """(value, stage) of what is added up, looking through additions that nobody else reads."""
+        op = self.defined.get(value)
+        if op is None or op.index in self.layering.forward or op.index not in self.stage:
+            return [(value, self.stage.get(op.index, 0) if op is not None else 0)]
+        if op.name in ("add_any", "add") and len(self.users.get(value, ())) == 1 and len(reads(op)) == 2:
+            inner: list[Op] = []
+            parts = [part for operand in reads(op) for part in self.summands(operand, inner)]
+            if len({stage for _, stage in parts}) > 1:
+                joins += [op, *inner]
+                return parts
+        return [(value, self.stage[op.index])]
+
+    def sink(self, owners: Mapping[int, int]) -> None:
+        """Moves ops that read no forward value to their users' lower stage where that sends no more bytes."""
+        adding = {op.index: (number, value) for number, (op, value) in self.sums.items()}
+        before = dict(self.stage)
+        for index, (number, _) in adding.items():
+            if index in self.stage and index not in self.layering.forward and number in owners:
+                self.stage[index] = min(self.stage[index], owners[number])
+        for op in reversed(self.backward):
+            if op.index in self.layering.free or op.index in adding or op.index in self.dissolved:
+                continue
+            here = self.stage[op.index]
+            users = [u for v in op.results for u in self.users.get(v, ()) if u.index in self.stage]
+            users = [u for u in users if u.index not in self.dissolved]
+            if not users or any(self.returned(v) for v in op.results):
+                continue
+            goal = max(self.stage[u.index] for u in users)
+            if goal < here and self.can_sink(op, goal) and self.sent(op, goal) <= self.saved(op):
+                self.stage[op.index] = goal
+        self.rise(before)
+        for index, (_, value) in adding.items():
+            op = self.defined.get(value)
+            if index not in self.dissolved and op is not None and op.index in self.stage:
+                self.stage[index] = self.stage[op.index]
+        for number, summands in enumerate(self.split_sums):
+            carry, parts = summands
+            moved = tuple((v, self.stage[self.defined[v].index] if v in self.defined else s) for v, s in parts)
+            self.split_sums[number] = carry, moved
+        for op in self.backward:
+            if op.index in self.dissolved:
+                self.stage[op.index] = min(
+                    self.stage[self.defined[v].index]
+                    for v in reads(op)
+                    if v in self.defined and self.defined[v].index in self.stage
+                )
+
+    def rise(self, before: Mapping[int, int]) -> None:
+        """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
+        alone: dict[
+            int, int
+        ] = {}  # op -> the only sum that its results reach, -1 for the only way out; none of several
+        several: set[int] = set()
+        adding = {op.index: number for number, (op, _) in self.sums.items()}
+        placed = {op.index for op in self.backward}
+        for op in reversed(self.backward):
+            users = [u.index for v in op.results for u in self.users.get(v, ())]
+            found = {alone.get(u, -1) for u in users if u in alone or u not in placed}
+            if op.index in adding:
+                alone[op.index] = adding[op.index]
+            elif len(found) > 1 or not several.isdisjoint(users):
+                several.add(op.index)
+            elif found:
+                (alone[op.index],) = found
+        for op in self.backward:
+            if self.stage.get(op.index) == before.get(op.index):
+                continue
+            made = [self.defined[v].index for v in reads(op) if v in self.defined]
+            stages = [self.stage[i] for i in made if i in alone and i in self.stage]
+            if any(s > self.stage[op.index] for s in stages):
+                self.stage[op.index] = min(stages)
+
+    def returned(self, value: int) -> bool:
+        """Whether the body returns a value as it is."""
+        return value in self.outputs
+
+    def can_sink(self, op: Op, stage: int) -> bool:
+        """Whether every forward value that an op reads is available on a stage."""
+        return all(stage in self.available[v] for v in reads(op) if v in self.available)
+
+    def sent(self, op: Op, stage: int) -> int:
+        """Bytes that go to a stage only for this op."""
+        total = 0
+        for value in dict.fromkeys(reads(op)):
+            made = self.defined.get(value)
+            if value in self.available or made is None or made.index in self.layering.free:
+                continue
+            others = (u for u in self.users[value] if u is not op and u.index in self.stage)
+            if self.stage[made.index] != stage and all(self.stage[u.index] != stage for u in others):
+                total += self.values[value].nbytes
+        return total
+
+    def saved(self, op: Op) -> int:
+        """Bytes of an op's results that lower stages read."""
+        return sum(self.values[v].nbytes for v in op.results)
+
+    def weights(self) -> frozenset[int]:
+        """The backward ops that feed accumulators alone, by a way that neither leaves the stage nor enters a layer.
+
+        An op whose results reach a lower layer is part of the way of the cotangents. Where a layer's backward pass
+        begins is found by placing every layer on a stage of its own.
+        """
+        layers = len(self.layering.layers)
+        layer = self.stage if layers == self.stages else _placed(self.layering, range(1, layers)).stage
+        adding = {op.index for op, _ in self.sums.values()}
+        found: set[int] = set()
+        for op in reversed(self.backward):
+            users = [u for v in op.results for u in self.users.get(v, ()) if u.index not in self.dissolved]
+            stays = all(
+                u.index in found and self.stage[u.index] == self.stage[op.index] and layer[u.index] == layer[op.index]
+                for u in users
+            )
+            if op.index not in self.dissolved and (
+                op.index in adding or (stays and self.outputs.isdisjoint(op.results))
+            ):
+                found.add(op.index)
+        return frozenset(found)
+
+    # -- the update ---------------------------------------------------------------------------------------------
+
+    def update(self) -> dict[int, int]:
+        """Places the ops of the top block, and finds the home of each of its inputs."""
+        home = self.parameter_homes()
+        split = {number: [stage for _, stage in parts] for number, parts in self.split_sums}
+        for number, value in enumerate(self.scan.results):
+            out = self.body.outputs[number]
+            if number in split:
+                home[value] = min(split[number])
+            elif isinstance(out, int) and out in self.defined:
+                home[value] = self.stage[self.defined[out].index]
+        for op in self.after:  # what has a home draws its operations
+            where = self.largest(op, home)
+            if where is not None:
+                self.place(op, where, home)
+        for op in reversed(self.after):  # what has none follows its users
+            if op.index not in self.stage:
+                self.place(op, min(self.stages_of_users(op), default=0), home)
+            for value in reads(op):
+                if value not in home and value not in self.defined:
+                    home[value] = self.stage[op.index]
+        runs: dict[int, set[int]] = {}
+        for op in reversed(self.before):
+            found = self.stages_of_inner_users(op)
+            for user in (u for v in op.results for u in self.users.get(v, ())):
+                found |= runs.get(user.index, set())
+            self.place(op, min(found, default=0), home)
+            runs[op.index] = found if op.index in self.layering.free else {self.stage[op.index]}
+            if len(runs[op.index]) > 1:
+                self.shared.add(op.index)
+            for value in reads(op):
+                if value not in self.defined:
+                    home[value] = min(home.get(value, self.stages), self.stage[op.index])
+        inner = dict(zip(self.scan.operands, self.body.inputs, strict=True))
+        for value in self.layering.traced.graph.block.inputs:
+            if value not in home and value in inner:
+                users = [self.stage[u.index] for u in self.users.get(inner[value], ()) if u.index in self.stage]
+                home[value] = min(users, default=0)
+        inputs = self.layering.traced.graph.block.inputs
+        return {value: home.get(value, 0) for value in inputs}
+
+    def place(self, op: Op, stage: int, home: dict[int, int]) -> None:
+        self.stage[op.index] = stage
+        home.update((value, stage) for value in op.results)
+
+    def largest(self, op: Op, home: Mapping[int, int]) -> int | None:
+        """The stage of the largest operand that has a home, the lowest among equals; None if none has."""
+        found = [(-self.values[v].nbytes, home[v]) for v in reads(op) if v in home]
+        return min(found)[1] if found else None
+
+    def stages_of_users(self, op: Op) -> set[int]:
+        return {self.stage[u.index] for v in op.results for u in self.users.get(v, ()) if u.index in self.stage}
+
+    def stages_of_inner_users(self, op: Op) -> set[int]:
+        """The stages of an op before the scan: those of its users, within the body too."""
+        found = self.stages_of_users(op)
+        for inner in (i for value in op.results for i in self.inner.get(value, ())):
+            for user in self.users.get(inner, ()):
+                several = self.stages_of(user) if user.index in self.shared else set()
+                found |= several | {self.stage[user.index]}
+        return found
+
+
+def _meet(kept: Sequence[tuple[int, ...]], highest: int) -> int:
+    """The highest stage up to `highest` in all sets; if there is none, the lowest of what each would take."""
+    common = set(range(highest + 1)).intersection(*kept) if kept else {highest}
+    if common:
+        return max(common)
+    below = [max(s for s in where if s <= highest) for where in kept if where[0] <= highest]
+    return min(below, default=highest)
+
+
+def _same_shape_groups(ops: Iterable[Op], values: Sequence[Value]) -> dict[int, int]:
+    """Value -> group: values of more than one element that elementwise operations combine."""
+    parent: dict[int, int] = {}
+
+    def find(value: int) -> int:
+        while parent.setdefault(value, value) != value:
+            parent[value] = parent[parent[value]]
+            value = parent[value]
+        return value
+
+    for op in ops:
+        if len(op.results) != 1 or not values[op.results[0]].shape:
+            continue
+        shape = values[op.results[0]].shape
+        for value in reads(op):
+            if values[value].shape == shape:
+                parent[find(value)] = find(op.results[0])
+    return {value: find(value) for value in list(parent)}

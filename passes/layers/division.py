@@ -1,0 +1,198 @@
+"""From a step over micro-batches to the step that is cut into stages.
+
+    divisible   cuts scans over layers as finely as layers are wanted, so that stages may begin between any two
+                iterations, and finds the layers. On these the search prices and chooses.
+    divided     cuts the scans where the chosen stages begin and nowhere else, so that each stage has one shorter scan,
+                and makes the stages that rematerialise compute again what they do not save.
+
+The layers of the one and of the other correspond: an operation of the second is in the layer of the first that its
+first iteration was in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.passes import factors
+from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.rewriting import Rewritten
+from alpa_lite.passes.layers import assignment as layering_stages
+from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
+from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers.scans import Cut
+from alpa_lite.passes.layers.types import Assignment, Layer, Layering
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.strategy import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Divisible:
+    """A step in layers.
+
+    Attributes:
+      accumulated: the step, its scans whole.
+      rules: of its operations.
+      fine: the step with its scans cut finely; None if it has none over layers.
+      layering: of the finely cut step.
+    """
+
+    accumulated: Accumulated
+    rules: Mapping[object, Rule]
+    fine: Cut | None
+    layering: Layering
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A step ready to be cut into stages.
+
+    Attributes:
+      accumulated: the step; scans are cut where stages begin, and what is not saved is computed again.
+      layering: its layers; they may be fewer than those that were priced.
+      assignment: of its operations to stages.
+    """
+
+    accumulated: Accumulated
+    layering: Layering
+    assignment: Assignment
+
+
+def divisible(accumulated: Accumulated, *, max_layers: int) -> Divisible:
+    """The layers of a step. Scans over layers are cut into equal parts, half of `max_layers` at most."""
+    step = accumulated.traced
+    rules = factors.rules_of(step.graph.ops(), step.graph.values)
+    points: dict[int, tuple[int, ...]] = {}
+    for op in scans.layer_scans(step, accumulated.scan):
+        found = scans.even_points(op.params["length"], max(1, max_layers // 2))
+        if found:
+            points[op.index] = found
+    if not points:
+        layers = layering.layering(step, accumulated.scan, rules, max_layers=max_layers)
+        return Divisible(accumulated, rules, None, layers)
+    fine = scans.cut_scans(step, accumulated.scan, points, rules, split_arguments=True)
+    fine_rules = factors.rules_of(fine.traced.graph.ops(), fine.traced.graph.values)
+    layers = layering.layering(fine.traced, fine.scan, fine_rules, max_layers=max_layers)
+    return Divisible(accumulated, rules, fine, layers)
+
+
+def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> Divided:
+    """The step for given stages.
+
+    Args:
+      cuts: the first of `step.layering.layers` of each stage after the first; rising.
+      remat: of each stage; empty for none.
+
+    Raises:
+      OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
+    """
+    layering_stages.check_cuts(step.layering, cuts)
+    layers, cuts = _coarse(step, cuts)
+    if any(choice != "none" for choice in remat):
+        layers = rematerialised(layers, cuts, remat)
+    accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
+    return Divided(accumulated, layers, layering_stages.assign(layers, cuts))
+
+
+def _coarse(step: Divisible, cuts: Sequence[int]) -> tuple[Layering, list[int]]:
+    """The layers of the step cut at stages alone, and the first of each stage."""
+    fine = step.fine
+    if fine is None:
+        return step.layering, list(cuts)
+    before = step.accumulated
+    points = scans.kept_points(fine, step.layering, cuts)
+    coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=True)
+    rules = factors.rules_of(coarse.traced.graph.ops(), coarse.traced.graph.values)
+    whole = layering.layering(coarse.traced, coarse.scan, rules, max_layers=1)
+    number_of = {fine.part(i): n for n, layer in enumerate(step.layering.layers) for i in layer.ops}
+    number_of = {part: n for part, n in number_of.items() if part[0] >= 0}
+    made: dict[int, int] = {}  # value -> layer
+    numbers: dict[int, list[int]] = {}
+    ops = {op.index: op for op in whole.body.ops}
+    for index in whole.order:
+        known = [made[v] for v in reads(ops[index]) if v in made]
+        number = number_of.get(coarse.part(index), max(known, default=0))
+        made.update(dict.fromkeys(ops[index].results, number))
+        numbers.setdefault(number, []).append(index)
+    firsts = sorted(numbers)
+    layers = []
+    for first, stop in zip(firsts, [*firsts[1:], len(step.layering.layers)], strict=True):
+        some = step.layering.layers[first:stop]
+        layers.append(
+            Layer(
+                tuple(numbers[first]),
+                sum(layer.seconds for layer in some),
+                sum(layer.flops for layer in some),
+                " ".join(layer.fingerprint for layer in some),
+                some[-1].bytes_out,
+            )
+        )
+    starts = [sum(first < cut for first in firsts) for cut in cuts]
+    return replace(whole, layers=tuple(layers)), starts
+
+
+def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice]) -> Layering:
+    """The step in which the backward pass of each stage computes again what its choice does not save.
+
+    Args:
+      cuts: the first layer of each stage after the first.
+      remat: of each stage.
+
+    Returns:
+      The same layers of the new step.
+    """
+    bounds = [0, *cuts, len(layers.layers)]
+    choice_of: dict[int, Choice] = {
+        index: choice
+        for (first, stop), choice in zip(itertools.pairwise(bounds), remat, strict=True)
+        for layer in layers.layers[first:stop]
+        for index in layer.ops
+    }
+    wanted: dict[int, Choice] = {
+        op.index: choice_of[op.index]
+        for op in layers.body.ops
+        if scan_rematerialisation.dropped(op, layers.body, choice_of.get(op.index, "none"))
+    }
+    if wanted:
+        result = scan_rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
+        layers = _carried_over(layers, result)
+        wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
+    stage_of = layering_stages.stages(layers, cuts)
+    saved = rematerialisation.choices(layers)
+    made = {v: op for op in layers.body.ops if op.index in layers.forward for v in op.results}
+    own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
+    again = {number for number, choice in enumerate(remat) if choice != "none"}
+    kept = {
+        v for op in layers.body.ops for v in reads(op)
+        if v in made and stage_of.get(made[v].index) != stage_of.get(op.index)
+    }  # fmt: skip
+    for number in again:
+        mine = {index for layer in own[number] for index in layer.ops}
+        kept |= {v for v in saved[remat[number]] if made[v].index in mine}
+    kept |= {v for v, op in made.items() if op.index in wanted}
+    kept -= {v for v in kept if made[v].index in layers.free}
+    result = rematerialisation.rematerialise(
+        layers.traced,
+        layers.scan,
+        [layer.ops for number in sorted(again) for layer in own[number]],
+        [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again],
+        kept,
+        free=layers.free,
+        stages=stage_of,
+    )
+    return _carried_over(layers, result)
+
+
+def _carried_over(layers: Layering, result: Rewritten) -> Layering:
+    """The same layers of the rewritten step."""
+    place = {before: new for new, before in result.origin.items() if new not in result.copies}
+    return replace(
+        layers,
+        traced=result.traced,
+        scan=result.scan,
+        forward=frozenset(place[i] for i in layers.forward if i in place),
+        layers=tuple(replace(layer, ops=tuple(place[i] for i in layer.ops if i in place)) for layer in layers.layers),
+        order=tuple(place[i] for i in layers.order if i in place),
+        free=frozenset(new for new, before in result.origin.items() if before in layers.free),
+    )

@@ -1,0 +1,229 @@
+"""Keeping less for the backward pass: what is not saved is computed again.
+
+The backward pass of a micro-batch reads values of its forward pass, which live from one to the other; with several
+micro-batches in flight that is most of a stage's memory. Given the values to save, every other forward value that a
+backward operation reads is made again by copies of forward operations. For each layer, the values that enter the copies
+go through one `optimization_barrier`, without which XLA would merge the copies with the originals; the cotangent of the
+first backward operation that needs them goes through it too, so that nothing is computed again before its time. Each
+copy stands right before its first use. A copied random draw has the same key, so it draws the same numbers. What needs
+no activation (masks, casts of parameters) passes no barrier: all stages may need it, and none may wait for another's.
+
+    choice      saved                                                       computed again
+    none        everything                                                  nothing
+    selective   what crosses layers, and the results of convolutions,       elementwise operations, norms, softmax,
+                loops, sorts, random draws, and products without batch      attention scores
+                dims
+    layer       what crosses layers                                         all of the forward pass
+
+(Chen et al. 2016, sublinear memory; Korthikanti et al. 2022, section 5, for the selective choice. Saving products
+without batch dims is what JAX calls `dots_with_no_batch_dims_saveable`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
+from alpa_lite.passes.ir.ties import Tie, ties
+from alpa_lite.passes.layers.types import Layering
+
+Choice = Literal["none", "selective", "layer"]
+
+_DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+_SAVED = frozenset({"conv_general_dilated", "scan", "while", "cond", "sort", "top_k", "fft"}) | _DRAWS
+
+
+def rematerialise(
+    traced: Traced,
+    scan: int,
+    layers: Sequence[Collection[int]],
+    backward: Collection[int],
+    saved: Collection[int],
+    *,
+    free: Collection[int] = (),
+    stages: Mapping[int, int] | None = None,
+) -> Rewritten:
+    """Makes backward operations read only what is saved, and what none of `layers` makes.
+
+    Args:
+      traced: the step.
+      scan: the index of the scan over micro-batches.
+      layers: forward ops of the scan's body, by index: those that may be copied; one barrier for each layer.
+      backward: the ops of the body, by index, that are to read only saved values.
+      saved: values of the body. What no op of `layers` makes (parameters, what other stages send) needs no mention.
+      free: those of `layers` that need no activation. Any stage can run them: each stage has its own copies.
+      stages: the stage of each op of `layers` and of `backward`, by index; None for one stage.
+
+    Returns:
+      The step. Copies are marked as backward operations in their name stacks, as `jax.checkpoint` marks its own.
+      Forward operations whose results are no longer read are gone.
+    """
+    op = scan_op(traced, scan)
+    rewriter = Rewriter(traced)
+    body = _Body(rewriter, op, layers, frozenset(backward), frozenset(saved), frozenset(free), stages or {}).block()
+    return rewriter.finish(substituted(traced.graph.block, op, [with_body(op, body)]), scan)
+
+
+def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
+    """The values to save for each choice, as `rematerialise` takes them with the layers of `layering`."""
+    layer_of = {index: number for number, layer in enumerate(layering.layers) for index in layer.ops}
+    forward = [op for op in layering.body.ops if op.index in layering.forward]
+    made = {value: op for op in forward for value in op.results}
+    crossing = {
+        value
+        for op in forward
+        for value in reads(op)
+        if value in made
+        and made[value].index not in layering.free
+        and layer_of[made[value].index] != layer_of[op.index]
+    }
+    kept = {value for op in forward if is_kept(op) for value in op.results}
+    return {"none": frozenset(made), "selective": frozenset(crossing | kept), "layer": frozenset(crossing)}
+
+
+def is_kept(op: Op) -> bool:
+    """Whether the selective choice keeps an op's results."""
+    if op.name == "dot_general":
+        (_, _), (batch, _) = op.params["dimension_numbers"]
+        return not batch
+    return op.name in _SAVED or op.has_effects
+
+
+class _Body:
+    """The new body of one rewriting."""
+
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        scan: Op,
+        layers: Sequence[Collection[int]],
+        backward: frozenset[int],
+        saved: frozenset[int],
+        free: frozenset[int],
+        stages: Mapping[int, int],
+    ) -> None:
+        self.rewriter = rewriter
+        self.body: Block = scan.bodies[0]
+        self.consts = frozenset(self.body.inputs[: scan.params["num_consts"]])
+        self.backward, self.saved, self.free, self.stages = backward, saved, free, stages
+        self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
+        self.made = {v: op for op in self.body.ops if op.index in self.layer_of for v in op.results}
+        self.makers = {v: op.index for op in self.body.ops for v in op.results}
+        self.ties = ties(self.body.ops)
+        self.entering: dict[int, dict[int, None]] = {}
+        self.after: dict[int, Mapping[int, int]] = {}
+        self.copied: dict[tuple[int | None, int], Atom] = {}  # see `place`
+        self.out: list[Op] = []
+
+    def block(self) -> Block:
+        """The body with copies in it."""
+        self.find_entering()
+        for op in self.forward_first():
+            if op.index not in self.backward:
+                self.out.append(op)
+                continue
+            again = [v for v in self.needs(op) if self.is_again(v)]
+            for value in again:
+                self.make(self.made[value], op)
+            names: dict[int, Atom] = {v: self.copied[self.place(v, op)] for v in again}
+            for value in again:  # the cotangent that went through the barrier with them
+                after = self.after.get(self.layer_of[self.made[value].index], {})
+                names.update((v, after[v]) for v in reads(op) if v in after and v not in names and v not in self.made)
+            self.chosen_again(op, names)
+            self.out.append(renamed_op(op, names))
+        return Block(self.body.inputs, tuple(self.out), self.body.outputs)
+
+    def forward_first(self) -> list[Op]:
+        """The ops, those before all others that layers consist of or need: a barrier reads only what is made."""
+        first = set(self.layer_of)
+        for op in reversed(self.body.ops):
+            if op.index in first:
+                first.update(self.makers[v] for v in reads(op) if v in self.makers)
+        return sorted(self.body.ops, key=lambda op: op.index not in first)
+
+    def is_again(self, value: int) -> bool:
+        """Whether a value is made again for the backward pass."""
+        return value in self.made and value not in self.saved and not self.made[value].has_effects
+
+    def tie(self, op: Op) -> Tie | None:
+        """What an op compares with, if it is saved but must be chosen again: what it was chosen among is made again."""
+        tie = self.ties.get(op.index)
+        if tie is None or self.is_again(tie.chain[0].results[0]):
+            return None
+        return tie if any(self.is_again(v) for v in tie.operands) else None
+
+    def needs(self, op: Op) -> list[int]:
+        """The values that an op reads, or the choice that is made again for it."""
+        tie = self.tie(op)
+        if tie is None:
+            return list(reads(op))
+        inner = {v for one in tie.chain for v in one.results}
+        return list(dict.fromkeys(v for one in (op, *tie.chain) for v in reads(one) if v not in inner))
+
+    def chosen_again(self, op: Op, names: dict[int, Atom]) -> None:
+        """Copies the choice that an op compares with, and adds what it is called to `names`."""
+        tie = self.tie(op)
+        for one in tie.chain if tie is not None else ():
+            copy = self.rewriter.copy(one, names, _jax.rematted(one.source))
+            names.update(zip(one.results, copy.results, strict=True))
+            self.out.append(copy)
+
+    def place(self, value: int, user: Op) -> tuple[int | None, int]:
+        """Which copy of a value an op reads: of what is free that of its stage, else the only one."""
+        free = self.made[value].index in self.free
+        return self.stages.get(user.index, 0) if free else None, value
+
+    def find_entering(self) -> None:
+        """For each layer, the values that enter its copies from outside, constants excepted."""
+        stack = [v for op in self.body.ops if op.index in self.backward for v in self.needs(op) if self.is_again(v)]
+        seen: set[int] = set()
+        while stack:
+            op = self.made[stack.pop()]
+            if op.index in seen:
+                continue
+            seen.add(op.index)
+            for value in self.needs(op):
+                if self.is_again(value):
+                    stack.append(value)
+                elif value not in self.consts and op.index not in self.free:
+                    self.entering.setdefault(self.layer_of[op.index], {})[value] = None
+
+    def make(self, wanted: Op, user: Op) -> None:
+        """Copies an op for another, after copies of what it needs."""
+        stack = [(wanted, user)]
+        while stack:
+            op, reader = stack[-1]
+            if op.index not in self.free:
+                reader = op
+            needs = self.needs(op)
+            again = [v for v in needs if self.is_again(v)]
+            missing = [(self.made[v], reader) for v in again if self.place(v, reader) not in self.copied]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if self.place(op.results[0], reader) in self.copied:
+                continue
+            after = {} if op.index in self.free else self.barrier(self.layer_of[op.index], user)
+            names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
+            names.update((v, self.copied[self.place(v, reader)]) for v in again)
+            self.chosen_again(op, names)
+            copy = self.rewriter.copy(op, names, _jax.rematted(op.source))
+            self.copied.update((self.place(v, reader), x) for v, x in zip(op.results, copy.results, strict=True))
+            self.out.append(copy)
+
+    def barrier(self, layer: int, user: Op) -> Mapping[int, int]:
+        """The barrier of a layer, which stands before its first copy: what each value is called after it."""
+        if layer not in self.after:
+            cotangents = [v for v in reads(user) if v not in self.made and v not in self.body.inputs]
+            held = list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents]))
+            if not held:
+                self.after[layer] = {}
+                return {}
+            op, self.after[layer] = self.rewriter.barrier(held, _jax.rematted(user.source))
+            self.out.append(op)
+        return self.after[layer]

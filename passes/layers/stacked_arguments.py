@@ -1,0 +1,215 @@
+"""A stacked argument of the user's step as several arguments of the cut step, one for each stage that owns a part.
+
+Problem. A scan over layers that is cut between stages (`layers.scans`) reads slices of stacked leaves, and the new
+state is the concatenation of what the stages return. As one argument, such a leaf would be owned by one stage and sent
+to the others whole.
+
+Answer. An argument that is read in slices of dim 0 alone, which cover it, and whose new value is the concatenation of
+as many parts (or itself), becomes one argument a slice, and its new value one result a part. Then each stage owns its
+slice, as any other leaf. What the user gives and gets are whole leaves all the same: `Stacked` says which arguments and
+results make up which leaf, and the runtime takes leaves apart and puts them together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jax import lax
+
+from alpa_lite.graph import Argument, Atom, Block, Op, Traced, Value
+from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.loops import reads
+from alpa_lite.program import Buffer, Program, Submesh
+
+Bounds = tuple[int, ...]
+Arrangement = Literal["in place", "resharded", "spread"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A flat argument or result of the user's step in terms of the cut step.
+
+    Attributes:
+      numbers: the arguments, or results, of the cut step that it consists of, in order along dim 0.
+      bounds: where each begins, and the end of the last; empty for a leaf that is whole.
+    """
+
+    numbers: tuple[int, ...]
+    bounds: Bounds = ()
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """How a cut step has the user's arguments and results: `Traced.extra["stacked"]`.
+
+    Attributes:
+      arguments, results: one for each flat argument, and each flat result, of the user's step.
+    """
+
+    arguments: tuple[Pieces, ...]
+    results: tuple[Pieces, ...]
+
+    def applied(self, traced: Traced) -> Traced:
+        """The user's step with arguments and results in pieces; its graph has them already."""
+        new_value = {argument: output for output, argument in traced.state}
+        state = [
+            pair
+            for argument, output in new_value.items()
+            for pair in zip(self.results[output].numbers, self.arguments[argument].numbers, strict=True)
+        ]
+        return replace(
+            traced,
+            arguments=_parts(traced.arguments, self.arguments),
+            outputs=_parts(traced.outputs, self.results),
+            state=tuple(sorted(state)),
+            extra={**traced.extra, "stacked": self},
+        )
+
+
+def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block, Stacked]:
+    """The top block with arguments and results in pieces, where that is all that it needs of them.
+
+    Args:
+      traced: the step before.
+      block: its new top block; slices and concatenations are those that `layers.scans` writes.
+      values: by number.
+    """
+    block = pruning.live_block(block)  # what is dead may still mention whole leaves
+    count = len(traced.arguments)
+    made = {value: op for op in block.ops for value in op.results}
+    readers: dict[int, list[Op]] = {}
+    for op in block.ops:
+        for value in reads(op):
+            readers.setdefault(value, []).append(op)
+    new_value = {argument: output for output, argument in traced.state}
+    returned: dict[Atom, int] = {}
+    for atom in block.outputs:
+        if isinstance(atom, int):
+            returned[atom] = returned.get(atom, 0) + 1
+    inputs: list[int] = []
+    taken: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # output -> its parts
+    renamed: dict[int, int] = {}
+    arguments: list[Pieces] = []
+    for number, value in enumerate(block.inputs[:count]):
+        output = new_value.get(number)
+        itself = output is not None and block.outputs[output] == value
+        slices = _slices(readers.get(value, []), values[value])
+        parts = None if slices is None else _concatenated(made, block, output, values)
+        fits = slices is not None and (output is None or itself or (parts is not None and parts[0] == slices[0]))
+        if not fits or returned.get(value, 0) > itself:
+            arguments.append(Pieces((len(inputs),)))
+            inputs.append(value)
+            continue
+        assert slices is not None
+        bounds, groups = slices
+        own = tuple(group[0].results[0] for group in groups)
+        renamed.update((op.results[0], first) for group, first in zip(groups, own, strict=True) for op in group[1:])
+        arguments.append(Pieces(tuple(range(len(inputs), len(inputs) + len(own))), bounds))
+        inputs += own
+        if output is not None:
+            taken[output] = (bounds, own) if itself else (bounds, parts[1])  # type: ignore[index]
+    outputs: list[Atom] = []
+    results: list[Pieces] = []
+    for number, atom in enumerate(block.outputs):
+        bounds, atoms = taken.get(number, ((), (atom,)))
+        results.append(Pieces(tuple(range(len(outputs), len(outputs) + len(atoms))), bounds))
+        outputs += atoms
+    ops = _without(block.ops, set(inputs) | renamed.keys(), renamed)
+    names = tuple(renamed.get(a, a) if isinstance(a, int) else a for a in outputs)
+    return Block((*inputs, *block.inputs[count:]), ops, names), Stacked(tuple(arguments), tuple(results))
+
+
+def _slices(readers: Sequence[Op], value: Value) -> tuple[Bounds, list[list[Op]]] | None:
+    """The bounds at which dim 0 is sliced, and the ops of each slice; None if a reader needs anything else."""
+    found: dict[tuple[int, int], list[Op]] = {}
+    for op in readers:
+        if op.primitive is not lax.slice_p or op.params["strides"] is not None:
+            return None
+        starts, limits = op.params["start_indices"], op.params["limit_indices"]
+        if any(starts[1:]) or tuple(limits[1:]) != value.shape[1:]:
+            return None
+        found.setdefault((int(starts[0]), int(limits[0])), []).append(op)
+    spans = sorted(found)
+    if len(spans) < 2 or spans[0][0] != 0 or spans[-1][1] != value.shape[0]:
+        return None
+    if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
+        return None
+    return (0, *(high for _, high in spans)), [found[span] for span in spans]
+
+
+def _concatenated(
+    made: Mapping[int, Op], block: Block, output: int | None, values: Sequence[Value]
+) -> tuple[Bounds, tuple[Atom, ...]] | None:
+    """The bounds and the parts of a result that is a concatenation along dim 0."""
+    atom = None if output is None else block.outputs[output]
+    op = made.get(atom) if isinstance(atom, int) else None
+    if op is None or op.primitive is not lax.concatenate_p or op.params["dimension"] != 0:
+        return None
+    sizes = [values[v].shape[0] for v in reads(op)]
+    if len(sizes) != len(op.operands):
+        return None
+    return (0, *itertools.accumulate(sizes)), op.operands
+
+
+def _without(ops: Sequence[Op], gone: set[int], renamed: Mapping[int, int]) -> tuple[Op, ...]:
+    """The ops but those that make what is an input now, with some operands renamed."""
+    out = []
+    for op in ops:
+        if op.results and gone.issuperset(op.results):
+            continue
+        operands = tuple(renamed.get(a, a) if isinstance(a, int) else a for a in op.operands)
+        out.append(op if operands == op.operands else replace(op, operands=operands))
+    return tuple(out)
+
+
+def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:
+    """The records of pieces: their paths name the slice."""
+    out: list[Argument] = []
+    for leaf, one in zip(leaves, pieces, strict=True):
+        spans = list(itertools.pairwise(one.bounds))
+        out += [replace(leaf, path=f"{leaf.path}[{low}:{high}]") for low, high in spans] or [leaf]
+    return tuple(out)
+
+
+def arrangement(buffers: Sequence[Buffer], submeshes: Sequence[Submesh]) -> Arrangement:
+    """How pieces that lie in `buffers` make up one array, which the user holds.
+
+    in place: each piece is as large, lies on another submesh of as many devices, in the same layout: the blocks are
+        those of one array over all these submeshes, whose dim 0 is sharded over the submeshes first.
+    resharded: the same after pieces have changed their layout, each on its own submesh, to that of the first.
+    spread: pieces differ in size, or submeshes do, or hold several: the array is cut evenly over all devices, and
+        pieces are cut and sent for that.
+    """
+    meshes = [b.mesh for b in buffers]
+    sizes = {submeshes[m].mesh.size for m in meshes}
+    if len(set(meshes)) < len(meshes) or len(sizes) > 1 or len({b.shape for b in buffers}) > 1:
+        return "spread"
+    equal = len({(b.layout, submeshes[b.mesh].mesh) for b in buffers}) == 1
+    return "in place" if equal else "resharded"
+
+
+def notes(stacked: Stacked | None, program: Program) -> tuple[str, ...]:
+    """What a call moves besides the program's transfers, to take stacked leaves apart and put them together."""
+    if stacked is None:
+        return ()
+    found: dict[Arrangement, list[int]] = {}
+    sides = ((stacked.arguments, [g[0] if g else -1 for g in program.inputs]), (stacked.results, program.outputs))
+    for leaves, places in sides:
+        for pieces in leaves:
+            own = [program.buffers[places[n]] for n in pieces.numbers if places[n] >= 0]
+            if pieces.bounds and own:
+                size = sum(math.prod(b.shape) * int(getattr(b.dtype, "itemsize", 4)) for b in own)
+                found.setdefault(arrangement(own, program.submeshes), []).append(size)
+    texts: Mapping[Arrangement, str] = {
+        "in place": "stay where stages have them, as parts of one array: nothing is moved or copied",
+        "resharded": "change their layout within submeshes, since stages have them in different ones",
+        "spread": "are cut and sent between submeshes, since stages own unequal parts or have unequal submeshes",
+    }
+    return tuple(
+        f"before and after a step, {len(sizes)} stacked arguments and results of {sum(sizes):,} bytes {texts[kind]}"
+        for kind, sizes in sorted(found.items())
+    )

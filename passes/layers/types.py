@@ -1,0 +1,90 @@
+"""The nouns of layering: layers of a forward pass, and which stage runs which operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.graph import Block, Op, Traced
+from alpa_lite.passes.ir.loops import scan_op
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A contiguous part of the forward pass.
+
+    Attributes:
+      ops: forward op indices, in `Layering.order`.
+      seconds: estimate for one micro-batch, forward only, on a nominal device: to compare layers, not to predict.
+      flops: of one micro-batch, forward only.
+      fingerprint: equal for layers that compute the same function.
+      bytes_out: bytes per micro-batch of the values that cross from this layer or earlier ones to later ones.
+    """
+
+    ops: tuple[int, ...]
+    seconds: float
+    flops: float
+    fingerprint: str
+    bytes_out: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layering:
+    """The forward pass of a micro-batch as layers.
+
+    Attributes:
+      traced: the step.
+      scan: the index of the op of the top block that runs through the micro-batches.
+      forward: the forward ops of the scan's body; the other ops of the body are its backward pass.
+      layers: in order; each forward op is in exactly one.
+      order: the forward ops in the order that layers cut: program order, but operations that need no activation
+        (masks, positions, casts of parameters) stand before their first user.
+      free: the ops of the top block and of the body that need no activation and are cheap to run again.
+    """
+
+    traced: Traced
+    scan: int
+    forward: frozenset[int]
+    layers: tuple[Layer, ...]
+    order: tuple[int, ...]
+    free: frozenset[int]
+
+    @cached_property
+    def scan_op(self) -> Op:
+        """The scan over micro-batches."""
+        return scan_op(self.traced, self.scan)
+
+    @property
+    def body(self) -> Block:
+        """What one micro-batch does."""
+        return self.scan_op.bodies[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Which stage runs which operation. Stages are numbered in the order of the forward pass.
+
+    Attributes:
+      num_stages: the number of stages.
+      stage: op index -> stage, for every op of the scan's body and every other op of the top block. For a shared op,
+        the lowest stage that uses it.
+      backward: the body's ops that run in the backward task of their stage.
+      weight: those of `backward` that feed accumulators alone: they may run later (zero-bubble schedules).
+      split_sums: (carry, ((value, stage), ...)): what a micro-batch adds to this carry is the sum of these values,
+        which are made on different stages. Each stage keeps an accumulator of its own, and they are added once per
+        step.
+      dissolved: the additions that `stages.sums` replace: those that join the summands, and the carry's own.
+      shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
+      home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
+        are on stage 0. Other stages that read it get it once per step, the batch as slices.
+    """
+
+    num_stages: int
+    stage: Mapping[int, int]
+    backward: frozenset[int]
+    weight: frozenset[int]
+    split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    dissolved: frozenset[int]
+    shared: frozenset[int]
+    home: Mapping[int, int]

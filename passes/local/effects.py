@@ -1,0 +1,111 @@
+"""Operations with effects inside the region, where every device runs every operation.
+
+A callback that returns nothing (a print) would run once per device: it runs on the first device only. One that returns
+something and may not be repeated (`io_callback`) runs there too, and the others receive its results as a sum with
+zeros. A pure callback may run everywhere. JAX allows an order of effects on one device only, so ordered ones lose it.
+
+Some operations cannot be in the region at all, see `needs_outside`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alpa_lite import _jax
+from alpa_lite.graph import Op
+from alpa_lite.layout import Axes
+from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number
+
+_NESTED = frozenset({"shard_map", "pmap", "xla_pmap", "mpmd_map", "core_map"})
+_UNREPEATABLE = frozenset({"rng_uniform"})  # draws from a hidden state that each device has for itself
+
+
+def needs_outside(op: Op) -> bool:
+    """Whether an operation cannot be emitted inside `shard_map`.
+
+    True for a user's own `shard_map` (its mesh is another one), for `device_put` to another kind of memory, and for
+    `rng_uniform`, whose hidden state differs between devices; and for what holds one of these in a body or in a jaxpr
+    among its parameters.
+    """
+    if op.bodies:
+        return any(needs_outside(inner) for body in op.bodies for inner in body.ops)
+    return _outside(op.name, op.params)
+
+
+def _outside(name: str, params: Mapping[str, Any]) -> bool:
+    if name in _NESTED or name in _UNREPEATABLE:
+        return True
+    if name == "device_put" and any(_names_memory(device) for device in params.get("devices", ())):
+        return True
+    return any(_outside(e.primitive.name, e.params) for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs among an operation's parameters, one level deep: a call, a linear solve, a kernel."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if _jax.is_jaxpr(item):
+                yield _jax.open_jaxpr(item)[0]
+
+
+def _names_memory(device: Any) -> bool:
+    if device is None or isinstance(device, jax.Device):
+        return False
+    return not isinstance(device, jax.sharding.Sharding) or device.memory_kind not in (None, "device")
+
+
+def printing(s: Setting) -> LocalForm | None:
+    """A callback without results: on the first device only."""
+    axes = _used_axes(s)
+    if not axes:
+        return s.bound()
+    params = _jax.unordered(s.params())
+
+    def run(*operands: Any) -> list:
+        def call(*operands: Any) -> tuple[()]:
+            bind(s.op, operands, params)
+            return ()
+
+        lax.cond(block_number(axes) == 0, call, lambda *_: (), *operands)
+        return []
+
+    return s.form(run)
+
+
+def io_callback(s: Setting) -> LocalForm | None:
+    """A callback with results that must not be repeated: on the first device, which tells the others."""
+    axes = _used_axes(s)
+    if not axes:
+        return s.bound()
+    params = _jax.unordered(s.params())
+    dtypes = [np.dtype(s.result_dtype(i)) for i in range(len(s.results))]
+
+    def run(*operands: Any) -> list:
+        def call(*operands: Any) -> list[jax.Array]:
+            outs = bind(s.op, operands, params)
+            return [_carried(jnp.asarray(out)) for out in outs]
+
+        def skip(*_: Any) -> list[jax.Array]:
+            return [jnp.zeros(s.result_shape(i), np.int32 if t == np.bool_ else t) for i, t in enumerate(dtypes)]
+
+        outs = lax.cond(block_number(axes) == 0, call, skip, *operands)
+        return [lax.convert_element_type(lax.psum(out, axes), t) for out, t in zip(outs, dtypes, strict=True)]
+
+    def size(i: int) -> int:
+        return s.result_bytes(i) * (4 if dtypes[i] == np.bool_ else 1)
+
+    return s.form(run, *(LocalCollective("all_reduce", axes, size(i)) for i in range(len(dtypes))))
+
+
+def _carried(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.int32) if x.dtype == np.bool_ else x
+
+
+def _used_axes(s: Setting) -> Axes:
+    return tuple(axis for axis in s.mesh.axis_names if s.mesh.axis_size(axis) > 1)

@@ -1,0 +1,265 @@
+"""What each device does to compute its block of an operation: the operation's *local form*.
+
+The problem. A strategy shards an operation's factors over mesh axes. The step is emitted as one `jax.shard_map`, in
+which every device runs every operation on its own blocks, so for each operation and each sharding we need the local
+operation whose results are the blocks of the global results.
+
+The contract. Let a form take operands in layouts L_1 .. L_n and give results in layouts R_1 .. R_m. For all
+operands, cutting them into blocks by the L, running the form on every device, and joining the blocks by the R, with
+the sum over the partial axes of each R, gives the results of the global operation: bit for bit where no sum of
+floats is regrouped. `collectives` are exactly those that the form issues.
+
+The rules. For a factor that is
+
+- parallel: the same primitive on local sizes; parameters that hold sizes get the local ones (`_FORMS`);
+- sum: likewise, and the results are partial sums over its axes;
+- max, min, special: a form of its own, in `local.reductions`, `local.indexing`, `local.windows` and `local.random`.
+
+A layout shards the leading part of a dim only: of a dim made of factors (i, j), j may be sharded if i has one
+element left on each device. An assignment that no form exists for gives None, and strategies leave it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from alpa_lite.graph import Op, Value
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.local import effects, indexing, random, reductions, windows
+from alpa_lite.passes.local.types import LocalForm, Setting
+from alpa_lite.strategy import Factor, Rule
+
+
+def local_form(
+    op: Op, rule: Rule, assignment: tuple[Axes, ...], values: Sequence[Value], mesh: LogicalMesh
+) -> LocalForm | None:
+    """The local form of an operation under an assignment of mesh axes to its factors.
+
+    Args:
+      op: any operation but scan, while and cond.
+      rule: its factors.
+      assignment: for each factor the axes that shard it, major to minor.
+      values: of the graph, by value number.
+      mesh: the logical mesh.
+
+    Returns:
+      The form, or None where this assignment has none.
+    """
+    sharded = [f for f, axes in enumerate(assignment) if axes]
+    if not sharded:
+        setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
+        return _ANYWHERE.get(op.name, Setting.bound)(setting)
+    parts = _parts(rule, assignment, sharded, mesh)
+    maker = _FORMS.get(op.name)
+    if parts is None or maker is None or not _kinds_fit(op.name, maker, rule.factors, sharded):
+        return None
+    operands = _layouts(rule.operands, rule, assignment, parts, ())
+    partial = tuple(
+        a for a in mesh.axis_names if any(a in assignment[f] for f in sharded if rule.factors[f].kind == "sum")
+    )
+    results = _layouts(rule.results, rule, assignment, parts, partial)
+    if operands is None or results is None:
+        return None
+    if _repeats(assignment, sharded) and not (op.name in _PAIRS and _disjoint(operands)):
+        return None
+    setting = Setting(op, rule, assignment, values, mesh, operands, results)
+    if any(rule.factors[f].kind == "special" for f in sharded) and not _divides(setting):
+        return None
+    return maker(setting)
+
+
+def _whole(rule: Rule) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    return tuple(_replicated(len(d)) for d in rule.operands), tuple(_replicated(len(d)) for d in rule.results)
+
+
+@functools.cache
+def _replicated(rank: int) -> Layout:
+    return Layout(((),) * rank)
+
+
+@functools.lru_cache(maxsize=1024)
+def _axis_sizes(mesh: LogicalMesh) -> Mapping[str, int]:
+    return dict(zip(mesh.axis_names, mesh.shape, strict=True))
+
+
+def _parts(
+    rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
+) -> dict[int, int] | None:
+    """Into how many parts each sharded factor is cut; None where one must not be, or does not divide."""
+    sizes = _axis_sizes(mesh)
+    parts = {}
+    for f in sharded:
+        factor, count = rule.factors[f], 1
+        for axis in assignment[f]:
+            count *= sizes[axis]
+        if factor.kind == "replicate" or factor.size % count or not factor.size:
+            return None
+        parts[f] = count
+    return parts
+
+
+def _repeats(assignment: tuple[Axes, ...], sharded: Sequence[int]) -> bool:
+    """Whether an axis shards two factors: a device would then hold blocks that do not belong together."""
+    if len(sharded) == 1:
+        return len(set(assignment[sharded[0]])) != len(assignment[sharded[0]])
+    axes = [axis for f in sharded for axis in assignment[f]]
+    return len(set(axes)) != len(axes)
+
+
+def _disjoint(layouts: Sequence[Layout]) -> bool:
+    return all(len(layout.used) == sum(len(axes) for axes in layout.dims) for layout in layouts)
+
+
+def _layouts(
+    tensors: Sequence[Sequence[Sequence[int]]],
+    rule: Rule,
+    assignment: tuple[Axes, ...],
+    parts: Mapping[int, int],
+    partial: Axes,
+) -> tuple[Layout, ...] | None:
+    """The layout of each tensor, or None where one would have to shard what is not the leading part of a dim."""
+    out = []
+    for tensor in tensors:
+        dims = []
+        for factors in tensor:
+            if len(factors) == 1:
+                dims.append(assignment[factors[0]])
+                continue
+            axes: Axes = ()
+            leading = True
+            for f in factors:
+                if f in parts:
+                    if not leading:
+                        return None
+                    axes += assignment[f]
+                leading = leading and parts.get(f, 1) == rule.factors[f].size
+            dims.append(axes)
+        out.append(Layout(tuple(dims), partial))
+    return tuple(out)
+
+
+def _divides(s: Setting) -> bool:
+    """Whether every dim divides; the product of a dim's factors is its size only without special ones among them."""
+    sizes = [(s.operand_shape(i), layout) for i, layout in enumerate(s.operands)]
+    sizes += [(s.result_shape(i), layout) for i, layout in enumerate(s.results)]
+    return all(
+        not axes or n % s.mesh.product(axes) == 0
+        for shape, layout in sizes
+        for n, axes in zip(shape, layout.dims, strict=True)
+    )
+
+
+def _kinds_fit(name: str, maker: Callable[..., Any], factors: Sequence[Factor], sharded: Sequence[int]) -> bool:
+    """Whether the operation's form knows the kinds of the sharded factors."""
+    for f in sharded:
+        kind = factors[f].kind
+        if (kind == "sum" and name not in _SUMS) or (kind in ("max", "min") and maker is not reductions.extremum):
+            return False
+        if kind == "special" and maker is Setting.bound:
+            return False
+    return True
+
+
+# --- parameters that hold sizes ---------------------------------------------------------------------------------------
+
+
+def _broadcast_in_dim(s: Setting) -> LocalForm | None:
+    return s.bound(shape=s.local_result())
+
+
+def _reshape(s: Setting) -> LocalForm | None:
+    return s.bound(new_sizes=s.local_result()) if s.op.params.get("dimensions") is None else None
+
+
+def _tile(s: Setting) -> LocalForm | None:
+    """Each repetition of a sharded dim stays whole, and a device makes its share of the repetitions."""
+    local, made = s.local_operand(0), s.local_result()
+    if any(n % m for n, m in zip(made, local, strict=True) if m):
+        return None
+    return s.bound(reps=tuple(n // m if m else 1 for n, m in zip(made, local, strict=True)))
+
+
+def _split(s: Setting) -> LocalForm | None:
+    return None if s.operands[0].dims[s.op.params["axis"]] else s.bound()
+
+
+def _concatenate(s: Setting) -> LocalForm | None:
+    return None if s.results[0].dims[s.op.params["dimension"]] else s.bound()
+
+
+def _identity(s: Setting) -> LocalForm:
+    """What only says where a value should lie: inside the region, the plan has said that."""
+    return s.form(lambda *operands: list(operands))
+
+
+_PAIRS = frozenset(
+    {"optimization_barrier", "device_put", "reshard", "pvary"}
+)  # result k is operand k, whatever the others
+
+
+_SUMS = frozenset(
+    {"reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter-sub"}
+)
+
+# Bound again as they are: no parameter of theirs holds the size of a dim that may be sharded.
+_PLAIN = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype
+    ge ge_to gt gt_to igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log
+    log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
+    polynomial population_count pow random_clone random_fold_in random_gamma_grad random_seed random_unwrap random_wrap
+    real reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 tie
+    to_edtype xor zeta bitcast_convert_type expand_dims optimization_barrier squeeze stack transpose unstack
+    approx_top_k dot_general fft ragged_dot_general reduce_sum sort cholesky cholesky_update eig eigh geqp3 geqrf
+    hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve
+    tridiagonal tridiagonal_solve
+"""
+
+_IDENTITY = dict.fromkeys(("device_put", "mesh_cast", "pvary", "reshard", "sharding_constraint"), _identity)
+
+_EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
+    "debug_callback": effects.printing,
+    "debug_print": effects.printing,
+    "io_callback": effects.io_callback,
+}
+
+# Where nothing is sharded: all others are bound as they are.
+_ANYWHERE: Mapping[str, Callable[[Setting], LocalForm | None]] = {**_IDENTITY, **_EFFECTS}
+
+_FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
+    **dict.fromkeys(_PLAIN.split(), Setting.bound),
+    **_IDENTITY,
+    "argmax": reductions.arg_extremum,
+    "argmin": reductions.arg_extremum,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": _concatenate,
+    "conv_general_dilated": windows.convolution,
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), reductions.cumulative),
+    "dynamic_slice": indexing.dynamic_slice,
+    "dynamic_update_slice": indexing.dynamic_update_slice,
+    "gather": indexing.gather,
+    "iota": random.iota,
+    "pad": windows.pad,
+    "random_bits": random.random_bits,
+    "random_split": random.random_split,
+    "reduce": reductions.generic_reduce,
+    "reduce_max": reductions.extremum,
+    "reduce_min": reductions.extremum,
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_prod", "reduce_xor"), reductions.reduce_again),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), windows.reduce_window
+    ),
+    "reshape": _reshape,
+    "rev": windows.rev,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), indexing.scatter
+    ),
+    "select_and_scatter_add": windows.select_and_scatter_add,
+    "slice": windows.slice_,
+    "split": _split,
+    "tile": _tile,
+    "top_k": reductions.top_k,
+}

@@ -1,0 +1,327 @@
+"""Emits a local program as one `jax.shard_map`, or as several where operations outside split it.
+
+Inside, every operation is its local form and every collective is spelled out. `emit_constrained` writes the same plan
+as constraints on the whole program instead, with the collectives left to the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.passes.ir import evaluation, ties
+from alpa_lite.passes.lowering.program import (
+    Body,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    Operand,
+    Outside,
+    Reshard,
+    in_mesh_order,
+    read_before,
+    reads,
+    spec_of,
+    writes,
+)
+from alpa_lite.passes.lowering.runs import runs_of
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool = False) -> Callable[..., list[Any]]:
+    """A function of the flat global arguments and constants that returns the flat global outputs.
+
+    It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
+    next travels with a leading dim that is sharded over its partial axes.
+
+    With `shared`, equal runs of instructions (`lowering.runs`) are calls of one function: the same instructions, traced
+    and lowered once for all layers, under the names and source lines of the first.
+    """
+    pieces = _pieces(program.body.instructions)
+
+    def fun(*leaves: Any) -> list[Any]:
+        registers: dict[int, Any] = dict(zip(program.body.inputs, leaves, strict=True))
+        for number, (outside, instructions) in enumerate(pieces):
+            if outside is not None:
+                operands = [o.value if isinstance(o, Lit) else registers[o] for o in outside.operands]
+                registers.update(zip(outside.results, evaluation.bind(outside.op, operands), strict=True))
+            later = [
+                read_before(rest).union(reads(before) if before is not None else ())
+                for before, rest in pieces[number + 1 :]
+            ]
+            finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
+            written = {register for item in instructions for register in writes(item)}
+            wanted = sorted(set(finals).union(*later) & written)
+            taken = sorted(read_before(instructions) & registers.keys())
+            region = functools.partial(_region, program, traced, instructions, taken, wanted, shared)
+            run = jax.shard_map(
+                region,
+                mesh=mesh,
+                in_specs=tuple(_crossing_spec(program.registers[r]) for r in taken),
+                out_specs=[_crossing_spec(program.registers[r]) for r in wanted],
+                check_vma=False,
+            )
+            if instructions:
+                registers.update(zip(wanted, run(*(registers[r] for r in taken)), strict=True))
+        return [o.value if isinstance(o, Lit) else registers[o] for o in program.body.outputs]
+
+    return fun
+
+
+def _pieces(instructions: Sequence[Instruction]) -> list[tuple[Outside | None, tuple[Instruction, ...]]]:
+    """Maximal runs of instructions inside a region, each after the outside operation that comes before it."""
+    pieces: list[tuple[Outside | None, list[Instruction]]] = [(None, [])]
+    for item in instructions:
+        if isinstance(item, Outside):
+            pieces.append((item, []))
+        else:
+            pieces[-1][1].append(item)
+    return [(outside, tuple(run)) for outside, run in pieces]
+
+
+def _region(
+    program: LocalProgram,
+    traced: Traced,
+    instructions: tuple[Instruction, ...],
+    taken: Sequence[int],
+    wanted: Sequence[int],
+    shared: bool,
+    *blocks: Any,
+) -> list[Any]:
+    """What each device does in one region."""
+    layouts = program.registers
+    inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
+    if shared:
+        outputs = _run_shared(instructions, taken, wanted, inputs, program.mesh, traced)
+    else:
+        body = Body(tuple(taken), instructions, tuple(wanted))
+        outputs = _run(body, inputs, {}, program.mesh, traced)
+    return [b[None] if layouts[r].partial else b for r, b in zip(wanted, outputs, strict=True)]
+
+
+def _run_shared(
+    instructions: tuple[Instruction, ...],
+    taken: Sequence[int],
+    wanted: Sequence[int],
+    inputs: Sequence[Any],
+    mesh: LogicalMesh,
+    traced: Traced,
+) -> list[Any]:
+    """Executes instructions, equal runs as calls of one function."""
+    registers: dict[int, Any] = dict(zip(taken, inputs, strict=True))
+    functions: dict[Any, Callable[..., list[Any]]] = {}
+    for run in runs_of(instructions, wanted, traced):
+        body = Body(run.inputs, run.instructions, run.outputs)
+        blocks = [registers[r] for r in run.inputs]
+        if run.key is None:
+            outputs = _run(body, blocks, {}, mesh, traced)
+        else:
+            if run.key not in functions:
+                functions[run.key] = jax.jit(functools.partial(_call, body, mesh, traced))
+            outputs = functions[run.key](*blocks)
+        registers.update(zip(run.outputs, outputs, strict=True))
+    return [registers[r] for r in wanted]
+
+
+def _call(body: Body, mesh: LogicalMesh, traced: Traced, *blocks: Any) -> list[Any]:
+    return _run(body, blocks, {}, mesh, traced)
+
+
+def _crossing_spec(layout: Layout) -> PartitionSpec:
+    """The spec of a value between regions: a partial sum has a leading dim for its summands."""
+    if not layout.partial:
+        return spec_of(layout)
+    return spec_of(Layout((layout.partial, *layout.dims)))
+
+
+def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
+    """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
+    layouts: dict[int, Layout] = {}
+
+    def visit(body: Body) -> None:
+        for item in body.instructions:
+            match item:
+                case Compute(op=op, form=form):
+                    layouts.update(zip(op.results, form.results, strict=False))
+                case Loop(bodies=bodies):
+                    for inner in bodies:
+                        visit(inner)
+
+    visit(program.body)
+
+    def place(value: int, array: Any) -> Any:
+        layout = layouts.get(value)
+        if layout is None or layout.partial or layout.is_replicated:
+            return array
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
+
+    def fun(*leaves: Any) -> list[Any]:
+        count = len(leaves) - len(traced.graph.constants)
+        outputs = evaluation.evaluate(traced.graph, leaves[:count], leaves[count:], place)
+        return [
+            lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(layout)))
+            for x, layout in zip(outputs, program.outputs, strict=True)
+        ]
+
+    return fun
+
+
+def function_of(
+    program: LocalProgram, traced: Traced, mesh: AnyMesh, communication: str, *, shared: bool = False
+) -> Callable[..., list[Any]]:
+    """The step as a function of flat global arrays, as `communication` says; on one device just the traced program.
+
+    `shared` is that of `emit`.
+    """
+    if program.mesh.size == 1:
+        return lambda *leaves: evaluation.evaluate_block(traced.graph.block, leaves)
+    if communication == "explicit":
+        return emit(program, traced, mesh, shared=shared)
+    return emit_constrained(program, traced, mesh)
+
+
+def run_region(
+    body: Body, inputs: Sequence[Any], program: LocalProgram, traced: Traced, *, shared: bool = False
+) -> list[Any]:
+    """Executes a body of a program's instructions inside a `shard_map` that the caller has opened, on local blocks.
+
+    `shared` is that of `emit`.
+    """
+    if not shared:
+        return _run(body, inputs, {}, program.mesh, traced)
+    wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
+    made = dict(
+        zip(wanted, _run_shared(body.instructions, body.inputs, wanted, inputs, program.mesh, traced), strict=True)
+    )
+    return [o.value if isinstance(o, Lit) else made[o] for o in body.outputs]
+
+
+def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+    """Executes a body's instructions inside `shard_map`."""
+
+    def read(operand: Operand) -> Any:
+        return operand.value if isinstance(operand, Lit) else registers[operand]
+
+    for register, block in zip(body.inputs, inputs, strict=True):
+        registers[register] = block
+    tied = _tied(body, traced)
+    for item in body.instructions:
+        match item:
+            case Compute():
+                if item.op.name in ties.REDUCTIONS:
+                    for register in tied.intersection(reads(item)):
+                        registers[register] = _jax.materialised(registers[register])
+                results = item.form.run(*(read(o) for o in item.operands))
+                for register, block in zip(item.results, results, strict=True):
+                    registers[register] = block
+            case Reshard():
+                with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
+                    block = registers[item.source]
+                    if item.late:
+                        block = lax.optimization_barrier(block)
+                    shape = traced.graph.values[item.value].shape
+                    for step in item.steps:
+                        block = change_layout(block, step, shape, mesh)
+                registers[item.result] = block
+            case Loop():
+                with _jax.under(item.op.source):
+                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
+                for register, block in zip(item.results, results, strict=True):
+                    registers[register] = block
+            case Outside():
+                raise AssertionError("an operation that must be outside is inside a region")
+    return [read(o) for o in body.outputs]
+
+
+def _tied(body: Body, traced: Traced) -> frozenset[int]:
+    """The registers of reductions' operands of which the compiler must make one copy only (see `ties`)."""
+    computed = [item for item in body.instructions if isinstance(item, Compute)]
+    chosen = [item for item in computed if item.op.name in ties.REDUCTIONS]
+    if not chosen:
+        return frozenset()
+    own = set(body.inputs).union(*map(writes, body.instructions))  # a register of an outer body stays as it is
+    equal = {a for item in computed if item.op.name == "eq" for a in item.op.operands}
+    kept = own.intersection(o for o in body.outputs if not isinstance(o, Lit))
+    return frozenset(
+        register for item in chosen for value, register in zip(item.op.operands, item.operands, strict=True)
+        if isinstance(value, int) and isinstance(register, int) and register in own
+        and (value in equal or register in kept)
+        and jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact)
+    )  # fmt: skip
+
+
+def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
+    """One elementary change of layout of a local block."""
+    match step.kind:
+        case "slice":
+            sizes = list(block.shape)
+            sizes[step.dim] = shape[step.dim] // mesh.product(step.after.dims[step.dim])
+            starts: list[Any] = [np.int32(0)] * len(sizes)
+            starts[step.dim] = lax.mul(_block_number(step.axes, mesh), np.int32(sizes[step.dim]))
+            return lax.dynamic_slice(block, starts, sizes, allow_negative_indices=False)
+        case "all_reduce":
+            return lax.psum(block, step.axes)
+        case "reduce_scatter":
+            return lax.psum_scatter(block, step.axes, scatter_dimension=step.dim, tiled=True)
+        case "all_gather":
+            return lax.all_gather(block, step.axes, axis=step.dim, tiled=True)
+        case "all_to_all":
+            return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
+        case "collective_permute":
+            before = step.before.dims[step.dim]
+            return lax.ppermute(block, in_mesh_order(before, mesh), _reorder(before, step.axes, mesh))
+
+
+def _block_number(axes: Axes, mesh: LogicalMesh) -> Any:
+    """This device's number along the axes, major to minor; in plain `lax`, which traces faster than operators."""
+    number = lax.axis_index(axes[0])
+    for axis in axes[1:]:
+        number = lax.add(lax.mul(number, np.int32(mesh.axis_size(axis))), lax.axis_index(axis))
+    return number
+
+
+def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
+    """(source, destination) pairs that move block b from its place along `before` to its place along `after`.
+
+    Devices are numbered along the axes in mesh order: `ppermute` does not follow another order of its axis names.
+    """
+    axes = in_mesh_order(before, mesh)
+
+    def device(block: int, order: Axes) -> int:
+        place = {}
+        for axis in reversed(order):
+            place[axis] = block % mesh.axis_size(axis)
+            block //= mesh.axis_size(axis)
+        number = 0
+        for axis in axes:
+            number = number * mesh.axis_size(axis) + place[axis]
+        return number
+
+    return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
+
+
+def _loop(item: Loop, operands: list[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+    """Emits a scan, while or cond over local bodies."""
+
+    def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
+        return lambda inputs: _strong(_run(body, inputs, registers, mesh, traced))
+
+    return evaluation.control_flow(item.op, _strong(operands), [function(body) for body in item.bodies])
+
+
+def _strong(blocks: Sequence[Any]) -> list[Any]:
+    """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
+    return [_jax.strong(block) for block in blocks]

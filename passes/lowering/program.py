@@ -1,0 +1,171 @@
+"""What each device does in a step, as data: instructions over registers, and what they communicate.
+
+`lowering.lowering.lower` makes a `LocalProgram`, `lowering.emission.emit` makes it a function of global arrays, and
+`collectives` reads the plan's list off it, so that what the plan lists is what is emitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.plan import Collective
+
+Operand = int | Lit
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """Runs an operation's local form on registers."""
+
+    op: Op
+    form: LocalForm
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reshard:
+    """Takes a register through the steps of a change of layout. `late`: behind an optimization barrier."""
+
+    value: int
+    steps: tuple[Step, ...]
+    source: int
+    result: int
+    late: bool
+    used_by: Op | None
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A nested straight line of instructions."""
+
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan, while or cond whose bodies are local programs."""
+
+    op: Op
+    operands: tuple[Operand, ...]
+    bodies: tuple[Body, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """An operation that cannot be inside a region: it runs on global arrays, and splits the step into regions."""
+
+    op: Op
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Compute | Reshard | Loop | Outside
+
+
+@dataclass(frozen=True, eq=False)
+class LocalProgram:
+    """What each device does in a step.
+
+    Attributes:
+      body: its inputs are the flat arguments and constants, in `inputs` layouts; its outputs are in `outputs` layouts.
+      registers: the layout of each register.
+    """
+
+    mesh: LogicalMesh
+    body: Body
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    registers: tuple[Layout, ...]
+
+    @property
+    def outside(self) -> tuple[Op, ...]:
+        """The operations that split the step into regions."""
+        return tuple(item.op for item in self.body.instructions if isinstance(item, Outside))
+
+
+def spec_of(layout: Layout) -> PartitionSpec:
+    """The PartitionSpec of a layout without partial sums."""
+    assert not layout.partial, layout
+    dims = [axes if len(axes) > 1 else axes[0] if axes else None for axes in layout.dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective, tuple[int, int] | None], ...]:
+    """Every logical collective of a local program, loop trip counts multiplied in, in program order.
+
+    With each comes (value, phase) of the resharding that it belongs to, or None where an operation issues it.
+    """
+    out: list[tuple[Collective, tuple[int, int] | None]] = []
+    values = traced.graph.values
+
+    def visit(body: Body, trips: int) -> None:
+        for item in body.instructions:
+            match item:
+                case Reshard(value=value, steps=steps, used_by=op, late=late):
+                    for step in steps:
+                        if step.kind != "slice":
+                            size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
+                            axes = in_mesh_order(step.axes, program.mesh)
+                            found = Collective(step.kind, axes, size, trips, 0, where_of(op))
+                            out.append((found, (value, int(late))))
+                case Compute(op=op, form=form):
+                    for c in form.collectives:
+                        axes = in_mesh_order(c.axes, program.mesh)
+                        out.append((Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None))
+                case Loop(op=op, bodies=bodies):
+                    times = trips * int(op.params["length"]) if op.name == "scan" else trips
+                    for inner in bodies:
+                        visit(inner, times)
+
+    visit(program.body, 1)
+    return tuple(out)
+
+
+def reads(item: Instruction) -> list[int]:
+    """The registers among an instruction's operands."""
+    operands = (item.source,) if isinstance(item, Reshard) else item.operands
+    return [o for o in operands if not isinstance(o, Lit)]
+
+
+def writes(item: Instruction) -> tuple[int, ...]:
+    """The registers that an instruction writes."""
+    return (item.result,) if isinstance(item, Reshard) else item.results
+
+
+def read_before(instructions: Iterable[Instruction]) -> set[int]:
+    """The registers that some instructions read before they write them themselves."""
+    found: set[int] = set()
+    written: set[int] = set()
+    for item in instructions:
+        found.update(o for o in reads(item) if o not in written)
+        written.update(writes(item))
+    return found
+
+
+def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
+    """Axes in the order of the mesh."""
+    return tuple(a for a in mesh.axis_names if a in axes)
+
+
+def where_of(op: Op | None) -> str:
+    """The source line of what uses a value; None is an output of the step."""
+    return _jax.where(op.source) if op is not None else "output"
+
+
+def block_count(layout: Layout, mesh: LogicalMesh) -> int:
+    """Into how many distinct blocks a layout cuts a tensor."""
+    return math.prod(mesh.product(axes) for axes in layout.dims)

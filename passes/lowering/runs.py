@@ -1,0 +1,115 @@
+"""Runs of instructions that repeat, so that what looks at a program looks at each distinct run once.
+
+The instructions of an unrolled model repeat with the layers. Two runs are equal if instruction by instruction they do
+the same (operation, local form, layouts, steps) and are wired alike: every operand is the same result within the run,
+or the same one of its inputs, and the same results leave it. Equal runs are one function, called several times.
+
+Where runs begin is found from the distances at which equal instructions follow each other: a stretch in which every
+instruction equals that p places on is cut into pieces of length p. Any cut is correct; a good one shares much.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.passes.lowering.program import Compute, Instruction, Reshard, reads, writes
+
+SHORTEST = 8  # instructions: a call is itself one
+_PERIODS = 12  # distances that are tried
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Instructions of which `inputs` are the registers that they read from before, `outputs` those read afterwards.
+
+    Runs of equal `key` are the same function; None is equal to nothing.
+    """
+
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    key: Any = None
+
+
+def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: Traced) -> list[Run]:
+    """The instructions in order, cut into runs. `wanted`: the registers that are read after all of them."""
+    tokens = _tokens(instructions, traced)
+    last_read: dict[int, int] = {}
+    for i, item in enumerate(instructions):
+        last_read.update(dict.fromkeys(reads(item), i))
+    last_read.update((register, len(instructions)) for register in wanted)
+    out = []
+    cuts = _cuts(tokens)
+    for start, end in itertools.pairwise(cuts):
+        out.append(_run(instructions[start:end], tokens[start:end].tolist(), end, last_read))
+    return out
+
+
+def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_read: dict[int, int]) -> Run:
+    """The run of some instructions, the last of which is number `end - 1`."""
+    inputs: dict[int, int] = {}
+    made: dict[int, int] = {}
+    wiring: list[int] = []
+    for item in instructions:
+        for o in reads(item):
+            wiring.append(made[o] if o in made else -1 - inputs.setdefault(o, len(inputs)))
+        for register in writes(item):
+            made[register] = len(made)
+    outputs = tuple(register for register in made if last_read.get(register, -1) >= end)
+    key = None
+    if len(instructions) >= SHORTEST and min(tokens) >= 0:
+        key = tuple(tokens), tuple(wiring), tuple(made[register] for register in outputs)
+    return Run(tuple(instructions), tuple(inputs), outputs, key)
+
+
+def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
+    """A number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
+    values, numbers = traced.graph.values, {}
+    out = np.empty(len(instructions), dtype=np.int64)
+    for i, item in enumerate(instructions):
+        match item:
+            case Compute(op=op, form=form) if not op.has_effects:
+                wired = tuple([isinstance(o, Lit) for o in item.operands])
+                token = (op.key, op.ctx, form.operands, form.results, form.collectives, wired)
+            case Reshard(value=value, steps=steps, late=late):
+                token = (steps, values[value].shape, values[value].dtype, late)
+            case _:
+                out[i] = -1 - i
+                continue
+        out[i] = numbers.setdefault(token, len(numbers))
+    return out
+
+
+def _cuts(tokens: np.ndarray) -> list[int]:
+    """Where runs begin, and the end."""
+    cuts = {0, len(tokens)}
+    free = np.ones(len(tokens), dtype=bool)
+    for period in _periods(tokens):
+        same = (tokens[:-period] == tokens[period:]) & free[:-period] & free[period:]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
+        for start, end in edges.reshape(-1, 2).tolist():
+            times = (end - start) // period + 1  # the last of the equal pieces begins where the stretch ends
+            if times < 2:
+                continue
+            cuts.update(start + period * k for k in range(times + 1))
+            free[start : start + period * times] = False
+    return sorted(cuts)
+
+
+def _periods(tokens: np.ndarray) -> list[int]:
+    """The commonest distances between an instruction and the next that equals it, the longest stretches first."""
+    last: dict[int, int] = {}
+    found: Counter[int] = Counter()
+    for i, token in enumerate(tokens.tolist()):
+        if token in last and i - last[token] >= SHORTEST:
+            found[i - last[token]] += 1
+        last[token] = i
+    commonest = [period for period, count in found.most_common(_PERIODS) if count >= period]
+    return sorted(commonest, reverse=True)

@@ -1,0 +1,576 @@
+"""Which operations of a step go into the loop over micro-batches, and in what form.
+
+One walk over the graph, in program order, gives every value a `State` and every operation a `Decision`. An operation
+whose operands are sliced along factor f of its rule shards f over the axis of time: its local form is what one
+micro-batch does, unless the form communicates, since no micro-batch sees another. Results that lose f by a sum are
+partial. Partial values are summed over the micro-batches as soon as something is not linear in them; what depends on
+such a sum comes after the loop.
+
+What depends on no parameters (an operand is *free* if no floating-point state reaches it) and has no exact form is
+computed for the whole batch before the loop: the number of tokens that count, which a masked mean divides by.
+
+Control flow inside the loop is analysed through its bodies; the states of what loops carry are the least fixed point.
+
+An operation after the loop that is heavy and still works on single examples means that the model looks across the
+batch (batch norm, contrastive losses): `Refused` says which, and which reductions would have to be taken within the
+micro-batch instead (`local`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.local.forms import local_form
+from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.microbatches.rows import aligned_form
+from alpa_lite.passes.microbatches.states import (
+    AFTER,
+    AXIS,
+    INNER,
+    LOCAL,
+    PARTIAL,
+    WHOLE,
+    Decision,
+    Failure,
+    State,
+    is_heavy,
+    join,
+    linear,
+    shifted,
+    sliced,
+    state_of,
+)
+from alpa_lite.passes.tracing.conversion import ELEMENTWISE
+from alpa_lite.strategy import Rule
+
+_ADDITIONS = frozenset({"add", "add_any", "sub"})
+_CHAIN = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
+
+
+class Refused(Exception):
+    """The step has no exact form. `op` is the heavy operation that would need the whole batch, `failure` the reason."""
+
+    def __init__(self, op: Op, failure: Failure | None, roots: frozenset[int]):
+        super().__init__(op.name)
+        self.op, self.failure, self.roots = op, failure, roots
+
+
+class Analysis:
+    """The states and decisions of one graph.
+
+    Attributes:
+      state: value -> state.
+      decisions: op index -> decision; operations that come after the loop have none.
+      free: the values that no floating-point state reaches.
+      ahead: operations on the batch that are computed for the whole batch before the loop.
+      producers: value -> (its op, result number).
+      sources: index -> op.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Mapping[Any, Rule],
+        parts: int,
+        batch: Mapping[int, int],
+        bound: Set[int],
+        local: frozenset[int] = frozenset(),
+    ):
+        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state."""
+        self.graph, self.values, self.rules = graph, graph.values, rules
+        self.parts, self.local = parts, local
+        self.mesh = LogicalMesh((parts,), (AXIS,))
+        self.state: dict[int, State] = {}
+        self.decisions: dict[int, Decision] = {}
+        self.free: set[int] = set()
+        self.ahead: list[Op] = []
+        self.producers: dict[int, tuple[Op, int]] = {}
+        self.sources: dict[int, Op] = {op.index: op for op in graph.ops()}
+        self.roots: dict[int, frozenset[int]] = {}
+        self.cause: dict[int, Failure | None] = {}
+        self.carried: dict[int, frozenset[int]] = {}  # after the loop: the dims that hold examples
+        self._forms: dict[Any, LocalForm | None] = {}
+        self._declined: dict[int, Decision] = {}
+        for op in self.sources.values():
+            self.producers.update({value: (op, i) for i, value in enumerate(op.results)})
+        for value in graph.block.inputs:
+            self.state[value] = sliced(batch[value]) if value in batch else WHOLE
+            if value not in bound:
+                self.free.add(value)
+        atoms = [*(a for op in graph.block.ops for a in op.operands), *graph.block.outputs]
+        self._uses = Counter(a for a in atoms if not isinstance(a, Lit))
+        for op in graph.block.ops:
+            self._top(op)
+
+    def of(self, atom: Atom) -> State:
+        """The state of an operand; literals are whole."""
+        return WHOLE if isinstance(atom, Lit) else self.state[atom]
+
+    def is_free(self, op: Op) -> bool:
+        """Whether nothing that an operation reads depends on floating-point state."""
+        return all(isinstance(a, Lit) or a in self.free for a in op.operands)
+
+    @property
+    def work(self) -> int:
+        """Elements that heavy operations inside of the loop read and write in all: to compare choices of the batch."""
+        return sum(
+            int(np.prod(self._shape(a), dtype=np.int64))
+            for op in self.graph.block.ops
+            if is_heavy(op) and op.index in self.decisions and self.decisions[op.index].kind not in ("whole", "copy")
+            for a in (*op.operands, *op.results)
+        )
+
+    # -- the top block --------------------------------------------------------------------------------------------
+
+    def _top(self, op: Op) -> None:
+        states = [self.of(a) for a in op.operands]
+        if op.name == "optimization_barrier":
+            self._barrier(op, states)
+            return
+        if AFTER in states and self._sink(op):
+            states = [self.of(a) for a in op.operands]
+        if AFTER in states:
+            self._decline_chain(op, states)
+            self._after(op, None)
+            return
+        found = self.classify(op, states)
+        free = self.is_free(op)
+        if free:
+            self.free.update(op.results)
+            if isinstance(found, Failure) or (PARTIAL in found.results and not op.has_effects):
+                self.ahead.append(op)
+                found = self._ahead(op, states)
+        if isinstance(found, Failure):
+            if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):
+                found = Decision("copy", tuple(states), (LOCAL,) * len(op.results))
+            else:
+                self._after(op, found)
+                return
+        if PARTIAL in states and not op.bodies and found.kind == "copy" and not self._stays(op, states, found):
+            self._declined[op.index] = found
+            self._after(op, None)
+            return
+        if found.kind in ("scan", "map", "while", "cond"):
+            results = tuple(INNER if s == WHOLE else s for s in found.results)
+            found = Decision(found.kind, found.operands, results, None, found.inner, found.scale, found.length)
+        self._decide(op, found)
+
+    def _decide(self, op: Op, decision: Decision) -> None:
+        self.decisions[op.index] = decision
+        self.state.update(zip(op.results, decision.results, strict=True))
+        if not op.bodies and PARTIAL in decision.results:
+            found = frozenset({op.index}) if decision.kind == "form" else self._roots(op)
+            self.roots.update(dict.fromkeys(op.results, found))
+
+    def _roots(self, op: Op) -> frozenset[int]:
+        return frozenset().union(*(self.roots.get(a, frozenset()) for a in op.operands if not isinstance(a, Lit)))
+
+    def _whole(self, op: Op) -> Decision:
+        return Decision("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
+
+    def _ahead(self, op: Op, states: Sequence[State]) -> Decision:
+        """Computed before the loop; what still holds single examples is cut, so that what follows is in the loop."""
+        carried = {i: self._examples(a) for i, a in enumerate(op.operands)}
+        cut = []
+        for i, value in enumerate(op.results):
+            dims = self._result_examples(op, carried, i)
+            if op.name == "gather" and states[0].kind == "sliced":
+                shape, size = self.values[value].shape, self._shape(op.operands[0])[states[0].dim]
+                dims = {d for d, n in enumerate(shape) if n == size and d not in self._window_dims(op)}
+            fits = [d for d in sorted(dims) if self.values[value].shape[d] % self.parts == 0]
+            cut.append(sliced(fits[0]) if fits and not op.bodies else WHOLE)
+        return Decision("whole", (WHOLE,) * len(op.operands), tuple(cut))
+
+    def _window_dims(self, op: Op) -> Sequence[int]:
+        return op.params["dimension_numbers"].offset_dims
+
+    def outside(self, value: int) -> bool:
+        """Whether a value is computed before the loop, or is an argument."""
+        if value not in self.producers:
+            return True
+        decision = self.decisions.get(self.producers[value][0].index)
+        return decision is not None and decision.kind == "whole"
+
+    def _barrier(self, op: Op, states: Sequence[State]) -> None:
+        """Each result is in the state of its operand."""
+        self.decisions[op.index] = Decision("barrier", tuple(states), tuple(states))
+        for atom, result, state in zip(op.operands, op.results, states, strict=True):
+            self.state[result] = state
+            if not isinstance(atom, Lit):
+                self._like(result, atom)
+
+    def _like(self, value: int, atom: int) -> None:
+        """`value` is another name of `atom`."""
+        tables: list[Any] = [self.roots, self.cause, self.carried]
+        for table in tables:
+            if atom in table:
+                table[value] = table[atom]
+        if atom in self.free:
+            self.free.add(value)
+
+    def _after(self, op: Op, failure: Failure | None) -> None:
+        """An operation that comes after the loop; refused if it is heavy and works on single examples."""
+        carried = {i: self._examples(a) for i, a in enumerate(op.operands)}
+        roots = self._roots(op) | (failure.roots if failure else frozenset())
+        cause = failure or next((c for a in op.operands if not isinstance(a, Lit) and (c := self.cause.get(a))), None)
+        examples = any(carried.values())
+        if failure is None and cause is None and examples:
+            cause = Failure(op, "it uses single examples together with a sum over all of them")
+        if examples and (is_heavy(op) or self._is_opaque(op)):
+            raise Refused(op, cause, roots)
+        for i, value in enumerate(op.results):
+            self.state[value] = AFTER
+            self.roots[value], self.cause[value] = roots, cause
+            self.carried[value] = self._result_examples(op, carried, i) if examples else frozenset()
+
+    def _is_opaque(self, op: Op) -> bool:
+        rule = self.rules.get(op.key)
+        return not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
+
+    def _examples(self, atom: Atom) -> frozenset[int]:
+        """The dims of an operand that hold examples."""
+        state = self.of(atom)
+        if isinstance(atom, Lit):
+            return frozenset()
+        return frozenset({state.dim}) if state.kind == "sliced" else self.carried.get(atom, frozenset())
+
+    def _result_examples(self, op: Op, carried: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:
+        rule, rank = self.rules.get(op.key), len(self.values[op.results[result]].shape)
+        if rule is None or rule.source == "opaque":
+            return frozenset(range(rank))
+        factors = {f for i, dims in carried.items() for d in dims for f in rule.operands[i][d]}
+        unnamed = any(not rule.operands[i][d] for i, dims in carried.items() for d in dims)
+        named = {d for d, fs in enumerate(rule.results[result]) if factors & set(fs)}
+        sizes = {self._shape(op.operands[i])[d] for i, dims in carried.items() for d in dims}
+        alike = {d for d, n in enumerate(self.values[op.results[result]].shape) if n in sizes and n > 1}
+        return frozenset(named | (alike if unnamed else set()))
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+
+    # -- sums that are better added inside of the loop ------------------------------------------------------------
+
+    def _stays(self, op: Op, states: Sequence[State], decision: Decision) -> bool:
+        """Whether a linear operation on sums is done inside of the loop.
+
+        It is where that makes fewer or smaller accumulators (two sums that are only added, a reduction), where it makes
+        wider ones (so that narrow floats are summed in wide ones), and where it needs a local value.
+        """
+        if any(s.kind in ("local", "inner") for s in states):
+            return True
+        summed = [a for a, s in zip(op.operands, decision.operands, strict=True) if s == PARTIAL]
+        before = sum(self.values[a].nbytes for a in summed if not isinstance(a, Lit))
+        joins = op.name in _ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in states)
+        shrinks = sum(self.values[v].nbytes for v in op.results) < before and op.name == "reduce_sum"
+        widens = op.name == "convert_element_type" and self.values[op.results[0]].itemsize > _itemsize(self, summed[0])
+        return (joins or shrinks or widens) and all(self._once(a) for a in summed)
+
+    def _sink(self, op: Op) -> bool:
+        """Moves the linear operations before an addition or a conversion into the loop, if it then can be there too."""
+        if op.name not in _ADDITIONS and op.name != "convert_element_type":
+            return False
+        chains = [self._chain(a) for a in op.operands]
+        if any(chain is None for chain in chains):
+            return False
+        for chain in chains:
+            for inner in reversed(chain or ()):
+                for value in inner.results:
+                    del self.cause[value], self.carried[value]
+                self._decide(inner, self._declined[inner.index])
+        return True
+
+    def _decline_chain(self, op: Op, states: Sequence[State]) -> None:
+        """Notes an operation that could be in the loop if the linear operations before it were."""
+        made = [a for a in op.operands if not isinstance(a, Lit)]
+        if op.name in _CHAIN and all(
+            a in self.producers and self.producers[a][0].index in self._declined for a in made
+        ):
+            found = self.classify(op, [PARTIAL if s == AFTER else s for s in states])
+            if isinstance(found, Decision):
+                self._declined[op.index] = found
+
+    def _chain(self, atom: Atom) -> list[Op] | None:
+        """The linear operations between a value and a sum, all read once; None if there is no such chain."""
+        chain: list[Op] = []
+        while not isinstance(atom, Lit):
+            if self._uses[atom] != 1:
+                return None
+            if self.state[atom] == PARTIAL:
+                return chain
+            op = self.producers[atom][0] if atom in self.producers else None
+            if op is None or op.name not in _CHAIN or op.index not in self._declined:
+                return None
+            chain.append(op)
+            atom = op.operands[0]
+        return None
+
+    def _once(self, atom: Atom) -> bool:
+        return not isinstance(atom, Lit) and self._uses[atom] == 1
+
+    # -- one operation --------------------------------------------------------------------------------------------
+
+    def classify(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        """What becomes of an operation on operands in these states, none of them `after`."""
+        kinds = {s.kind for s in states}
+        if kinds <= {"whole"}:
+            return self._whole(op)
+        if kinds <= {"whole", "inner", "local"}:
+            result = LOCAL if "local" in kinds else INNER
+            return Decision("copy", tuple(states), (result,) * len(op.results))
+        if op.bodies:
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[op.name](op, states)
+        if "partial" in kinds:
+            wanted = None
+            if "sliced" not in kinds:
+                wanted = linear(op, [s == PARTIAL for s in states], self.values)
+            if wanted is None:
+                roots = self._roots(op)
+                return Failure(op, "it needs the sum over the whole batch", roots)
+            operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
+            return Decision("copy", operands, (PARTIAL,) * len(op.results))
+        return self._cut(op, states)
+
+    def _cut(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        """The local form of an operation that reads sliced operands."""
+        number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
+        rule = self.rules[op.key]
+        factors = rule.operands[number][state.dim]
+        failure = Failure(op, rule.reason or "it works across the examples of the batch")
+        forms = [aligned_form(op, self.values, self.producers, self.parts)]
+        forms += [self.form(op, factors[0])] if factors else []
+        for form in forms:
+            found = None if form is None else self._fits(op, states, form)
+            if found is not None:
+                return found
+        return failure
+
+    def _fits(self, op: Op, states: Sequence[State], form: LocalForm) -> Decision | None:
+        """The decision for a form, if the operands can be had as it wants them."""
+        wanted = []
+        for layout, given in zip(form.operands, states, strict=True):
+            want = state_of(layout)
+            if given.kind in ("inner", "local") and want == WHOLE:
+                want = given
+            single = self.parts == 1 and given == LOCAL
+            if want != given and not single and not self.can_block(op.operands[len(wanted)], want.dim):
+                return None
+            wanted.append(want)
+        results = tuple(state_of(layout) for layout in form.results)
+        if WHOLE in results:
+            return None
+        scale = op.index in self.local and PARTIAL in results
+        if scale:
+            results = tuple(LOCAL if s == PARTIAL else s for s in results)
+        return Decision("form", tuple(wanted), results, form, scale=scale)
+
+    def can_block(self, atom: Atom, dim: int) -> bool:
+        """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""
+        if self.of(atom).kind in ("whole", "inner"):
+            return True
+        if self.of(atom) != LOCAL or isinstance(atom, Lit) or atom not in self.producers:
+            return False
+        found = self.block_form(atom, dim)
+        if found is None:
+            return False
+        op, form = found
+        wanted = [state_of(layout) for layout in form.operands]
+        return all(w == WHOLE or self.can_block(a, w.dim) for a, w in zip(op.operands, wanted, strict=True))
+
+    def block_form(self, value: int, dim: int) -> tuple[Op, LocalForm] | None:
+        """What makes a value, and its local form that makes one block along `dim` from the same kind of operands."""
+        if value not in self.producers:
+            return None
+        op, result = self.producers[value]
+        rule = self.rules.get(op.key)
+        if op.bodies or op.has_effects or rule is None or not rule.results[result][dim]:
+            return None
+        form = self.form(op, rule.results[result][dim][0])
+        if form is None or any(layout.partial for layout in form.results):
+            return None
+        return (op, form) if state_of(form.results[result]) == sliced(dim) else None
+
+    def form(self, op: Op, factor: int) -> LocalForm | None:
+        """The local form of an operation with one factor over time, if it has one that does not communicate."""
+        rule = self.rules.get(op.key)
+        if rule is None:
+            return None
+        key = (op.index, factor)
+        if key not in self._forms:
+            assignment: tuple[Axes, ...] = tuple((AXIS,) if f == factor else () for f in range(len(rule.factors)))
+            form = local_form(op, rule, assignment, self.values, self.mesh)
+            self._forms[key] = None if form is not None and form.collectives else form
+        return self._forms[key]
+
+    # -- control flow ---------------------------------------------------------------------------------------------
+
+    def _body(self, block: Block, states: Sequence[State], atoms: Sequence[Atom | None]) -> Failure | list[State]:
+        """Analyses a nested body; `atoms` are what its inputs are outside, None for what loops carry."""
+        for value, state, atom in zip(block.inputs, states, atoms, strict=True):
+            self.state[value] = state
+            self.free.discard(value)
+            if atom is not None and (isinstance(atom, Lit) or atom in self.free):
+                self.free.add(value)
+            self.roots[value] = self.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
+        for op in block.ops:
+            inner = [self.of(a) for a in op.operands]
+            free = self.is_free(op)
+            self.free.difference_update(op.results)
+            if op.name == "optimization_barrier":
+                self._barrier(op, inner)
+                continue
+            found = self.classify(op, inner)
+            if free:
+                self.free.update(op.results)
+                if isinstance(found, Failure) or PARTIAL in found.results:
+                    found = self._whole(op)
+            if isinstance(found, Failure):
+                return found
+            self._decide(op, found)
+        return [self.of(a) for a in block.outputs]
+
+    def _fixed_point(
+        self, op: Op, carry: list[State], run: Any, outside: Sequence[Atom]
+    ) -> Failure | tuple[list[State], list[State]]:
+        """Runs a body until the states of what it carries are stable. Returns those, and those of its other outputs."""
+        count = len(carry)
+        while True:
+            outputs = run(carry)
+            if isinstance(outputs, Failure):
+                return outputs
+            joined = [join(a, b) for a, b in zip(carry, outputs[:count], strict=True)]
+            for before, out, both in zip(carry, outputs[:count], joined, strict=True):
+                if both is None:
+                    return Failure(op, f"it carries what is {_words(before)} at first and {_words(out)} later")
+            found = [s for s in joined if s is not None]
+            if found == carry:
+                return carry, outputs[count:]
+            carry = found
+
+    def _scan(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        (body,) = op.bodies
+        consts, carries = op.params["num_consts"], op.params["num_carry"]
+        split = consts + carries
+        if any(s == sliced(0) for s in states[split:]):
+            return self._map(op, states)
+        xs = [shifted(s, -1) for s in states[split:]]
+        atoms = [*op.operands[:consts], *[None] * carries, *op.operands[split:]]
+
+        def run(carry: list[State]) -> Failure | list[State]:
+            return self._body(body, [*states[:consts], *carry, *xs], atoms)
+
+        found = self._fixed_point(op, list(states[consts:split]), run, op.operands[consts:split])
+        if isinstance(found, Failure):
+            return found
+        carry, ys = found
+        results = (*carry, *(shifted(s, 1) for s in ys))
+        self._pass_roots(op, body.outputs)
+        operands = (*states[:consts], *carry, *states[split:])
+        return Decision("scan", operands, results, inner=(*carry, *ys), length=op.params["length"])
+
+    def _map(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        """A scan over the examples: a micro-batch scans over its own, if all that it carries are sums over examples."""
+        (body,) = op.bodies
+        consts, carries = op.params["num_consts"], op.params["num_carry"]
+        split = consts + carries
+        failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
+        if op.params["length"] % self.parts or any(s not in (WHOLE, sliced(0)) for s in states[split:]):
+            return failure
+        if any(s.kind in ("sliced", "partial") for s in states[:consts]):
+            return Failure(op, "it loops over the examples of the batch, and each needs all of them", self._roots(op))
+        uses = Counter(a for inner in body.ops for a in inner.operands if not isinstance(a, Lit))
+        uses.update(a for a in body.outputs if not isinstance(a, Lit))
+        carried = []
+        for value, out, state in zip(body.inputs[consts:split], body.outputs, states[consts:split], strict=False):
+            if isinstance(out, Lit):
+                return failure
+            add = self.producers[out][0] if out in self.producers else None
+            if out == value and uses[value] == 1 and state.kind in ("whole", "inner"):
+                carried.append(state)
+            elif add and add.name in ("add", "add_any") and value in add.operands and uses[value] == uses[out] == 1:
+                if state.kind == "sliced":
+                    return failure
+                carried.append(PARTIAL)
+            else:
+                return failure
+        count = len(op.operands) - split
+        operands = (*states[:consts], *carried, *[sliced(0)] * count)
+        results = (*carried, *[sliced(0)] * (len(op.results) - carries))
+        self.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
+        return Decision("map", operands, results, length=op.params["length"] // self.parts)
+
+    def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
+        for value, atom in zip(op.results, outputs, strict=True):
+            found = self.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
+            self.roots[value] = self.roots.get(value, frozenset()) | found
+
+    def _while(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        cond, body = op.bodies
+        first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
+        split = first + second
+        nothing: list[Atom | None] = [None] * (len(states) - split)
+
+        whether = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # any example goes on
+        each = cond if whether is None else _without(cond, whether)
+
+        def run(carry: list[State]) -> Failure | list[State]:
+            asked = self._body(each, [*states[:first], *carry], [*op.operands[:first], *nothing])
+            if isinstance(asked, Failure):
+                return asked
+            if whether is not None:  # examples do not see how long others run: a micro-batch ends with its own
+                one = LOCAL if asked[0].kind == "sliced" else asked[0]
+                self._decide(whether, Decision("copy", (asked[0],), (one,)))
+                asked = [one]
+            if asked[0].kind in ("sliced", "partial"):
+                return Failure(op, "its length depends on the examples of the batch", self._roots(op))
+            return self._body(body, [*states[first:split], *carry], [*op.operands[first:split], *nothing])
+
+        found = self._fixed_point(op, list(states[split:]), run, op.operands[split:])
+        if isinstance(found, Failure):
+            return found
+        carry, _ = found
+        self._pass_roots(op, body.outputs)
+        return Decision("while", (*states[:split], *carry), tuple(carry), inner=tuple(carry))
+
+    def _cond(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+        if states[0].kind in ("sliced", "partial"):
+            roots = self.roots.get(op.operands[0], frozenset()) if isinstance(op.operands[0], int) else frozenset()
+            return Failure(op, "its predicate depends on the examples of the batch", roots)
+        results: list[State] | None = None
+        for branch in op.bodies:
+            outputs = self._body(branch, states[1:], op.operands[1:])
+            if isinstance(outputs, Failure):
+                return outputs
+            before = results or outputs
+            joined = [join(a, b) for a, b in zip(before, outputs, strict=True)]
+            if any(s is None for s in joined):
+                return Failure(op, "its branches differ in how their results depend on the batch")
+            results = [s for s in joined if s is not None]
+            self._pass_roots(op, branch.outputs)
+        assert results is not None
+        return Decision("cond", tuple(states), tuple(results), inner=tuple(results))
+
+
+def _any_of(cond: Block) -> Op | None:
+    """The last op of a condition, where it is true if any of many are."""
+    return next((op for op in cond.ops if op.name == "reduce_or" and op.results == cond.outputs), None)
+
+
+def _without(cond: Block, last: Op) -> Block:
+    """The many conditions."""
+    return Block(cond.inputs, tuple(op for op in cond.ops if op is not last), last.operands)
+
+
+def _words(state: State) -> str:
+    return {"sliced": f"one value an example along dim {state.dim}", "partial": "a sum over the batch"}.get(
+        state.kind, "the same for all examples"
+    )
+
+
+def _itemsize(analysis: Analysis, atom: Atom) -> int:
+    return int(np.dtype(atom.aval.dtype).itemsize) if isinstance(atom, Lit) else analysis.values[atom].itemsize

@@ -1,0 +1,165 @@
+"""What a whole plan consists of: its seconds by cause and its bytes, so that one can say when another would win.
+
+    seconds = compute + latency + bandwidth            communication = latency + bandwidth
+    seconds = growing + fixed                          growing: what is proportional to the batch
+
+Latency is what remains of communication with unlimited links. What grows with the batch, to first order, are the
+operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
+dims are found by following values from the batch arguments through the groups that use them (`growing_factors`).
+
+A plan differs from the chosen one in a few nodes, so only those and the transfers around them are summed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Traced
+from alpa_lite.layout import reshard_steps
+from alpa_lite.passes.local.forms import local_form
+from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
+from alpa_lite.passes.sharding.groups import Dims, Grouping
+from alpa_lite.passes.sharding.space import Space
+from alpa_lite.plan import Outcome
+from alpa_lite.strategy import Rule
+
+Parts = tuple[float, float, float, float, float]
+"""Compute seconds, communication seconds, latency seconds, seconds that grow with the batch, bytes sent."""
+_NOTHING: Parts = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Outcomes:
+    """The outcomes of plans that differ little from the chosen one."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        grouping: Grouping,
+        rules: Mapping[Any, Rule],
+        cost: MeshCost,
+        space: Space,
+        choice: Sequence[int],
+        sizes: Sizes,
+    ) -> None:
+        self._traced, self._grouping, self._rules, self._cost, self._space = traced, grouping, rules, cost, space
+        self._choice, self._sizes = list(choice), sizes
+        self._growing = growing_factors(traced, grouping, space)
+        self._nodes: dict[tuple[int, int], Parts] = {}
+        self._pairs: dict[tuple[int, int, int], Parts] = {}
+        self._touching: list[list[int]] = [[] for _ in space.nodes]
+        for number, transfer in enumerate(space.program.transfers):
+            for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
+                self._touching[node].append(number)
+        self._before = [self._transfer(t, self._choice) for t in range(len(space.moves))]
+        nodes = (self._node(i, s) for i, s in enumerate(self._choice))
+        self._total = _sum((*nodes, *self._before))
+
+    def of(self, changes: Changes) -> Outcome:
+        """The outcome of the chosen plan with some nodes changed."""
+        after = changed_choice(self._choice, changes)
+        edges = {t for i in changes for t in self._touching[i]}
+        new = [*(self._node(i, s) for i, s in changes.items()), *(self._transfer(t, after) for t in edges)]
+        old = [*(self._node(i, self._choice[i]) for i in changes), *(self._before[t] for t in edges)]
+        difference = zip(self._total, _sum(new), _sum(old), strict=True)
+        compute, communication, latency, batch, sent = (max(a + b - c, 0.0) for a, b, c in difference)
+        return Outcome(
+            compute_seconds=compute,
+            communication_seconds=communication,
+            latency_seconds=min(latency, communication),
+            batch_seconds=min(batch, compute + communication),
+            bytes_sent=round(sent),
+            bytes_per_device=round(self._sizes.peak(changes)),
+            changed=sum(s != self._choice[i] for i, s in changes.items()),
+        )
+
+    def _node(self, i: int, s: int) -> Parts:
+        """The parts of one node under a strategy."""
+        found = self._nodes.get((i, s))
+        if found is None:
+            node = self._space.nodes[i]
+            count = len(node.members)
+            compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
+            latency, sent = self._inside(i, s) if communication else (0.0, 0.0)
+            grows = any((i, f) in self._growing for f in range(len(self._grouping.groups[node.group].factors)))
+            batch = compute + communication - latency if grows else 0.0
+            found = self._nodes[i, s] = (compute, communication, latency, batch, sent)
+        return found
+
+    def _inside(self, i: int, s: int) -> tuple[float, float]:
+        """Latency and bytes of the collectives inside an operation."""
+        node = self._space.nodes[i]
+        group = self._grouping.groups[node.group]
+        op = self._grouping.ops[group.ops[0]]
+        form = local_form(op, self._rules[op.key], node.strategies[s].axes, self._traced.graph.values, self._cost.mesh)
+        times = group.trips * len(node.members)
+        collectives = form.collectives if form is not None else ()
+        latency = sum(self._cost.coefficients(c.kind, c.axes)[0] for c in collectives)
+        return latency * times, float(sum(c.bytes for c in collectives)) * times
+
+    def _transfer(self, t: int, choice: Sequence[int]) -> Parts:
+        """The parts of one transfer."""
+        transfer = self._space.program.transfers[t]
+        p = int(transfer.src_class[choice[transfer.src]])
+        wanted = {int(klass[choice[node]]) for node, klass in transfer.consumers}
+        pairs = [self._pair(t, p, q) for q in wanted]
+        return pairs[0] if len(pairs) == 1 else _sum(pairs)
+
+    def _pair(self, t: int, p: int, q: int) -> Parts:
+        """The parts of resharding a value from its produced layout p to the wanted layout q."""
+        found = self._pairs.get((t, p, q))
+        if found is not None:
+            return found
+        move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
+        times, mesh = move.count * move.trips, self._cost.mesh
+        size = self._traced.graph.values[move.value].nbytes
+        sent = bandwidth = 0.0
+        for step in reshard_steps(move.produced[p], move.wanted[q]) or ():
+            if step.kind != "slice":
+                layout = step.before if step.kind == "reduce_scatter" else step.after
+                payload = size / mesh.product(tuple(a for axes in layout.dims for a in axes)) * times
+                sent += payload
+                bandwidth += self._cost.coefficients(step.kind, step.axes)[1] * payload
+        home = self._grouping.homes[move.value]
+        node = self._space.node_of[home.group]
+        batch = bandwidth if any((node, f) in self._growing for dim in home.dims for f in dim) else 0.0
+        found = self._pairs[t, p, q] = (0.0, seconds, seconds - bandwidth, batch, sent)
+        return found
+
+
+def _sum(parts: Sequence[Parts]) -> Parts:
+    compute, communication, latency, batch, sent = map(sum, zip(*parts, strict=True)) if parts else _NOTHING
+    return compute, communication, latency, batch, sent
+
+
+def growing_factors(traced: Traced, grouping: Grouping, space: Space) -> frozenset[tuple[int, int]]:
+    """The pairs (node, factor) whose size is proportional to the leading dim of the batch arguments."""
+    values, inputs, node_of = traced.graph.values, traced.graph.block.inputs, space.node_of
+    joined: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    seen: set[tuple[int, Dims, int, Dims]] = set()
+    for demand in grouping.demands:
+        home = grouping.homes.get(demand.value)
+        if home is None or not home.group or not demand.group:
+            continue
+        key = (node_of[home.group], home.dims, node_of[demand.group], demand.dims)
+        if key in seen:
+            continue
+        seen.add(key)
+        for made, used in zip(home.dims, demand.dims, strict=True):
+            # A dim of several factors grows with its first one.
+            pairs = zip(made, used, strict=True) if len(made) == len(used) else zip(made[:1], used[:1], strict=False)
+            for a, b in pairs:
+                joined.setdefault((key[0], a), set()).add((key[2], b))
+                joined.setdefault((key[2], b), set()).add((key[0], a))
+    found: set[tuple[int, int]] = set()
+    for number, argument in enumerate(traced.arguments):
+        home = grouping.homes.get(inputs[number])
+        if argument.role == "batch" and values[inputs[number]].shape and home is not None and home.group:
+            found |= {(node_of[home.group], f) for f in home.dims[0][:1]}
+    waiting = list(found)
+    while waiting:
+        new = joined.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return frozenset(found)

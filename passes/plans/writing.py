@@ -1,0 +1,399 @@
+"""Writes the plan of a decided step: a value that says what was chosen, what it costs, and what else there was."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes import lowering
+from alpa_lite.passes.local.effects import needs_outside
+from alpa_lite.passes.lowering.program import LocalProgram, block_count
+from alpa_lite.passes.plans import alternatives
+from alpa_lite.passes.plans.alternatives import Weighed
+from alpa_lite.passes.plans.outcomes import Outcomes
+from alpa_lite.passes.sharding import prices, tables
+from alpa_lite.passes.sharding import space as strategy_space
+from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
+from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.space import Node, Space, Strategy
+from alpa_lite.plan import Alternative, Collective, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
+from alpa_lite.strategy import Rule
+
+KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
+"""How many alternatives of each kind of decision a plan keeps besides the chosen one: those of the least bounds."""
+_KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
+
+
+def write(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    found: Found,
+    program: LocalProgram,
+    cluster: Cluster,
+    *,
+    method: str,
+    budget: float,
+    communication: str,
+    replayed: bool = False,
+    num_microbatches: int = 1,
+    notes: Sequence[str] = (),
+    like: Plan | None = None,
+) -> Plan:
+    """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty.
+
+    Args:
+      like: the plan of a step that differs in names alone and has the same solution; its alternatives are taken over.
+    """
+    cost = MeshCost(cluster, found.mesh)
+    moved = lowering.collectives(program, traced)
+    listed = tuple(collective for collective, _ in moved)
+    seconds = tuple(_collective_seconds(cost, found.space, *item) for item in moved)
+    parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
+    parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
+    parts["micro-batches"] = str(num_microbatches)
+    solution = found.solution
+    stage = Stage(
+        mesh_shape=found.mesh.shape,
+        axis_names=found.mesh.axis_names,
+        arguments=_leaves(traced, program, arguments=True),
+        results=_leaves(traced, program, arguments=False),
+        memory=_memory(traced, grouping, found.space, found.solution.choice),
+        seconds=solution.objective,
+        compute_seconds=found.compute_seconds,
+        communication_seconds=solution.objective - found.compute_seconds,
+    )
+    return Plan(
+        method=method,
+        cluster=cluster,
+        num_devices=found.mesh.size,
+        num_stages=1,
+        num_microbatches=num_microbatches,
+        schedule="none",
+        step_seconds=solution.objective,
+        fingerprint=fingerprint(parts),
+        memory_per_device=int(budget),
+        stages=(stage,),
+        collectives=listed,
+        collective_seconds=seconds,
+        solver=Solver(
+            "replayed" if replayed else solution.status,
+            solution.objective,
+            solution.bound,
+            solution.gap,
+            solution.seconds,
+            solution.variables,
+        ),
+        decisions=_decisions(traced, grouping, rules, found, cost, budget, None if like is None else like.decisions),
+        replicated=_replicated(traced, grouping, rules, cost),
+        candidates=found.candidates,
+        notes=(*traced.notes, *_ordered(grouping, found.mesh), *notes),
+        ingredients=parts,
+    )
+
+
+def _collective_seconds(cost: MeshCost, space: Space, collective: Collective, move: tuple[int, int] | None) -> float:
+    """Seconds of a collective; one that the compiler combines with others pays its share of one latency."""
+    alpha, beta = cost.coefficients(collective.kind, collective.axes)
+    share = 1.0
+    if move is not None and collective.kind in prices.combinable(cost):
+        share = space.shares.get(move, 1.0)
+    return (alpha * share + beta * collective.bytes) * collective.count
+
+
+def ingredients(
+    traced: Traced,
+    grouping: Grouping,
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    communication: str,
+) -> dict[str, str]:
+    """What a plan belongs to. Two programs are the same if they have the same groups, each as often."""
+    colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
+    signature = [
+        f"{a.path}: {traced.graph.values[v].dtype}{list(traced.graph.values[v].shape)}"
+        for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+    ]
+    return {
+        "program": _digest(colors),
+        "arguments": _digest(signature),
+        "devices": f"{cluster.num_devices} x {cluster.device}",
+        "mesh": f"{mesh_shape} {axis_names}",
+        "communication": communication,
+        "jax": jax.__version__,
+    }
+
+
+def fingerprint(parts: Mapping[str, str]) -> str:
+    """A hash of what a plan belongs to, the JAX version left out: another version may trace the same program."""
+    return _digest([f"{k}={v}" for k, v in sorted(parts.items()) if k != "jax"])
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=12).hexdigest()
+
+
+def _leaves(traced: Traced, program: LocalProgram, *, arguments: bool) -> tuple[Leaf, ...]:
+    values = traced.graph.values
+    atoms = traced.graph.block.inputs if arguments else traced.graph.block.outputs
+    layouts = program.inputs if arguments else program.outputs
+    out = []
+    records = traced.arguments if arguments else traced.outputs
+    for record, atom, layout in zip(records, atoms, layouts, strict=False):
+        aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
+        nbytes = 0 if isinstance(atom, Lit) else values[atom].nbytes
+        out.append(Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout)))
+    return tuple(out)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
+    """The timeline of live bytes, by kind."""
+    buffers = space.program.buffers
+    assert buffers is not None
+    kinds = tables.state_kinds(traced, grouping)
+    inputs = {v: i for i, v in enumerate(traced.graph.block.inputs)}
+    shapes = {traced.graph.values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
+    updates = _update_values(traced, grouping)
+    lines = {kind: np.zeros(buffers.points + 1) for kind in ("params", "gradients", "optimizer", "activations")}
+    for b, value in enumerate(space.buffer_values):
+        size = _buffer_bytes(space, choice, b)
+        if not size:
+            continue
+        if value in inputs and buffers.transfer[b] < 0:
+            kind = kinds.get(inputs[value], "activations")
+        elif value in updates and traced.graph.values[value].shape in shapes:
+            kind = "gradients"
+        else:
+            kind = "activations"
+        lines[kind][buffers.start[b]] += size
+        lines[kind][buffers.end[b] + 1] -= size
+    live = {kind: np.cumsum(line) for kind, line in lines.items()}
+    total = sum(live.values())
+    return Memory(**{k: int(v.max()) for k, v in live.items()}, total=int(np.max(total)))
+
+
+def _update_values(traced: Traced, grouping: Grouping) -> set[int]:
+    """Values that flow into the groups that compute new state."""
+    homes, outputs = grouping.homes, traced.graph.block.outputs
+    updates = set()
+    for number, _ in traced.state:
+        atom = outputs[number]
+        if not isinstance(atom, Lit) and atom in homes:
+            updates.add(homes[atom].group)
+    updates.discard(0)
+    wanted = {d.value for d in grouping.demands if d.group in updates}
+    return wanted | {v for v, home in homes.items() if home.group in updates}
+
+
+def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
+    buffers = space.program.buffers
+    assert buffers is not None
+    if buffers.transfer[b] < 0:
+        return float(buffers.size[b][buffers.klass[b][choice[buffers.owner[b]]]])
+    transfer = space.program.transfers[buffers.transfer[b]]
+    if all(klass[choice[node]] != buffers.copy[b] for node, klass in transfer.consumers):
+        return 0.0
+    return float(buffers.size[b][transfer.src_class[choice[transfer.src]]])
+
+
+# -- decisions ------------------------------------------------------------------------------------------------------
+
+
+def _decisions(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found, cost: MeshCost, budget: float,
+    like: Sequence[Decision] | None,
+) -> tuple[Decision, ...]:  # fmt: skip
+    if like is not None:
+        return _renamed(traced, grouping, found, like)
+    nodes, choice = found.space.nodes, found.solution.choice
+    touching: dict[int, list[int]] = {}
+    for number, transfer in enumerate(found.space.program.transfers):
+        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
+            touching.setdefault(node, []).append(number)
+    problem = from_graph(replace(found.space.program, budget=budget))
+    kept = [KEPT_ALTERNATIVES.get(grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
+    weighed = alternatives.weigh(problem, choice, kept)
+    sizes = alternatives.Sizes(problem, list(choice))
+    outcomes = Outcomes(traced, grouping, rules, cost, found.space, choice, sizes)
+    layouts = _Layouts(traced, grouping, found.mesh)
+    paths = _paths(traced, grouping)
+    out = []
+    for number, (node, chosen) in enumerate(zip(nodes, choice, strict=True)):
+        if len(node.strategies) < 2:
+            continue
+        group = grouping.groups[node.group]
+        moved = _transfer_seconds(found, number, touching.get(number, ()))
+        name, where, own = _named(traced, grouping, node, paths)
+        out.append(
+            Decision(
+                key=group.color,
+                name=name,
+                where=where,
+                count=len(node.members),
+                factors=tuple(f.size for f in group.factors),
+                strategy=node.strategies[chosen].axes,
+                seconds=float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen]),
+                alternatives=_alternatives(node, weighed[number], moved, outcomes, layouts),
+                paths=own,
+                partial=node.strategies[chosen].partial,
+            )
+        )
+    return tuple(out)
+
+
+def _renamed(traced: Traced, grouping: Grouping, found: Found, like: Sequence[Decision]) -> tuple[Decision, ...]:
+    """The decisions of an alike step under the names of this one."""
+    paths = _paths(traced, grouping)
+    nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
+    out = []
+    for node, decision in zip(nodes, like, strict=True):
+        name, where, own = _named(traced, grouping, node, paths)
+        key = grouping.groups[node.group].color
+        out.append(replace(decision, key=key, name=name, where=where, paths=own))
+    return tuple(out)
+
+
+def _named(
+    traced: Traced, grouping: Grouping, node: Node, paths: Mapping[int, str]
+) -> tuple[str, str, tuple[str, ...]]:
+    """What a decision is called, where it is, and the paths of the arguments that it decides."""
+    group = grouping.groups[node.group]
+    own = tuple(paths[m] for m in node.members if m in paths)
+    first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
+    name = own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}"
+    return name, _jax.where(first.source) if first else "argument" if own else "loop or branch value", own
+
+
+def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
+    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
+
+
+def _shape(group: Group) -> str:
+    return "[" + ",".join(str(f.size) for f in group.factors) + "]"
+
+
+def _op_name(traced: Traced, op: Op) -> str:
+    values = traced.graph.values
+    ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
+    outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
+    return f"{op.name} {' x '.join(ins)} -> {', '.join(outs)}"
+
+
+def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
+    """For each strategy of a node, the seconds of its transfers, the neighbours' strategies given."""
+    node, choice = found.space.nodes[number], found.solution.choice
+    total = np.zeros(len(node.strategies))
+    for t in touching:
+        transfer = found.space.program.transfers[t]
+        produced = transfer.src_class if transfer.src == number else transfer.src_class[choice[transfer.src]]
+        wanted = np.zeros((len(total), transfer.cost.shape[1]), bool)
+        for n, klass in transfer.consumers:
+            wanted[np.arange(len(total)), klass if n == number else klass[choice[n]]] = True
+        paid = np.broadcast_to(transfer.cost[produced], wanted.shape)
+        total += np.where(wanted, paid, 0.0).sum(axis=1)
+    return total
+
+
+def _alternatives(
+    node: Node, weighed: Sequence[Weighed], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
+) -> tuple[Alternative, ...]:
+    """The weighed strategies of a node: those that fit first, then by the seconds of the whole step."""
+    out = []
+    for one in weighed:
+        strategy = node.strategies[one.strategy]
+        step = outcomes.of(one.fastest if one.fitting is None else one.fitting)
+        fastest = outcomes.of(one.fastest) if one.fitting != one.fastest and one.fitting is not None else step
+        layout, size = layouts.of(node, strategy)
+        out.append(
+            Alternative(
+                strategy=strategy.axes,
+                layout=layout,
+                compute_seconds=float(node.compute[one.strategy] * len(node.members)),
+                communication_seconds=float(node.communication[one.strategy] * len(node.members)),
+                transfer_seconds=float(moved[one.strategy]),
+                bytes_per_device=size,
+                bound_seconds=one.bound,
+                step=step,
+                fits=one.fitting is not None,
+                roomy=fastest if fastest.seconds < step.seconds else None,
+                partial=strategy.partial,
+            )
+        )
+    return tuple(sorted(out, key=lambda a: (not a.fits, a.step.seconds)))
+
+
+class _Layouts:
+    """What the strategies of a group mean for its tensors."""
+
+    def __init__(self, traced: Traced, grouping: Grouping, mesh: LogicalMesh) -> None:
+        self._traced, self._grouping, self._mesh = traced, grouping, mesh
+        self._result: dict[int, int] = {}
+        for value, home in grouping.homes.items():
+            self._result.setdefault(home.group, value)
+        self._operands: dict[int, dict[int, Dims]] = {}
+        for demand in grouping.demands:
+            if demand.op >= 0 and grouping.groups[demand.group].kind == "heavy":
+                self._operands.setdefault(demand.group, {}).setdefault(demand.operand, demand.dims)
+
+    def of(self, node: Node, strategy: Strategy) -> tuple[str, int]:
+        """The layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
+        group = self._grouping.groups[node.group]
+        value = self._result.get(node.group)
+        if value is None:
+            return "", 0
+        partial = strategy.partial
+        if group.kind == "heavy":
+            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+            partial = tuple(a for a in self._mesh.axis_names if a in sums)
+        placed = strategy_space.layout_of(self._grouping.homes[value].dims, strategy, partial)
+        size = int(self._traced.graph.values[value].nbytes / block_count(placed, self._mesh))
+        operands = [
+            strategy_space.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())
+        ]
+        return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size
+
+
+def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:
+    """A note on effects that lose their order, since JAX orders effects on one device only."""
+    found = sorted({op.name for op in grouping.ops.values() if _jax.is_ordered(op.params)})
+    return (f"ordered effects run without their order: {', '.join(found)}",) if found and mesh.size > 1 else ()
+
+
+def _replicated(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
+) -> tuple[Replicated, ...]:
+    """Operations that no rule describes, alike ones together, heaviest first."""
+    values = traced.graph.values
+    found: dict[Any, tuple[Op, int]] = {}
+    for number in grouping.groups[0].ops:
+        op = grouping.ops[number]
+        if needs_outside(op) or rules[op.key].source == "opaque":
+            key = (op.key, _jax.where(op.source))
+            found[key] = (op, found.get(key, (op, 0))[1] + 1)
+    rows = []
+    for op, count in found.values():
+        tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
+        size = sum(values[v].nbytes for v in tensors)
+        if any(math.prod(values[v].shape) > 1 for v in tensors):
+            seconds = cost.compute(0.0, size, None) * count
+            reason = "it cannot be inside a region: it takes and gives whole values"
+            if not needs_outside(op):
+                reason = rules[op.key].reason
+            rows.append(Replicated(op.name, _jax.where(op.source), reason, size, seconds, count))
+    return tuple(sorted(rows, key=lambda r: -r.seconds))

@@ -1,0 +1,11 @@
+"""From planned stages to the instruction lists of a pipeline, and the simulation of them.
+
+In: planned stages, submeshes and a schedule. Out: `alpa_lite.program.Program`: what each submesh runs and sends, where
+each buffer begins and ends; `simulate` plays the lists that the runtime runs.
+"""
+
+from alpa_lite.passes.programs.search import search
+from alpa_lite.passes.programs.simulation import simulate
+from alpa_lite.passes.programs.writing import build
+
+__all__ = ["build", "search", "simulate"]

@@ -1,0 +1,398 @@
+"""Which block of an array goes from which device to which, when the array goes from one submesh to another.
+
+Each device of a submesh holds a block: an interval of every dim. A device of the destination needs its own block, which
+is cut into pieces by the blocks of the source: one piece for every distinct source block that it meets. A piece is sent
+by one of the devices that hold that source block, the one whose way is the least busy (`programs.links`), devices of
+the destination taking turns in order of their number.
+
+Blocks need not be received as they are needed. The array may *land* in another layout of the destination, and reach the
+wanted one by the collectives of `layout.reshard_steps`, which the destination runs on its own links. Two kinds of
+landing are tried besides the wanted layout itself:
+
+1. Where the wanted layout leaves axes of the destination unused, landings that shard dims over these too: each device
+   receives a part, and an all-gather makes the whole. Less crosses between the submeshes, more within one.
+2. The source's own layout, where both submeshes have the same shape: whole blocks are sent, one message a device, and
+   an all-to-all or the like follows.
+
+With l the landing, the seconds are
+
+    seconds(l)  =  messages(l)                                    the busiest resource of `programs.links`
+                +  2 bytes / memory bandwidth                      of the most that one device cuts, and joins
+                +  sum of the collectives from l to the layout     `cost.MeshCost`
+
+and the cheapest l is taken: `price` estimates all of them in closed form, and the best few are planned in full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.layout import Layout, LogicalMesh, Step, local_shape, reshard_steps
+from alpa_lite.passes.programs.links import Loads, route
+from alpa_lite.program import Program, Submesh
+
+Ranges = tuple[tuple[int, int], ...]
+"""A block or a piece of an array: for each dim the first index and the one after the last."""
+
+# So many landings, the best by the estimate, are planned in full.
+_PLANNED = 4
+
+
+@dataclass(frozen=True)
+class Move:
+    """One piece that one device sends to another.
+
+    Attributes:
+      source, destination: numbers of devices in the cluster. The same where the piece is there already.
+      ranges: which piece of the global array.
+      bytes: its size.
+    """
+
+    source: int
+    destination: int
+    ranges: Ranges
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """How one array goes from one submesh to another. Plans are hashable: equal plans move alike.
+
+    Attributes:
+      shape, dtype: of the global array.
+      src, src_mesh, dst, dst_mesh: where it is, and where it shall be.
+      landing: the layout on the destination in which the pieces arrive.
+      moves: ordered by destination, then by place in its block. The pieces of one destination fill its block of the
+        landing, each part of it once.
+      steps: what the destination does from the landing to `dst`.
+      equal: device k of the source sends all that it holds to device k of the destination, another device, so the
+        whole array is one `jax.device_put` to an equal sharding.
+      bytes: of all moves between different devices.
+      seconds: predicted.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    src: Layout
+    src_mesh: Submesh
+    dst: Layout
+    dst_mesh: Submesh
+    landing: Layout
+    moves: tuple[Move, ...]
+    steps: tuple[Step, ...]
+    equal: bool
+    bytes: int
+    seconds: float = 0.0
+
+
+def plan_transfer(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Layout,
+    src_mesh: Submesh,
+    dst: Layout,
+    dst_mesh: Submesh,
+    cluster: Cluster,
+) -> TransferPlan:
+    """The cheapest way found for one array.
+
+    Args:
+      shape, dtype: of the global array; a random key has its logical shape and its key dtype.
+      src, dst: layouts without partial sums.
+      src_mesh, dst_mesh: the submeshes; they may overlap, or be the same.
+      cluster: the machine, whose links are priced.
+
+    Raises:
+      ValueError: a layout is partial or does not divide the shape, or a submesh is not within the cluster.
+    """
+    for name, layout, submesh in (("src", src, src_mesh), ("dst", dst, dst_mesh)):
+        if layout.partial:
+            raise ValueError(f"{name}={layout}: partial sums cannot be sent; reduce them, or give them a leading dim")
+        if submesh.first < 0 or submesh.devices.stop > cluster.num_devices:
+            raise ValueError(
+                f"{name}_mesh has devices to {submesh.devices.stop - 1}; the cluster {cluster.num_devices}"
+            )
+        local_shape(shape, layout, submesh.mesh)
+    array = _Array(tuple(shape), dtype, src, src_mesh, dst, dst_mesh)
+    choices = _landings(array)
+    if len(choices) > _PLANNED:
+        rest = sorted(choices[1:], key=lambda landing: _estimate(array, landing, cluster))
+        choices = [choices[0], *rest[: _PLANNED - 1]]
+    plans = [_plan(array, landing, cluster) for landing in choices]
+    return min(plans, key=lambda plan: plan.seconds)
+
+
+def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferPlan, ...]:
+    """The plans of a program's transfer, one for each of its arrays."""
+    transfer = program.transfers[number]
+    source, destination = program.submeshes[transfer.source], program.submeshes[transfer.destination]
+    out = []
+    for sent, received in zip(transfer.sent, transfer.received, strict=True):
+        have, want = program.buffers[sent], program.buffers[received]
+        out.append(plan_transfer(have.shape, have.dtype, have.layout, source, want.layout, destination, cluster))
+    return tuple(out)
+
+
+def edge_seconds(plans: Sequence[TransferPlan], cluster: Cluster) -> float:
+    """Predicted seconds of arrays that go together: their messages share the links, and the transfer starts once."""
+    loads = Loads(cluster)
+    for plan in plans:
+        for move in plan.moves:
+            loads.add(move.source, move.destination, move.bytes)
+    return loads.seconds + sum(_local_seconds(plan, cluster) + _steps_seconds(plan, cluster) for plan in plans)
+
+
+def price(
+    shape: tuple[int, ...],
+    dtype: Any,
+    src: Layout,
+    src_mesh: Submesh,
+    dst: Layout,
+    dst_mesh: Submesh,
+    cluster: Cluster,
+) -> float:
+    """About the seconds of `plan_transfer`, in closed form: every sender is taken to have an equal share.
+
+    The arguments must be valid for `plan_transfer`.
+    """
+    array = _Array(tuple(shape), dtype, src, src_mesh, dst, dst_mesh)
+    return min(_estimate(array, landing, cluster) for landing in _landings(array))
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What is to go where: the arguments of `plan_transfer`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    src: Layout
+    src_mesh: Submesh
+    dst: Layout
+    dst_mesh: Submesh
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; of a random key those of its data."""
+    return int(getattr(dtype, "itemsize", 4))
+
+
+def blocks(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[Ranges, ...]:
+    """The block of each device, in mesh order."""
+    sizes = local_shape(shape, layout, mesh)
+    return tuple(
+        tuple((n * size, (n + 1) * size) for n, size in zip(numbers, sizes, strict=True))
+        for numbers in _block_numbers(layout, mesh)
+    )
+
+
+def _block_numbers(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
+    """For each device, in mesh order, the number of its block along every dim."""
+    out = []
+    for coordinates in itertools.product(*map(range, mesh.shape)):
+        place = dict(zip(mesh.axis_names, coordinates, strict=True))
+        numbers = []
+        for axes in layout.dims:
+            number = 0
+            for axis in axes:
+                number = number * mesh.axis_size(axis) + place[axis]
+            numbers.append(number)
+        out.append(tuple(numbers))
+    return out
+
+
+# --- landings ---------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=50_000)
+def _cached_landings(array: _Array) -> tuple[Layout, ...]:
+    found = dict.fromkeys([array.dst])
+    # A random key is small, and collectives on keys are not worth their special cases.
+    if not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        found.update(dict.fromkeys(_finer(array.shape, array.dst, array.dst_mesh.mesh)))
+        if array.src_mesh.mesh.shape == array.dst_mesh.mesh.shape:
+            found[_renamed(array.src, array.src_mesh.mesh, array.dst_mesh.mesh)] = None
+    mesh = array.dst_mesh.mesh
+    return tuple(landing for landing in found if _is_reachable(array.shape, landing, array.dst, mesh))
+
+
+def _landings(array: _Array) -> list[Layout]:
+    """The layouts to land in, the wanted one first."""
+    return list(_cached_landings(array))
+
+
+def _finer(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> Iterator[Layout]:
+    """The layouts that shard over some of the axes that `layout` leaves unused too, each as the minor axes of a dim."""
+    unused = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1 and axis not in layout.used]
+    for places in itertools.product(range(-1, len(shape)), repeat=len(unused)):
+        dims = list(layout.dims)
+        for axis, dim in zip(unused, places, strict=True):
+            if dim >= 0:
+                dims[dim] = (*dims[dim], axis)
+        if _divides(shape, Layout(tuple(dims)), mesh):
+            yield Layout(tuple(dims))
+
+
+def _renamed(layout: Layout, have: LogicalMesh, want: LogicalMesh) -> Layout:
+    """The layout with the axes of one mesh replaced by those of another of the same shape."""
+    names = dict(zip(have.axis_names, want.axis_names, strict=True))
+    return Layout(tuple(tuple(names[axis] for axis in axes) for axes in layout.dims))
+
+
+def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
+    return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
+
+
+def _is_reachable(shape: tuple[int, ...], landing: Layout, dst: Layout, mesh: LogicalMesh) -> bool:
+    """Whether steps lead from the landing to `dst`, and every layout between divides the shape."""
+    steps = reshard_steps(landing, dst)
+    return steps is not None and all(_divides(shape, step.after, mesh) for step in steps)
+
+
+# --- one landing in full ----------------------------------------------------------------------------------------------
+
+
+def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
+    """The plan for one landing."""
+    have = blocks(array.shape, array.src, array.src_mesh.mesh)
+    need = blocks(array.shape, landing, array.dst_mesh.mesh)
+    pairs = list(zip(array.src_mesh.devices, array.dst_mesh.devices, strict=False))
+    equal = have == need and all(source != destination for source, destination in pairs)
+    loads = Loads(cluster)
+    if equal:
+        size = itemsize(array.dtype)
+        moves = [Move(s, d, block, _volume(block) * size) for (s, d), block in zip(pairs, need, strict=True)]
+        for move in moves:
+            loads.add(move.source, move.destination, move.bytes)
+    else:
+        moves = _moves(array, need, loads)
+    steps = reshard_steps(landing, array.dst)
+    assert steps is not None, (landing, array.dst)
+    sent = sum(move.bytes for move in moves if move.source != move.destination)
+    plan = TransferPlan(**vars(array), landing=landing, moves=tuple(moves), steps=steps, equal=equal, bytes=sent)
+    seconds = loads.seconds + _local_seconds(plan, cluster) + _steps_seconds(plan, cluster)
+    return dataclasses.replace(plan, seconds=seconds)
+
+
+def _moves(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Move]:
+    """Every piece, with the sender that keeps the links evenly busy."""
+    size = itemsize(array.dtype)
+    sizes = local_shape(array.shape, array.src, array.src_mesh.mesh)
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for device, numbers in zip(array.src_mesh.devices, _block_numbers(array.src, array.src_mesh.mesh), strict=True):
+        holders.setdefault(numbers, []).append(device)
+    moves = []
+    for destination, block in zip(array.dst_mesh.devices, need, strict=True):
+        for numbers in itertools.product(*(_met(low, high, n) for (low, high), n in zip(block, sizes, strict=True))):
+            piece = tuple(
+                (max(low, number * n), min(high, (number + 1) * n))
+                for (low, high), number, n in zip(block, numbers, sizes, strict=True)
+            )
+            count = _volume(piece) * size
+            source = loads.sender(holders[numbers], destination, count)
+            loads.add(source, destination, count)
+            moves.append(Move(source, destination, piece, count))
+    return moves
+
+
+def _met(low: int, high: int, size: int) -> range:
+    """The numbers of the source's blocks, of `size`, that an interval meets; of an empty dim the first."""
+    return range(low // size, (high - 1) // size + 1) if size else range(1)
+
+
+def _volume(ranges: Ranges) -> int:
+    return math.prod(high - low for low, high in ranges)
+
+
+def _local_seconds(plan: TransferPlan, cluster: Cluster) -> float:
+    """Cutting pieces out of blocks at the source, and joining them at the destination: each is read and written."""
+    have = math.prod(local_shape(plan.shape, plan.src, plan.src_mesh.mesh)) * itemsize(plan.dtype)
+    need = math.prod(local_shape(plan.shape, plan.landing, plan.dst_mesh.mesh)) * itemsize(plan.dtype)
+    cut: dict[int, int] = {}
+    joined: dict[int, int] = {}
+    for move in plan.moves:
+        if move.bytes < have:
+            cut[move.source] = cut.get(move.source, 0) + move.bytes
+        if move.bytes < need:
+            joined[move.destination] = joined.get(move.destination, 0) + move.bytes
+    worst = max(cut.values(), default=0) + max(joined.values(), default=0)
+    return 2 * worst / cluster.memory_bandwidth
+
+
+def _steps_seconds(plan: TransferPlan, cluster: Cluster) -> float:
+    return _reshard_seconds(plan.shape, plan.dtype, plan.steps, plan.dst_mesh.mesh, cluster)
+
+
+def _reshard_seconds(
+    shape: tuple[int, ...], dtype: Any, steps: Sequence[Step], mesh: LogicalMesh, cluster: Cluster
+) -> float:
+    """The collectives on the destination. A submesh is priced as the first devices of the cluster are."""
+    cost = _mesh_cost(cluster, mesh)
+    size = itemsize(dtype)
+    return sum(cost.collective(step.kind, step.axes, step.payload(shape, size, mesh)) for step in steps)
+
+
+@functools.lru_cache(maxsize=1000)
+def _mesh_cost(cluster: Cluster, mesh: LogicalMesh) -> MeshCost:
+    return MeshCost(cluster, mesh)
+
+
+# --- the estimate -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=200_000)
+def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
+    """About the seconds of `_plan`.
+
+    Each of the n destinations receives its block of b bytes in k pieces, one for every source block that it meets; each
+    of the m sources sends n b / m bytes, in n k / m messages. Every link is like the one between the nearest devices of
+    the two submeshes, and the uplinks of the submesh with fewer nodes carry all that crosses.
+    """
+    src_mesh, dst_mesh, mesh = array.src_mesh, array.dst_mesh, array.dst_mesh.mesh
+    steps = reshard_steps(landing, array.dst) or ()
+    after = _reshard_seconds(array.shape, array.dtype, steps, mesh, cluster)
+    same = src_mesh.mesh.shape == mesh.shape and _renamed(array.src, src_mesh.mesh, mesh) == landing
+    if same and src_mesh.first == dst_mesh.first:
+        return after
+    block = array.bytes / math.prod(mesh.product(axes) for axes in landing.dims)
+    pieces, whole = 1, True
+    for have, want in zip(array.src.dims, landing.dims, strict=True):
+        parts, wanted = src_mesh.mesh.product(have), mesh.product(want)
+        pieces *= max(1, math.ceil(parts / wanted))
+        whole = whole and wanted <= parts
+    senders, receivers = src_mesh.mesh.size, mesh.size
+    sent = math.ceil(receivers * pieces / senders)
+    forwards = src_mesh.first <= dst_mesh.first
+    near = (src_mesh.devices[-1], dst_mesh.first) if forwards else (src_mesh.first, dst_mesh.devices[-1])
+    way = route(cluster, *near)
+    own = [(slow, latency) for (kind, *_), slow, latency in way if kind in ("send", "link")]
+    slowness, latency = max((s for s, _ in own), default=0.0), max((t for _, t in own), default=0.0)
+    busiest = max(
+        pieces * latency + block * slowness,
+        sent * latency + max(receivers * block / senders, block / pieces) * slowness,
+    )
+    if any(kind == "up" for (kind, *_), _, _ in way):
+        fewest = min(_num_nodes(src_mesh, cluster), _num_nodes(dst_mesh, cluster))
+        assert cluster.network_link is not None
+        busiest = max(busiest, receivers * block / fewest / cluster.network_link.bandwidth)
+    local = (0 if whole else receivers * block / senders) + (block if pieces > 1 else 0)
+    return cluster.node_link.latency + busiest + 2 * local / cluster.memory_bandwidth + after
+
+
+def _num_nodes(submesh: Submesh, cluster: Cluster) -> int:
+    per_node = cluster.devices_per_node
+    return submesh.devices[-1] // per_node - submesh.first // per_node + 1

@@ -1,0 +1,467 @@
+"""Groups operations that share one decision, and ties groups that are alike.
+
+Problem. A train step has tens of thousands of equations, but few real decisions: an elementwise operation follows the
+operand that it transforms, and the layers of a model repeat. Choosing per equation would make the integer program grow
+with both.
+
+Grouping. Every value gets a *home*: a group, and for each of its dims the factors of that group. A group is one of
+
+- leaf: an argument, a constant, or an input of a nested body (a *port*): its factors are its dims;
+- heavy: one operation with its own rule (a matrix product, a reduction, a gather, ...);
+- linear: an addition of values that may be partial sums, so that a partial sum can travel through it; a carry that
+  starts at zero and is only added to, scalars (a loss) too, so that gradients and losses of micro-batches are reduced
+  once, after the loop;
+- light: elementwise operations, transpositions and the like that hang together. An operation joins the home of its
+  *main* operand, the deepest operand that has all of its factors, so that group factors need no unification;
+- the *fixed* group 0: other scalars, everything that no rule describes, and what cannot be inside a region (a user's
+  own `shard_map`, ordered effects); it has one strategy, replication.
+
+Iota, broadcasts to more elements, and what is computed from these alone are *lazy*: they cost nothing to repeat, so
+each consumer makes its own block, and what is moved is the small source ("price a broadcast at its source's bytes").
+
+A `Demand` is an edge: a group wants a value, with each dim sharded by the given factors of the group. Demands on a lazy
+value are pulled back to the values that it is made from.
+
+Tying. Groups of equal *colour* share one decision. Colours come from the operations inside a group and two rounds of
+Weisfeiler-Lehman refinement over demands (Weisfeiler & Leman 1968; DESIGN section 4), so a model of any depth has a
+bounded number of classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.passes.local.effects import needs_outside
+from alpa_lite.passes.sharding.colors import colors_of
+from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, Home
+from alpa_lite.passes.sharding.linear import linear_ops, uses_of
+from alpa_lite.strategy import Factor, Rule
+
+
+def group(traced: Traced, rules: Mapping[Any, Rule]) -> Grouping:
+    """Groups the operations of a traced step. `rules` maps `Op.key` to the operation's rule."""
+    builder = _Builder(traced.graph, rules)
+    builder.top(traced)
+    return builder.finish()
+
+
+def pull(rule: Rule, result_dims: Dims, result: int = 0) -> dict[int, tuple[int, ...]]:
+    """For each factor of a rule with single-factor dims, the group factors that a demand on its result gives it."""
+    out: dict[int, tuple[int, ...]] = {}
+    for own, wanted in zip(rule.results[result], result_dims, strict=True):
+        if own:
+            out[own[0]] = wanted
+    return out
+
+
+def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
+    """Whether an operation makes a large value out of nothing, or out of a small one."""
+    if op.name == "iota":
+        return True
+    if op.name != "broadcast_in_dim":
+        return False
+    source = op.operands[0]
+    if isinstance(source, Lit):
+        return True
+    return values[op.results[0]].nbytes > values[source].nbytes
+
+
+class _Builder:
+    """Walks the graph once, in program order, and assigns homes."""
+
+    def __init__(self, graph: Graph, rules: Mapping[Any, Rule]):
+        self.graph = graph
+        self.values = graph.values
+        self.rules = rules
+        self.drafts: list[Draft] = [Draft("fixed", [], 1, "fixed")]
+        self.homes: dict[int, Home] = {}
+        self.lazy: dict[int, tuple[int, int]] = {}
+        self.demands: list[Demand] = []
+        self.positions: dict[int, int] = {}
+        self.defined: dict[int, int] = {}
+        self.ops: dict[int, Op] = {}
+        self.depth: dict[int, int] = {}
+        self.followers: dict[int, int] = {}
+        self.outputs: list[tuple[int, Dims] | None] = []
+        self.clock = 0
+        self.linear: set[int] = set()
+        self.zero_carries: set[int] = set()
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    def top(self, traced: Traced) -> None:
+        block = self.graph.block
+        self.leaves = tuple(
+            self.leaf(value, 1, traced.arguments[i].role if i < len(traced.arguments) else "constant")
+            for i, value in enumerate(block.inputs)
+        )
+        self.body(block, 1)
+        self.clock += 1
+        state = dict(traced.state)
+        for number, atom in enumerate(block.outputs):
+            if isinstance(atom, Lit):
+                self.outputs.append(None)
+                continue
+            if number in state:
+                home = self.homes[block.inputs[state[number]]]
+                index, dims = home.group, home.dims
+            else:
+                index, dims = self.new_leaf(self.values[atom].shape, 1, "output")
+            self.want(atom, index, dims, 1)
+            self.outputs.append((index, dims))
+
+    def body(self, block: Block, trips: int) -> None:
+        self.linear |= linear_ops(block, self.rules, self.values, self.zero_carries)
+        for op in block.ops:
+            self.ops[op.index] = op
+            if needs_outside(op):
+                self.clock += 1
+                self.positions[op.index] = self.clock
+                self.depth.update(dict.fromkeys(op.results, self.clock))
+                self.member(op, _opaque(op, self.values), 0, (), trips)
+            elif op.name == "scan":
+                self.scan(op, trips)
+            elif op.name == "while":
+                self.while_loop(op, trips)
+            elif op.name == "cond":
+                self.cond(op, trips)
+            else:
+                self.clock += 1
+                self.positions[op.index] = self.clock
+                self.straight(op, trips)
+            for value in op.results:
+                self.defined[value] = self.positions[op.index]
+
+    def scan(self, op: Op, trips: int) -> None:
+        (body,) = op.bodies
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        sums = self.accumulators(op)
+        inner = trips * max(1, int(op.params["length"]))
+        self.clock += 1
+        start = self.clock
+        for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
+            kind = "const" if i < consts else "carry" if i < consts + carry else "xs"
+            if value in sums and not self.values[value].shape:
+                self.scalar_sum(atom, value, trips, inner)
+                continue
+            index = self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
+            if value in sums and index:
+                self.drafts[index].kind = "linear"
+        self.body(body, inner)
+        self.clock += 1
+        self.positions[op.index] = self.clock
+        for i, (atom, result) in enumerate(zip(body.outputs, op.results, strict=True)):
+            if i < carry:
+                home = self.homes[body.inputs[consts + i]]
+                self.want(atom, home.group, home.dims, inner)
+                self.adopt(result, home.group, home.dims)
+            else:
+                port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys")
+                self.want(atom, port, dims, inner)
+                self.adopt(result, port, ((), *dims))
+        self.depth.update(dict.fromkeys(op.results, start))
+
+    def scalar_sum(self, atom: Atom, value: int, trips: int, times: int) -> None:
+        """A group of its own for a scalar that a loop adds to, so that it is reduced after the loop."""
+        self.drafts.append(Draft("linear", [], times, "carry"))
+        self.adopt(value, len(self.drafts) - 1, ())
+        self.defined[value] = self.depth[value] = self.clock
+        self.want(atom, len(self.drafts) - 1, (), trips)
+
+    def accumulators(self, op: Op) -> set[int]:
+        """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
+        (body,) = op.bodies
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        uses = uses_of(body)
+        producer = {value: inner for inner in body.ops for value in inner.results}
+        found = set()
+        for i in range(carry):
+            start, value, end = op.operands[consts + i], body.inputs[consts + i], body.outputs[i]
+            if isinstance(end, Lit) or end not in producer or not self.is_zero(start):
+                continue
+            adds = producer[end]
+            once = uses[value] == 1 and uses[end] == 1
+            if once and adds.name in ("add", "add_any") and value in adds.operands:
+                found.add(value)
+        self.zero_carries |= found
+        return found
+
+    def is_zero(self, value: Atom) -> bool:
+        """Whether a value is zero, a literal or broadcast, which is a partial sum over any axes."""
+        if isinstance(value, Lit):
+            return not np.any(value.value)
+        if value not in self.lazy:
+            return False
+        op = self.ops[self.lazy[value][0]]
+        source = op.operands[0] if op.operands else None
+        return op.name == "broadcast_in_dim" and isinstance(source, Lit) and not np.any(source.value)
+
+    def while_loop(self, op: Op, trips: int) -> None:
+        cond, body = op.bodies
+        cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
+        self.clock += 1
+        start = self.clock
+        for atom, value in zip(op.operands[:cond_n], cond.inputs[:cond_n], strict=True):
+            self.port(atom, value, trips, "const")
+        for atom, value in zip(op.operands[cond_n : cond_n + body_n], body.inputs[:body_n], strict=True):
+            self.port(atom, value, trips, "const")
+        init = op.operands[cond_n + body_n :]
+        for atom, value, seen in zip(init, body.inputs[body_n:], cond.inputs[cond_n:], strict=True):
+            port = self.port(atom, value, trips, "carry")
+            self.adopt(seen, port, self.homes[value].dims)
+            self.defined[seen] = self.clock
+            self.depth[seen] = self.clock
+        self.body(cond, trips)
+        self.want(cond.outputs[0], 0, (), trips)
+        self.body(body, trips)
+        self.clock += 1
+        self.positions[op.index] = self.clock
+        for atom, value, result in zip(body.outputs, body.inputs[body_n:], op.results, strict=True):
+            home = self.homes[value]
+            self.want(atom, home.group, home.dims, trips)
+            self.adopt(result, home.group, home.dims)
+        self.depth.update(dict.fromkeys(op.results, start))
+
+    def cond(self, op: Op, trips: int) -> None:
+        self.clock += 1
+        start = self.clock
+        self.want(op.operands[0], 0, (), trips)
+        for i, atom in enumerate(op.operands[1:]):
+            first = op.bodies[0].inputs[i]
+            port = self.port(atom, first, trips, "operand")
+            for branch in op.bodies[1:]:
+                self.adopt(branch.inputs[i], port, self.homes[first].dims)
+                self.defined[branch.inputs[i]] = self.clock
+                self.depth[branch.inputs[i]] = self.clock
+        for branch in op.bodies:
+            self.body(branch, trips)
+        self.clock += 1
+        self.positions[op.index] = self.clock
+        for i, result in enumerate(op.results):
+            port, dims = self.new_leaf(self.values[result].shape, trips, "result")
+            self.adopt(result, port, dims)
+            for branch in op.bodies:
+                self.want(branch.outputs[i], port, dims, trips)
+        self.depth.update(dict.fromkeys(op.results, start))
+
+    # -- leaves and ports -----------------------------------------------------------------------------------------
+
+    def new_leaf(self, shape: tuple[int, ...], trips: int, name: str) -> tuple[int, Dims]:
+        """A group for a tensor of this shape, and the tensor's dims in it. Scalars belong to the fixed group."""
+        factors = [Factor(size, "parallel") for size in shape if size > 1]
+        if not factors:
+            return 0, ((),) * len(shape)
+        draft = Draft("leaf", factors, trips, name)
+        draft.signature.append(("leaf", name, shape))
+        self.drafts.append(draft)
+        return len(self.drafts) - 1, _leaf_dims(shape)
+
+    def leaf(self, value: int, trips: int, name: str) -> int:
+        index, dims = self.new_leaf(self.values[value].shape, trips, name)
+        self.adopt(value, index, dims)
+        self.defined[value] = self.clock
+        self.depth[value] = 0
+        return index
+
+    def port(self, atom: Atom, value: int, trips: int, name: str, *, times: int = 0, stacked: bool = False) -> int:
+        """A leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
+        index = self.leaf(value, times or trips, name)
+        self.depth[value] = self.clock
+        dims = self.homes[value].dims
+        self.want(atom, index, ((), *dims) if stacked else dims, trips)
+        return index
+
+    def adopt(self, value: int, index: int, dims: Dims) -> None:
+        draft = self.drafts[index]
+        rank = len(self.values[value].shape)
+        if index == 0:
+            dims = ((),) * rank
+        self.homes[value] = Home(index, dims, draft.values)
+        draft.values += 1
+
+    def want(self, atom: Atom, index: int, dims: Dims, trips: int, op: int = -1, operand: int = -1) -> None:
+        """Records a demand; on a lazy value, the demands on what it is made from."""
+        if isinstance(atom, Lit):
+            return
+        if index == 0:
+            dims = ((),) * len(self.values[atom].shape)
+        if atom in self.lazy:
+            number, result = self.lazy[atom]
+            lazy = self.ops[number]
+            rule = self.rules[lazy.key]
+            given = pull(rule, dims, result)
+            for k, source in enumerate(lazy.operands):
+                if not isinstance(source, Lit):
+                    inner = tuple(given.get(d[0], ()) if d else () for d in rule.operands[k])
+                    self.want(source, index, inner, trips, op, operand)
+            return
+        draft = self.drafts[index]
+        self.demands.append(Demand(atom, index, dims, draft.wants, self.clock, trips, op, operand))
+        draft.wants += 1
+
+    # -- straight-line operations ---------------------------------------------------------------------------------
+
+    def straight(self, op: Op, trips: int) -> None:
+        rule = self.rules[op.key]
+        tensors = [a for a in op.operands if not isinstance(a, Lit)]
+        depth = 1 + max((self.depth.get(a, 0) for a in tensors), default=0)
+        self.depth.update(dict.fromkeys(op.results, depth))
+        if op.name == "optimization_barrier":
+            self.barrier(op)
+        elif rule.source == "opaque" or (not rule.factors and op.index not in self.linear):
+            self.member(op, rule, 0, (), trips)
+        elif self.becomes_lazy(op, rule, tensors):
+            self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
+        elif op.index in self.linear:
+            self.drafts.append(Draft("linear", list(rule.factors), trips, op.name))
+            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+        elif _is_light(rule, op):
+            self.light(op, rule, tensors, trips)
+        else:
+            self.drafts.append(Draft("heavy", list(rule.factors), trips, op.name))
+            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+
+    def barrier(self, op: Op) -> None:
+        """Each result stays in its operand's home: a barrier moves nothing."""
+        for atom, result in zip(op.operands, op.results, strict=True):
+            if isinstance(atom, Lit):
+                self.adopt(result, 0, ((),) * len(self.values[result].shape))
+            elif atom in self.lazy:
+                self.lazy[result] = self.lazy[atom]
+            else:
+                home = self.homes[atom]
+                self.homes[result] = Home(home.group, home.dims, home.slot)
+                if atom in self.followers:
+                    self.followers[result] = self.followers[atom]
+
+    def becomes_lazy(self, op: Op, rule: Rule, tensors: list[int]) -> bool:
+        if len(op.results) != 1 or any(len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims):
+            return False
+        if is_lazy_source(op, self.values):
+            return True
+        return bool(tensors) and _is_light(rule, op) and all(a in self.lazy for a in tensors)
+
+    def light(self, op: Op, rule: Rule, tensors: list[int], trips: int) -> None:
+        every = {f for dims in rule.results for dim in dims for f in dim}
+        best, main = -1, None
+        for k, atom in enumerate(op.operands):
+            if isinstance(atom, Lit) or atom in self.lazy or self.homes[atom].group == 0:
+                continue
+            mine = {f for dim in rule.operands[k] for f in dim}
+            if every <= mine and self.depth[atom] > best:
+                best, main = self.depth[atom], k
+        if main is None:
+            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
+            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+            return
+        atom = op.operands[main]
+        assert not isinstance(atom, Lit)
+        home = self.homes[atom]
+        index = home.group
+        if self.drafts[index].kind in ("heavy", "linear") or self.drafts[index].trips != trips:
+            index = self.follower(atom, trips)
+            dims = self.follower_dims(atom)
+        else:
+            dims = home.dims
+        of = {f[0]: g[0] for f, g in zip(rule.operands[main], dims, strict=True) if f and g}
+        if len(of) != len(rule.factors):
+            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
+            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+            return
+        self.member(op, rule, index, tuple(of[f] for f in range(len(rule.factors))), trips)
+
+    def follower(self, atom: int, trips: int) -> int:
+        """The light group that hangs on a value of a heavy group."""
+        if atom not in self.followers:
+            shape = self.values[atom].shape
+            self.drafts.append(Draft("light", [Factor(s, "parallel") for s in shape if s > 1], trips, "follow"))
+            self.followers[atom] = len(self.drafts) - 1
+        return self.followers[atom]
+
+    def follower_dims(self, atom: int) -> Dims:
+        return _leaf_dims(self.values[atom].shape)
+
+    def member(self, op: Op, rule: Rule, index: int, factors: tuple[int, ...], trips: int) -> None:
+        """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
+        draft = self.drafts[index]
+
+        def dims_of(dims: Dims) -> Dims:
+            if index == 0:
+                return ((),) * len(dims)
+            return tuple(tuple(factors[f] for f in dim) for dim in dims)
+
+        refs: list[Any] = []
+        for k, atom in enumerate(op.operands):
+            if isinstance(atom, Lit):
+                refs.append("lit")
+                continue
+            dims = dims_of(rule.operands[k])
+            home = self.homes.get(atom)
+            if home is not None and home.group == index and home.dims == dims and draft.kind in ("light", "leaf"):
+                refs.append(home.slot)
+                continue
+            refs.append(("want", draft.wants, dims, self.lazy_signature(atom)))
+            self.want(atom, index, dims, trips, op.index, k)
+        for k, value in enumerate(op.results):
+            self.adopt(value, index, dims_of(rule.results[k]))
+        draft.ops.append(op.index)
+        draft.op_factors.append(factors)
+        if index:
+            draft.signature.append((op.key, tuple(refs), factors))
+            if draft.name == "follow" or draft.kind == "light":
+                draft.name = op.name if len(draft.ops) == 1 else draft.name
+
+    def lazy_signature(self, atom: int) -> Any:
+        if atom not in self.lazy:
+            return None
+        number, result = self.lazy[atom]
+        op = self.ops[number]
+        return (op.key, result, tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands))
+
+    # -- colours --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Grouping:
+        colors = colors_of(self.drafts, self.demands, self.homes)
+        groups = tuple(
+            Group(i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name)
+            for i, d in enumerate(self.drafts)
+        )
+        classes: dict[str, list[int]] = {}
+        for g in groups:
+            classes.setdefault(g.color, []).append(g.index)
+        return Grouping(
+            groups, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
+            self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
+        )  # fmt: skip
+
+
+def _opaque(op: Op, values: Sequence[Value]) -> Rule:
+    """The rule of an operation that takes and gives whole values."""
+    operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
+    return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
+
+
+def _leaf_dims(shape: tuple[int, ...]) -> Dims:
+    out, count = [], 0
+    for size in shape:
+        out.append((count,) if size > 1 else ())
+        count += size > 1
+    return tuple(out)
+
+
+def _is_light(rule: Rule, op: Op) -> bool:
+    """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
+    if any(f.kind != "parallel" for f in rule.factors) or (op.params.get("dimensions") and op.name == "reshape"):
+        return False
+    shown = {f for dims in rule.results for dim in dims for f in dim}
+    single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+    once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
+    return single and once and len(shown) == len(rule.factors) and op.name not in _NEVER_LIGHT
+
+
+# These are described by parallel factors alone but do real work.
+_NEVER_LIGHT = frozenset({"gather", "scatter", "sort", "dynamic_update_slice", "dot_general", "conv_general_dilated"})

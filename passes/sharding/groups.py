@@ -1,0 +1,100 @@
+"""The nouns of grouping: where a value is made, who wants it, and the groups that decide. See `sharding.grouping`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from alpa_lite.graph import Op
+from alpa_lite.strategy import Factor
+
+Dims = tuple[tuple[int, ...], ...]
+GroupKind = Literal["fixed", "leaf", "heavy", "linear", "light"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a value is made: its group, and the group's factors of each of its dims."""
+
+    group: int
+    dims: Dims
+    slot: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Group `group` wants `value` with its dims sharded by the given factors of the group.
+
+    `slot` numbers the demands of a group; `position` is the program point of the use; `trips` how often it happens.
+    `op` is the operation that wants it, or -1 for an output, a carry or a port; `operand` its operand number.
+    """
+
+    value: int
+    group: int
+    dims: Dims
+    slot: int
+    position: int
+    trips: int
+    op: int = -1
+    operand: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One decision. `op_factors[i][f]` is the group's factor for factor f of the rule of `ops[i]`."""
+
+    index: int
+    kind: GroupKind
+    factors: tuple[Factor, ...]
+    ops: tuple[int, ...]
+    op_factors: tuple[tuple[int, ...], ...]
+    trips: int
+    color: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """The groups of a graph.
+
+    Attributes:
+      groups: by index; group 0 is the fixed group.
+      homes: value -> home; lazy values have none.
+      lazy: lazy value -> (op index, result number).
+      demands: every edge.
+      positions: op index -> program point. defined: value -> program point of its definition.
+      points: the number of program points.
+      ops: op index -> Op.
+      classes: colour -> the groups that share it, in order.
+      leaves: argument or constant number -> group.
+      outputs: for each output of the step its group and dims; None for a literal.
+    """
+
+    groups: tuple[Group, ...]
+    homes: Mapping[int, Home]
+    lazy: Mapping[int, tuple[int, int]]
+    demands: tuple[Demand, ...]
+    positions: Mapping[int, int]
+    defined: Mapping[int, int]
+    points: int
+    ops: Mapping[int, Op]
+    classes: Mapping[str, tuple[int, ...]]
+    leaves: tuple[int, ...]
+    outputs: tuple[tuple[int, Dims] | None, ...]
+
+
+@dataclass
+class Draft:
+    """A group while it is being built."""
+
+    kind: GroupKind
+    factors: list[Factor]
+    trips: int
+    name: str
+    ops: list[int] = field(default_factory=list)
+    op_factors: list[tuple[int, ...]] = field(default_factory=list)
+    signature: list[Any] = field(default_factory=list)
+    dims: Dims = ()
+    values: int = 0
+    wants: int = 0

@@ -1,0 +1,139 @@
+"""Searches mesh shapes at a price of memory, for what shares its budget with others: layers, and stages of a pipeline.
+
+What a stage may fill depends on how many micro-batches are in flight, on what its neighbours send, and on what runs
+besides; no budget of its own says that. So in place of a budget memory has a price (Lagrange), and the program is
+
+    minimise  seconds + price * bytes, averaged over the program's points.
+
+Averaging rather than charging the fullest point makes dear what lives long: parameters, gradients, and what waits for
+the backward pass. A price is given as a multiple of a unit, at which all bytes of the fastest choice are worth all of
+its seconds: at price p, a choice that takes a share s less memory may take a share p s more time.
+
+Prices leave the integer program without a hard constraint, and that is solved by message passing in a fraction of the
+time (`sharding.solver.search`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.errors import InfeasibleError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.sharding import strategies
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.solver.problem import Problem, from_graph, price_memory
+from alpa_lite.passes.sharding.solver.search import Search
+from alpa_lite.passes.sharding.space import Space
+from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.plan import Candidate
+from alpa_lite.strategy import Rule, Solution
+
+WORTH = 1.3
+"""Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""
+
+ROUGH = 5e-2
+"""The gap at which a choice with memory for nothing is good enough to tell the unit of prices, and slow mesh shapes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Market:
+    """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
+
+    Attributes:
+      rough: these solutions.
+      unit: seconds per byte, of price 1.
+      time_limit: seconds for each integer program. gap: at which a choice counts as optimal.
+    """
+
+    meshes: tuple[LogicalMesh, ...]
+    spaces: tuple[Space, ...]
+    problems: tuple[Problem, ...]
+    rough: tuple[Solution, ...]
+    unit: float
+    time_limit: float
+    gap: float
+
+    def at(self, price: float) -> Found:
+        """The best choice at a price of memory; its seconds and bytes are without it.
+
+        Mesh shapes that are much slower with memory for nothing are not tried at a price.
+        """
+        fastest = min(rough.objective for rough in self.rough)
+        solutions: dict[int, Solution] = {}
+        for i, (problem, rough) in enumerate(zip(self.problems, self.rough, strict=True)):
+            if not price and (rough.gap <= self.gap or rough.bound >= fastest):
+                solutions[i] = rough
+            elif rough.objective <= WORTH * fastest:
+                solutions[i] = _solved(problem, price * self.unit, self.time_limit, self.gap)
+        free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
+        best = min(solutions, key=lambda i: solutions[i].objective)
+        problem, space, solution = self.problems[best], self.spaces[best], solutions[best]
+        choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+        candidates = []
+        for i, (mesh, other) in enumerate(zip(self.meshes, self.problems, strict=True)):
+            found = solutions.get(i, self.rough[i])
+            status = "chosen" if i == best else "slower"
+            seconds, size = other.seconds(found.choice), int(other.peak(found.choice))
+            candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
+        solution = replace(
+            solution,
+            status="feasible" if price else solution.status,
+            objective=problem.seconds(solution.choice),
+            bound=min(solution.bound for solution in free),
+            peak=problem.peak(solution.choice),
+        )
+        return Found(self.meshes[best], space, solution, choice, tuple(candidates))
+
+
+def market(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    cluster: Cluster,
+    meshes: Sequence[LogicalMesh],
+    *,
+    time_limit: float,
+    gap: float,
+    shared: Shared | None = None,
+) -> Market:
+    """The programs of some mesh shapes.
+
+    Args:
+      meshes: of the cluster's devices.
+      time_limit: seconds for each integer program.
+      gap: (objective - bound) / objective at which a choice counts as optimal.
+      shared: what the programs of several meshes have in common, to make it once.
+
+    Raises:
+      InfeasibleError: a program has no choice, or none was found in the time.
+    """
+    shared = shared or Shared(traced, grouping)
+    spaces = tuple(
+        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), shared=shared) for mesh in meshes
+    )  # fmt: skip
+    problems = tuple(from_graph(space.program) for space in spaces)
+    rough = tuple(_solved(problem, 0.0, time_limit, max(gap, ROUGH)) for problem in problems)
+    fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
+    unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
+    return Market(tuple(meshes), spaces, problems, rough, unit, time_limit, gap)
+
+
+def _solved(problem: Problem, price: float, time_limit: float, gap: float) -> Solution:
+    """The best choice at a price in seconds per byte; its objective includes what memory costs."""
+    started = time.perf_counter()
+    points = len(problem.base)
+    priced = price_memory(problem, np.full(points, price / max(points, 1)))
+    found = Search(priced, np.inf, gap, started + time_limit)
+    found.run()
+    if found.choice is None:
+        raise InfeasibleError(f"no sharding was found in solver_time_limit={time_limit:g} seconds; allow more")
+    return found.solution("optimal" if found.closed else "feasible", started)

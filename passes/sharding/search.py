@@ -1,0 +1,321 @@
+"""Searches the mesh shapes of a cluster for the best plan of one mesh.
+
+For every logical mesh shape that the method admits, the integer program is built, and what it can reach is bounded
+from below, quickly (`sharding.solver.solve.Bound`). Shapes are then solved in the order of their bounds, first without
+the memory budget and, if that does not fit, within it; one that is proven no better than the best found so far is cut
+off. The best objective wins. Textbook methods are the same program with the layouts of arguments fixed, so the free
+program is never worse than a textbook plan on the same mesh.
+
+Under a binding memory budget the program is also solved with state gathered anew for late uses
+(`sharding.strategies.build`, `regather`), which trades communication for memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.options import DataParallel, Manual, Sharded, TensorParallel, Zero
+from alpa_lite.passes.sharding import strategies, tables
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.space import Space, Strategy
+from alpa_lite.plan import Candidate
+from alpa_lite.strategy import Rule, Solution
+
+AXES = ("x", "y", "z")
+"""Names of the axes of searched meshes, major to minor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best plan: its program, solution, and the strategy of every group.
+
+    `candidates` lists every mesh shape that was weighed.
+    """
+
+    mesh: LogicalMesh
+    space: Space
+    solution: Solution
+    choice: tuple[Strategy, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def compute_seconds(self) -> float:
+        """What of the objective is not communication."""
+        nodes, choice = self.space.nodes, self.solution.choice
+        return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+
+
+def search(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    cluster: Cluster,
+    method: Any,
+    *,
+    budget: float,
+    time_limit: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """The best plan of one mesh for a method.
+
+    Args:
+      budget: bytes per device.
+      time_limit: seconds that the solver may spend on one mesh shape.
+      progress: told what is being solved.
+
+    Raises:
+      InfeasibleError: if no mesh shape admits a plan within the budget; names what binds and what would fit.
+      OptionError: if the method cannot be applied to these arguments or this number of devices.
+    """
+    tried: list[tuple[solve.Bound, _Problem, Space]] = []
+    shapes = meshes(cluster, method)
+    shared = tables.Shared(traced, grouping)
+    for mesh in shapes:
+        progress(f"bounding mesh {_by(mesh)}")
+        allowed = limits(traced, grouping, method, mesh)
+        cost = MeshCost(cluster, mesh)
+        known = {"budget": budget, "allowed": allowed, "shared": shared}
+        build = partial(strategies.build, traced, grouping, rules, cost, **known)
+        problem = _Problem(mesh, cluster.platform, build)
+        space = problem.build()
+        bound = solve.Bound(space.program)
+        if len(shapes) > 1:
+            bound.improve()
+        tried.append((bound, problem, space))
+    best: tuple[LogicalMesh, Space, Solution] | None = None
+    candidates: list[Candidate] = []
+    share = max(5.0, time_limit / len(tried))
+    waiting = list(tried)
+    while waiting:
+        number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
+        bound, problem, space = waiting[number]
+        cutoff = best[2].objective if best else math.inf
+        if best and len(problem.mesh.shape) < len(best[0].shape):
+            cutoff *= 1 + _EQUAL  # of equals, the mesh of fewer axes
+        if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED:
+            bound.improve()
+            continue
+        del waiting[number]
+        if bound.seconds >= cutoff:
+            candidates.append(Candidate(type(method).__name__, problem.mesh.shape, None, None, "cutoff"))
+            continue
+        progress(f"solving mesh {_by(problem.mesh)}")
+        space, solution = _solve(problem, space, budget, cutoff, share)
+        finished = solution.status in ("optimal", "feasible")
+        candidates.append(
+            Candidate(
+                type(method).__name__, problem.mesh.shape, solution.objective if finished else None,
+                int(solution.peak) if finished else None, solution.status,
+            )
+        )  # fmt: skip
+        if finished and solution.objective < cutoff:
+            best = problem.mesh, space, solution
+    if best is None:
+        raise _infeasible(traced, [problem for _, problem, _ in tried], budget, cluster)
+    mesh, space, solution = best
+    choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+    named = tuple(
+        Candidate(c.method, c.mesh_shape, c.step_seconds, c.bytes_per_device, "chosen" if c.mesh_shape == mesh.shape
+                  else "slower" if c.status in ("optimal", "feasible") else c.status)
+        for c in candidates
+    )  # fmt: skip
+    return Found(mesh, space, solution, choice, named)
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The integer program of one mesh, to be built with or without gathering late uses of state anew."""
+
+    mesh: LogicalMesh
+    platform: str
+    build: Callable[..., Space]
+
+
+def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float) -> tuple[Space, Solution]:
+    """The best choice on one mesh within the budget.
+
+    Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
+    """
+    program = replace(space.program, budget=None)
+    free = solve.solve(program, cutoff=cutoff, time_limit=time_limit, roof=budget)
+    if free.status == "cutoff" or (free.choice and free.peak <= budget):
+        return space, free
+    known = free.bound if free.choice and free.peak > budget else None
+    solution = solve.solve(space.program, cutoff=cutoff, time_limit=time_limit, free=known)
+    if free.peak > budget and problem.platform not in _MERGING:
+        again = problem.build(regather=True)
+        limit = min(cutoff, solution.objective) if solution.choice else cutoff
+        # What is served twice costs no less: the bound without the budget is one here, too. Where there is a choice
+        # already, this may only improve it, and gets half the time.
+        less = time_limit / 2 if solution.choice else time_limit
+        other = solve.solve(again.program, cutoff=limit, time_limit=less, free=known)
+        if other.choice and (not solution.choice or other.objective < solution.objective):
+            return again, other
+    return space, solution
+
+
+def _by(mesh: LogicalMesh) -> str:
+    return " x ".join(map(str, mesh.shape))
+
+
+_IMPROVED = 2  # times that a bound is improved before the mesh is solved
+_EQUAL = 1e-9  # relative difference of seconds that is rounding
+# Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
+# 0.10.2): a plan that counts on gathering anew would not be true there.
+_MERGING = frozenset({"cpu"})
+
+
+def meshes(cluster: Cluster, method: Any, max_axes: int = 3) -> tuple[LogicalMesh, ...]:
+    """The logical meshes that a method admits on a cluster.
+
+    Raises:
+      OptionError: if the method's mesh shape does not have as many devices as the cluster.
+    """
+    count = cluster.num_devices
+    if isinstance(method, Manual):
+        shapes: Sequence[tuple[int, ...]] = (tuple(method.mesh_shape),)
+        names: tuple[str, ...] = tuple(method.axis_names)
+    else:
+        names = AXES
+        if isinstance(method, Sharded) and method.mesh_shape is not None:
+            shapes = (tuple(method.mesh_shape),)
+        elif isinstance(method, (DataParallel, Zero, TensorParallel)):
+            shapes = ((count,),)
+        else:
+            shapes = cluster.mesh_shapes(max_axes)
+    for shape in shapes:
+        if math.prod(shape) != count:
+            raise OptionError(
+                f"mesh_shape={shape} has {math.prod(shape)} devices, but the cluster has {count}; "
+                f"give a shape whose product is {count}, or another cluster."
+            )
+    return tuple(LogicalMesh(tuple(shape), names[: len(shape)]) for shape in shapes)
+
+
+def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
+    """Group -> the layouts that a method allows for it.
+
+    - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
+    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
+      program, which reduce-scatters them into the shards of the optimizer state.
+    - TensorParallel: the batch replicated, everything else free.
+    - Manual: the named arguments as given.
+
+    Raises:
+      OptionError: if a batch argument does not divide over the devices, or a path of Manual is unknown.
+    """
+    if isinstance(method, Manual):
+        return _manual(traced, grouping, method, mesh)
+    out: dict[int, tuple[Layout, ...]] = {}
+    if not isinstance(method, (DataParallel, Zero, TensorParallel)):
+        return out
+    axes = mesh.axis_names
+    kinds = tables.state_kinds(traced, grouping)
+    for number, argument in enumerate(traced.arguments):
+        group = grouping.leaves[number]
+        if group == 0:
+            continue
+        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+        whole = Layout(((),) * len(shape))
+        if argument.role == "batch":
+            if isinstance(method, TensorParallel):
+                out[group] = (whole,)
+                continue
+            if shape[0] % mesh.size:
+                raise OptionError(
+                    f"argument {argument.path} has a batch of {shape[0]} (shape {shape}), which does not divide over "
+                    f"{mesh.size} devices; use a batch that is a multiple of {mesh.size}, or method='auto'."
+                )
+            out[group] = (Layout((axes, *whole.dims[1:])),)
+        elif argument.role == "state" and not isinstance(method, TensorParallel):
+            kind = kinds[number]
+            stage = method.stage if isinstance(method, Zero) else 0
+            if stage == 3 or (stage and kind == "optimizer"):
+                sharded = tuple(
+                    Layout(tuple(axes if i == d else () for i in range(len(shape))))
+                    for d, size in enumerate(shape)
+                    if size % mesh.size == 0
+                )
+                out[group] = sharded or (whole,)
+            else:
+                out[group] = (whole,)
+    if isinstance(method, DataParallel):
+        out.update(_whole_updates(traced, grouping))
+    return out
+
+
+def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout, ...]]:
+    """Replication for the groups that compute new state, so that gradients are all-reduced."""
+    homes, outputs = grouping.homes, traced.graph.block.outputs
+    ranks: dict[int, int] = {}
+    for value, home in homes.items():
+        ranks.setdefault(home.group, len(traced.graph.values[value].shape))
+    found = {homes[a].group for a in (outputs[i] for i, _ in traced.state) if isinstance(a, int) and a in homes}
+    light = [g for g in found if grouping.groups[g].kind == "light"]
+    return {g: (Layout(((),) * ranks[g]),) for g in light}
+
+
+def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
+    numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
+    out: dict[int, tuple[Layout, ...]] = {}
+    for path, spec in method.specs:
+        if path not in numbers:
+            import difflib
+
+            near = difflib.get_close_matches(path, numbers, n=3, cutoff=0.3)
+            raise OptionError(f"Manual names {path!r}, which is no argument of the step; close are {near}.")
+        number = numbers[path]
+        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+        entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+        unknown = [a for axes in entries for a in axes if a not in mesh.axis_names]
+        if len(entries) > len(shape) or unknown:
+            raise OptionError(
+                f"Manual gives {path!r} the spec {spec}, which does not fit its shape {shape} "
+                f"on a mesh of axes {mesh.axis_names}."
+            )
+        layout = Layout((*entries, *((),) * (len(shape) - len(entries))))
+        for size, axes in zip(shape, layout.dims, strict=True):
+            if size % mesh.product(axes):
+                raise OptionError(
+                    f"Manual gives {path!r} of shape {shape} the spec {spec}, but {size} does not divide over "
+                    f"{mesh.product(axes)} devices."
+                )
+        group = grouping.leaves[number]
+        if group:
+            out[group] = (layout,)
+        elif any(layout.dims):
+            raise OptionError(f"Manual shards {path!r}, a scalar; leave it out.")
+    return out
+
+
+def _infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> InfeasibleError:
+    """What binds, the smallest budget that works, and what would fit."""
+    smallest, where = math.inf, ""
+    for problem in tried:
+        for regather in (False,) if cluster.platform in _MERGING else (False, True):
+            program = problem.build(regather=regather).program
+            peak, _ = solve.minimal_budget(program, gap=1e-2, time_limit=10.0)
+            if peak < smallest:
+                smallest, where = peak, _by(problem.mesh)
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    sizes = [(values[v].nbytes, a.path) for v, a in zip(inputs, traced.arguments, strict=False)]
+    leaves = sorted(sizes, reverse=True)[:5]
+    largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
+    total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
+    return InfeasibleError(
+        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
+        f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes before they are sharded over "
+        f"{cluster.num_devices} devices; the largest of them: {largest}. A larger budget, more devices, "
+        f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit.",
+        smallest,
+    )

@@ -1,0 +1,348 @@
+"""A sharding problem as a linear program, for HiGHS.
+
+    x[i, s] in {0, 1}   node i takes strategy s                    sum_s x[i, s] = 1
+    z[e, k, p, q] >= 0  transfer e comes in layout p, its consumer k wants q
+                        sum_q z = sum_{s in class p} x[src, s],    sum_p z = sum_{s in class q} x[node_k, s]
+    w[e, p, q] >= z[e, k, p, q] for all k that may want q, where several may
+
+A pair (p, q) costs once: on w where several consumers may want q, else on z. A pair that is forbidden has no variable.
+A consumer that is the source itself needs no z: its pair is the sum of the x of the strategies in that pair. With x
+integral all z are integral, so only x is branched on; the relaxation is that of facility location, which is tight in
+practice.
+
+Memory is one row a program point, bytes on x, z and w. There may be thousands, few of which bind: rows are added as
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from alpa_lite.passes.sharding.solver.problem import Edge, Problem, timeline
+
+SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many units make the objective and a memory row
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The arrays of the program. Variables: all x, node by node from `first[i]`, then all z and w.
+
+    cost: [n] seconds. equal, equal_to: equality rows. at_most, at_most_to: inequality rows. start, end, variable, size:
+    the bytes of a variable over an interval of program points. pair_edge, pair: [n - x] the edge and flat (p, q) of a z
+    that alone stands for its pair, else -1.
+    """
+
+    problem: Problem
+    first: np.ndarray
+    cost: np.ndarray
+    equal: sparse.csr_array
+    equal_to: np.ndarray
+    at_most: sparse.csr_array
+    at_most_to: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    variable: np.ndarray
+    size: np.ndarray
+    pair_edge: np.ndarray
+    pair: np.ndarray
+
+    @property
+    def height(self) -> int:
+        """How many rows there are, those of memory aside."""
+        return len(self.equal_to) + len(self.at_most_to)
+
+    @property
+    def integers(self) -> int:
+        """How many x there are."""
+        return int(self.first[-1])
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """The choice nearest to a solution."""
+        return np.array([x[a:b].argmax() for a, b in zip(self.first[:-1], self.first[1:], strict=True)], dtype=int)
+
+    def bytes(self, x: np.ndarray) -> np.ndarray:
+        """[points] bytes of a solution, fractional or not."""
+        base = self.problem.base
+        return base + timeline(len(base), self.start, self.end, self.size * x[self.variable])
+
+    def slack(self, reduced_cost: np.ndarray) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
+        """How far above the relaxation a choice is that takes a strategy, or a pair; as `Ascent.slack`."""
+        nodes = np.split(reduced_cost[: self.integers], self.first[1:-1])
+        pairs = {}
+        for e in np.unique(self.pair_edge[self.pair_edge >= 0]):
+            cost = self.problem.edges[e].cost
+            mine = np.flatnonzero(self.pair_edge == e)
+            pairs[int(e)] = np.zeros(cost.shape)
+            pairs[int(e)].flat[self.pair[mine]] = reduced_cost[self.integers + mine]
+        return nodes, pairs
+
+    def memory_row(self, point: int) -> np.ndarray:
+        """[n] bytes of each variable at a program point."""
+        live = (self.start <= point) & (point <= self.end)
+        return np.bincount(self.variable[live], self.size[live], minlength=len(self.cost))
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """Answer of the solver. x: None if there is none. bound: of the program in its own unit; `inf` if infeasible."""
+
+    x: np.ndarray | None
+    bound: float
+    reduced_cost: np.ndarray | None = None
+    price: np.ndarray | None = None
+
+
+@dataclass
+class _Triplets:
+    """Entries of a sparse matrix, collected."""
+
+    rows: list[np.ndarray]
+    columns: list[np.ndarray]
+    values: list[np.ndarray]
+    height: int = 0
+
+    def add(self, rows: np.ndarray, columns: np.ndarray, value: float) -> None:
+        self.rows.append(rows)
+        self.columns.append(columns)
+        self.values.append(np.full(len(rows), value))
+
+    def matrix(self, width: int) -> sparse.csr_array:
+        if not self.rows:
+            return sparse.csr_array((self.height, width))
+        entries = (np.concatenate(self.values), (np.concatenate(self.rows), np.concatenate(self.columns)))
+        return sparse.csr_array(entries, shape=(self.height, width))
+
+
+def build(problem: Problem) -> Program:
+    """The program of a problem; see the module's docstring."""
+    sizes = [len(node.cost) for node in problem.nodes]
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    equal, at_most = _Triplets([], [], []), _Triplets([], [], [])
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    equal.add(owner, np.arange(len(owner)), 1.0)
+    equal.height = len(sizes)
+    cost = [np.concatenate([node.cost for node in problem.nodes]) if sizes else np.zeros(0)]
+    items: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+    for i, node in enumerate(problem.nodes):
+        for (start, end), size in zip(node.memory.span, node.memory.size, strict=True):
+            items.append((start, end, first[i] + np.arange(len(size)), size))
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
+    width = int(first[-1])
+    for e, edge in enumerate(problem.edges):
+        width = _add_edge(edge, e, first, width, equal, at_most, cost, items, pairs)
+    items = [(s, t, v[b > 0], b[b > 0]) for s, t, v, b in items]
+    empty = np.zeros(0, dtype=np.int64)
+    equal_to = np.zeros(equal.height)
+    equal_to[: len(sizes)] = 1.0
+    return Program(
+        problem,
+        first,
+        np.concatenate(cost),
+        equal.matrix(width),
+        equal_to,
+        at_most.matrix(width),
+        np.zeros(at_most.height),
+        np.concatenate([np.full(len(v), s) for s, _, v, _ in items] or [empty]),
+        np.concatenate([np.full(len(v), t) for _, t, v, _ in items] or [empty]),
+        np.concatenate([v for _, _, v, _ in items] or [empty]),
+        np.concatenate([b for _, _, _, b in items] or [np.zeros(0)]),
+        np.concatenate([a for a, _ in pairs] or [empty]),
+        np.concatenate([b for _, b in pairs] or [empty]),
+    )
+
+
+def _add_edge(
+    edge: Edge,
+    e: int,
+    first: np.ndarray,
+    width: int,
+    equal: _Triplets,
+    at_most: _Triplets,
+    cost: list[np.ndarray],
+    items: list[tuple[int, int, np.ndarray, np.ndarray]],
+    pairs: list[tuple[np.ndarray, np.ndarray]],
+) -> int:
+    """Append the variables and rows of one edge; returns the new number of variables."""
+    rows, columns = edge.cost.shape
+    wants = np.zeros(columns, dtype=int)
+    for node, klass in edge.consumers:
+        wants[np.unique(klass)] += 2 if node == edge.src else 1
+    shared = np.isfinite(edge.cost) & (wants > 1)
+    charged = edge.cost > 0
+    if edge.memory:
+        charged = charged | edge.memory.size.any(0)
+    once = np.full(edge.cost.shape, -1)
+    p, q = np.nonzero(shared & charged)
+    once[p, q] = width + np.arange(len(p))
+    width = _new_pairs(edge, e, p, q, width, cost, items, pairs, alone=False)
+    src_x = first[edge.src] + np.arange(len(edge.src_class))
+    for node, klass in edge.consumers:
+        node_x = first[node] + np.arange(len(klass))
+        if node == edge.src:
+            w = once[edge.src_class, klass]
+            own = w[w >= 0]
+            names, row = np.unique(own, return_inverse=True)
+            at_most.add(at_most.height + row, src_x[w >= 0], 1.0)
+            at_most.add(at_most.height + np.arange(len(names)), names, -1.0)
+            at_most.height += len(names)
+            banned = np.flatnonzero(np.isinf(edge.cost[edge.src_class, klass]))
+            equal.add(np.full(len(banned), equal.height), src_x[banned], 1.0)
+            equal.height += bool(len(banned))
+            continue
+        wanted, column = np.unique(klass, return_inverse=True)
+        p, c = np.nonzero(np.isfinite(edge.cost[:, wanted]))
+        q = wanted[c]
+        z = width + np.arange(len(p))
+        equal.add(equal.height + p, z, 1.0)
+        equal.add(equal.height + edge.src_class, src_x, -1.0)
+        equal.add(equal.height + rows + c, z, 1.0)
+        equal.add(equal.height + rows + column, node_x, -1.0)
+        equal.height += rows + len(wanted)
+        w = once[p, q]
+        at_most.add(at_most.height + np.arange((w >= 0).sum()), z[w >= 0], 1.0)
+        at_most.add(at_most.height + np.arange((w >= 0).sum()), w[w >= 0], -1.0)
+        at_most.height += int((w >= 0).sum())
+        width = _new_pairs(edge, e, p, q, width, cost, items, pairs, alone=True, free=wants[q] > 1)
+    return width
+
+
+def _new_pairs(
+    edge: Edge,
+    e: int,
+    p: np.ndarray,
+    q: np.ndarray,
+    width: int,
+    cost: list[np.ndarray],
+    items: list[tuple[int, int, np.ndarray, np.ndarray]],
+    pairs: list[tuple[np.ndarray, np.ndarray]],
+    alone: bool,
+    free: np.ndarray | None = None,
+) -> int:
+    """Variables for the pairs (p, q), with their costs and bytes but for those of the mask `free`, which w pays."""
+    pays = np.ones(len(p), dtype=bool) if free is None else ~free
+    cost.append(np.where(pays, edge.cost[p, q], 0.0))
+    for (start, end), size in zip(edge.memory.span, edge.memory.size, strict=True):
+        items.append((start, end, width + np.arange(len(p)), np.where(pays, size[p, q], 0.0)))
+    pairs.append((np.where(pays & alone, e, -1), p * edge.cost.shape[1] + q))
+    return width + len(p)
+
+
+def relax(program: Program, points: Sequence[int], unit: float, time_limit: float) -> Relaxed:
+    """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
+    rows, limits = _memory_rows(program, points)
+    scale = SCALE / unit
+    result = linprog(
+        program.cost * scale,
+        A_ub=sparse.csr_array(sparse.vstack([program.at_most, rows])),
+        b_ub=np.concatenate([program.at_most_to, limits]),
+        A_eq=program.equal,
+        b_eq=program.equal_to,
+        bounds=_bounds(program),
+        method="highs-ipm" if len(program.cost) > 10_000 else "highs-ds",  # 10 s against 37 s at 65,000 variables
+        options={"time_limit": max(time_limit, 0.1), "disp": False},
+    )
+    if result.status == 2:
+        return Relaxed(None, np.inf)
+    if result.status != 0:
+        return Relaxed(None, 0.0)
+    price = np.zeros(len(program.problem.base))
+    dual = -np.asarray(result.ineqlin.marginals)[len(program.at_most_to) :]
+    np.add.at(price, np.asarray(points, dtype=int), dual * (_row_scale(program) / scale))
+    return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price)
+
+
+def branch(
+    program: Program, points: Sequence[int], covers: Sequence[np.ndarray], unit: float, time_limit: float, gap: float
+) -> Relaxed:
+    """The integer program with the memory rows of some program points, and with sets of which not all may be chosen."""
+    rows, limits = _memory_rows(program, points)
+    constraints = [_rows(program.equal, program.equal_to, program.equal_to)]
+    if len(program.at_most_to):
+        constraints.append(_rows(program.at_most, -np.inf, program.at_most_to))
+    if len(points):
+        constraints.append(_rows(rows, -np.inf, limits))
+    if covers:
+        sets = np.stack(covers)
+        constraints.append(_rows(sparse.csr_array(sets), -np.inf, sets.sum(1) - 1.0))
+    return _milp(program, program.cost * (SCALE / unit), constraints, unit / SCALE, time_limit, gap)
+
+
+def flatten(program: Program, points: Sequence[int], integral: bool, time_limit: float, gap: float) -> Relaxed:
+    """Minimise the largest of the bytes at some program points; the bound is in bytes."""
+    matrix = sparse.csr_array(np.stack([program.memory_row(t) for t in points]))
+    base = program.problem.base[list(points)]
+    unit = float((base + matrix.sum(1)).max()) or 1.0
+    scale = SCALE / unit
+    width = len(program.cost)
+    column = sparse.csr_array(np.full((len(points), 1), -1.0))
+    peak = _rows(sparse.csr_array(sparse.hstack([matrix * scale, column])), -np.inf, -base * scale)
+
+    def wider(rows: sparse.csr_array) -> sparse.csr_array:
+        return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=(len(rows.indptr) - 1, width + 1))
+
+    constraints = [peak, _rows(wider(program.equal), program.equal_to, program.equal_to)]
+    if len(program.at_most_to):
+        constraints.append(_rows(wider(program.at_most), -np.inf, program.at_most_to))
+    cost = np.zeros(width + 1)
+    cost[-1] = 1.0
+    result = _milp(program, cost, constraints, 1.0 / scale, time_limit, gap, integral)
+    return Relaxed(None if result.x is None else result.x[:width], result.bound)
+
+
+def _milp(
+    program: Program,
+    cost: np.ndarray,
+    constraints: list[LinearConstraint],
+    unit: float,
+    time_limit: float,
+    gap: float,
+    integral: bool = True,
+) -> Relaxed:
+    integrality = np.zeros(len(cost))
+    integrality[: program.integers] = integral
+    upper = np.full(len(cost), np.inf)
+    upper[: program.integers] = 1.0
+    options = {"time_limit": max(time_limit, 0.1), "mip_rel_gap": gap, "disp": False}
+    result = milp(
+        cost, integrality=integrality, bounds=Bounds(0.0, cast(float, upper)), constraints=constraints, options=options
+    )
+    if result.status == 2:
+        return Relaxed(None, np.inf)
+    bound = result.mip_dual_bound if integral or result.status != 0 else result.fun
+    bound = float(bound) * unit if bound is not None and np.isfinite(bound) else 0.0
+    return Relaxed(result.x, bound)
+
+
+def _rows(matrix: sparse.csr_array, low: np.ndarray | float, high: np.ndarray | float) -> LinearConstraint:
+    """low <= matrix @ x <= high. SciPy takes arrays, but its defaults make type checkers expect numbers."""
+    return LinearConstraint(matrix, cast(float, low), cast(float, high))
+
+
+def _bounds(program: Program) -> np.ndarray:
+    bounds = np.zeros((len(program.cost), 2))
+    bounds[:, 1] = np.inf
+    bounds[: program.integers, 1] = 1.0
+    return bounds
+
+
+def _row_scale(program: Program) -> float:
+    """What makes the budget of a row `SCALE`, in which the solver's tolerance is one part in 1e10 of the budget."""
+    budget = program.problem.budget
+    return SCALE / abs(budget) if budget else 1.0
+
+
+def _memory_rows(program: Program, points: Sequence[int]) -> tuple[sparse.csr_array, np.ndarray]:
+    """Rows and limits: bytes at these points within the budget."""
+    if not len(points):
+        return sparse.csr_array((0, len(program.cost))), np.zeros(0)
+    budget = program.problem.budget
+    assert budget is not None
+    scale = _row_scale(program)
+    rows = np.stack([program.memory_row(t) for t in points]) * scale
+    return sparse.csr_array(rows), (budget - program.problem.base[list(points)]) * scale

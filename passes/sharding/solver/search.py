@@ -1,0 +1,419 @@
+"""The search for the best choice of a sharding problem: from cheap proofs to dear ones.
+
+The way to the optimum, each step with a proof of its own:
+  1. without memory: bound from below by message passing (`sharding.solver.messages`), from above by descent; forbid
+     what the two exclude, reduce (`sharding.solver.reductions`), and again. Mostly bound and choice meet; if the choice
+     fits, it is best.
+  2. with a budget that binds: the same at the best price of memory (`sharding.solver.memory`).
+  3. the linear relaxation of what is left (`sharding.solver.program`), memory rows added for the program points that
+     are too full until none is; again forbid what its reduced costs exclude.
+  4. branch and bound on the rest, rows again added as needed.
+Every bound reported is one of a relaxation; a choice's seconds and bytes are always recomputed from the graph as given.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from alpa_lite.passes.sharding.solver.descent import descend
+from alpa_lite.passes.sharding.solver.memory import MemoryDual, peaks
+from alpa_lite.passes.sharding.solver.messages import Ascent
+from alpa_lite.passes.sharding.solver.problem import (
+    Memory,
+    Problem,
+    allowance,
+    forget_memory,
+    forget_seconds,
+    price_memory,
+)
+from alpa_lite.passes.sharding.solver.program import Program, Relaxed, branch, build, flatten, relax
+from alpa_lite.passes.sharding.solver.reductions import Contradiction, Reduction, chain, consistent, reduce
+from alpa_lite.strategy import Solution
+
+ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
+SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
+LARGEST = 500_000  # costs beyond which a linear program is not worth building: 65,000 variables take it 10 s
+RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
+LOOSE = 5e-3  # the gap at which a bound is good enough, where the choice does not matter
+
+
+class CutoffReached(Exception):
+    """No choice is below the cutoff."""
+
+
+@dataclass
+class Search:
+    """The best choice so far, the bound so far, and the steps that improve them."""
+
+    problem: Problem
+    cutoff: float
+    gap: float
+    deadline: float
+    choice: np.ndarray | None = None
+    objective: float = math.inf
+    bound: float = 0.0
+    ceiling: float = math.inf  # choices at least this dear may have been forbidden
+    roof: float = math.inf  # bytes above which a choice is of no interest but for its bound
+    variables: int = 0
+    constraints: int = 0
+    points: list[int] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.perf_counter()
+
+    @property
+    def closed(self) -> bool:
+        """Whether choice and bound have met, within the gap."""
+        return self.choice is not None and self._is_close(self.objective, self.bound)
+
+    def solution(self, status: Literal["optimal", "feasible", "infeasible", "cutoff"], started: float) -> Solution:
+        """What was found, as the caller gets it."""
+        found = self.choice is not None and status in ("optimal", "feasible")
+        bound = self.bound
+        if found and self.objective - bound <= ROUNDING * self.objective:
+            bound = self.objective
+        return Solution(
+            status,
+            tuple(int(s) for s in self.choice) if found and self.choice is not None else (),
+            self.objective if found else math.inf,
+            bound,
+            self.problem.peak(self.choice) if found and self.choice is not None else math.inf,
+            time.perf_counter() - started,
+            self.variables,
+            self.constraints,
+        )
+
+    def run(self, free: float | None = None) -> None:
+        """Steps 1 to 4 of the module's docstring; step 1 only if its bound is not known."""
+        try:
+            if free is None:
+                self._solve_free()
+            else:
+                self._raise_bound(free)
+            if self.problem.budget is not None and not self.closed:
+                self._solve_within()
+        except Contradiction:
+            self._raise_bound(math.inf)
+
+    def _solve_free(self) -> None:
+        """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
+        reduction, best, fits = consistent(forget_memory(self.problem)), math.inf, False
+        while not _is_settled(reduction.problem):
+            problem = reduction.problem
+            ascent = Ascent(problem)
+            for _ in range(ROUNDS):
+                before = ascent.bound
+                ascent.sweep(SWEEPS)
+                choice = descend(problem, ascent.choice())
+                if (seconds := problem.seconds(choice)) < best:
+                    best, fits = seconds, self._offer(reduction.lift(choice))
+                self._raise_bound(min(ascent.bound, best))
+                if best - ascent.bound <= LOOSE * best and self._is_over_roof():
+                    return
+                if self._is_close(best, ascent.bound) or ascent.bound - before <= 0.01 * (best - ascent.bound):
+                    break
+                if self.left <= 0:
+                    return
+            if self.closed or (self._is_close(best, ascent.bound) and not fits):
+                return
+            smaller = self._forbid(reduction, ascent.bound, *ascent.slack(), best * (1 + ROUNDING))
+            stuck = smaller.problem.size > 0.5 * problem.size
+            reduction = smaller
+            if stuck:
+                break
+        if fits or self.problem.budget is None or _is_settled(reduction.problem):
+            self._finish(reduction)
+
+    def _solve_within(self) -> None:
+        """Respect the budget."""
+        budget = allowance(self.problem.budget or 0.0)
+        reduction, price = consistent(self.problem), None
+        if self.choice is None:
+            search = replace(self, problem=replace(self.problem, budget=None))
+            least = search._flatten(_for_memory_alone(search.problem), enough=budget)
+            if least > budget * (1 + 1e-6):
+                self._raise_bound(math.inf)
+                return
+            if search.choice is not None:
+                self._offer(search.choice)
+        while not _is_settled(reduction.problem):
+            problem = reduction.problem
+            dual = MemoryDual(problem, price)
+            if self.choice is not None:
+                dual.add(self.objective, self.problem.bytes(self.choice))
+            for i in range(STEPS):
+                self._offer(reduction.lift(dual.step(SWEEPS if i == 0 else 2)))
+                self._raise_bound(dual.bound)
+                if self.closed or dual.finished or self.left <= 0:
+                    break
+            price = dual.price
+            self._spend(reduction, price, None)
+            self._note_peaks()
+            if self.closed or self.left <= 0 or math.isinf(self.objective):
+                break
+            smaller = self._forbid(reduction, *dual.slack(SWEEPS), self._limit())
+            stuck = smaller.problem.size > 0.7 * problem.size
+            reduction = smaller
+            if stuck:
+                break
+        if not self.closed:
+            self._finish(reduction)
+
+    def minimise_peak(self) -> tuple[float, bool]:
+        """Find a choice of the least peak; returns the peak, and whether that is proven minimal within the gap."""
+        try:
+            reduction = _for_memory_alone(self.problem)
+        except Contradiction:
+            return math.inf, True
+        bound = self._flatten(reduction, -math.inf)
+        if self.choice is None:
+            return math.inf, False
+        best = self.problem.peak(self.choice)
+        return best, self._is_close(best, bound)
+
+    def _flatten(self, reduction: Reduction, enough: float) -> float:
+        """Look for a choice of the least peak, or one of at most `enough` bytes; returns a lower bound of peaks."""
+        bound, best = float(reduction.problem.base.max(initial=0.0)), math.inf
+        while True:
+            problem = reduction.problem
+            dual = MemoryDual(problem)
+            for i in range(STEPS):
+                best = self._offer_peak(reduction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
+                bound = max(bound, min(dual.bound, best))
+                if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
+                    return bound
+                if dual.finished or self.left <= 0:
+                    break
+            if _is_settled(problem) or math.isinf(best) or self.left <= 0:
+                break
+            try:
+                smaller = self._forbid(reduction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
+            except Contradiction:
+                return best
+            stuck = smaller.problem.size > 0.7 * problem.size
+            reduction = smaller
+            if stuck:
+                break
+        return self._flatten_exactly(reduction, enough, best, bound)
+
+    def _flatten_exactly(self, reduction: Reduction, enough: float, best: float, bound: float) -> float:
+        """The rest of `_flatten`, by linear and integer programs over ever more program points."""
+        problem = reduction.problem
+        if _is_settled(problem):
+            return max(bound, self._offer_peak(reduction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
+        if self.left <= 0 or problem.size > LARGEST:
+            return bound
+        program = self._build(forget_seconds(problem))
+        points = peaks(problem.bytes(np.zeros(len(problem.nodes), dtype=int)), -1.0)
+        for integral in (False, True):
+            while self.left > 0:
+                answer = flatten(program, points, integral, self.left, self.gap)
+                bound = max(bound, min(answer.bound, best))
+                if answer.x is None:
+                    return bound
+                choice = program.round(answer.x)
+                best = self._offer_peak(reduction.lift(choice), best)
+                if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
+                    return bound
+                live = problem.bytes(choice) if integral else program.bytes(answer.x)
+                new = [t for t in peaks(live, bound * (1 + ROUNDING)) if t not in points]
+                if not new:
+                    break
+                points += new
+        return bound
+
+    def _offer_peak(self, choice: np.ndarray, best: float) -> float:
+        """Keep an allowed choice if its peak is below the best peak; returns the new best peak."""
+        if not math.isfinite(seconds := self.problem.seconds(choice)) or self.problem.peak(choice) >= best:
+            return best
+        self.choice, self.objective = choice, seconds
+        return self.problem.peak(choice)
+
+    def _offer(self, choice: np.ndarray) -> bool:
+        """Keep a choice of the original problem if it fits and is the best; returns whether it fits."""
+        seconds = self.problem.seconds(choice)
+        if not math.isfinite(seconds) or not self.problem.fits(choice):
+            return False
+        if seconds < self.objective:
+            self.choice, self.objective = choice, seconds
+        return True
+
+    def _raise_bound(self, bound: float) -> None:
+        """Note a lower bound of the choices that are not forbidden.
+
+        Raises:
+          CutoffReached: the cutoff cannot be beaten.
+        """
+        self.bound = max(self.bound, min(bound, self.ceiling, self.objective))
+        if math.isfinite(self.bound) and self.bound >= self.cutoff:
+            raise CutoffReached
+
+    def _is_over_roof(self) -> bool:
+        return self.choice is not None and math.isfinite(self.roof) and self.problem.peak(self.choice) > self.roof
+
+    def _is_close(self, value: float, bound: float) -> bool:
+        return math.isfinite(value) and value - bound <= max(self.gap, ROUNDING) * value
+
+    def _limit(self) -> float:
+        """Seconds that a choice must undercut to be of interest: from then on, bounds are valid up to it alone."""
+        limit = self.objective * (1 - self.gap / 2 if self.gap > ROUNDING else 1 + ROUNDING)
+        self.ceiling = min(self.ceiling, limit)
+        return limit
+
+    def _forbid(
+        self,
+        reduction: Reduction,
+        bound: float,
+        slack: list[np.ndarray],
+        pairs: dict[int, np.ndarray],
+        limit: float,
+    ) -> Reduction:
+        """Forbid the strategies, and the pairs of edges, that lift a choice above a limit; reduce.
+
+        Raises:
+          Contradiction: nothing is below the limit.
+        """
+        spare = limit - bound
+        problem = reduction.problem
+        nodes = [
+            replace(node, cost=np.where(dear > spare, np.inf, node.cost))
+            for node, dear in zip(problem.nodes, slack, strict=True)
+        ]
+        edges = list(problem.edges)
+        for e, dear in pairs.items():
+            edges[e] = replace(edges[e], cost=np.where(dear > spare, np.inf, edges[e].cost))
+        return chain(reduction, reduce(replace(problem, nodes=tuple(nodes), edges=tuple(edges))))
+
+    def _finish(self, reduction: Reduction) -> None:
+        """Steps 3 and 4: relax, round, forbid, again while that helps, then branch."""
+        while True:
+            problem = reduction.problem
+            if _is_settled(problem):
+                choice = np.zeros(len(problem.nodes), dtype=int)
+                fits = self._offer(reduction.lift(choice))
+                self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
+                return
+            self._raise_bound(problem.lower_bound)
+            if self.left <= 0 or problem.size > min(LARGEST, RATE * self.left):
+                return
+            program = self._build(problem)
+            relaxed = self._relax(program)
+            self._raise_bound(relaxed.bound)
+            if math.isinf(relaxed.bound) or self.left <= 0:
+                return
+            start = None if relaxed.x is None else program.round(relaxed.x)
+            self._spend(reduction, relaxed.price, start)
+            if self.closed or self.left <= 0:
+                return
+            smaller = reduction
+            if relaxed.reduced_cost is not None and math.isfinite(self.objective):
+                slack, pairs = program.slack(relaxed.reduced_cost)
+                smaller = self._forbid(reduction, relaxed.bound, slack, pairs, self._limit())
+            stuck = smaller.problem.size > 0.7 * problem.size
+            reduction = smaller
+            if stuck and not _is_settled(reduction.problem):
+                self._branch(reduction)
+                return
+
+    def _build(self, problem: Problem) -> Program:
+        program = build(problem)
+        self.variables = max(self.variables, len(program.cost))
+        self.constraints = max(self.constraints, program.height)
+        return program
+
+    def _unit(self, program: Program) -> float:
+        """Seconds that the objective amounts to, at least roughly."""
+        for guess in (self.objective, self.bound, float(program.cost.max())):
+            if math.isfinite(guess) and guess > 0:
+                return guess
+        return 1.0
+
+    def _relax(self, program: Program) -> Relaxed:
+        """The relaxation with as many memory rows as it takes to satisfy all."""
+        budget = program.problem.budget
+        while True:
+            points = self.points if budget is not None else []
+            relaxed = relax(program, points, self._unit(program), self.left)
+            if budget is None or relaxed.x is None or self.left <= 0:
+                return relaxed
+            new = [t for t in peaks(program.bytes(relaxed.x), budget * (1 + 1e-7)) if t not in points]
+            if not new:
+                return relaxed
+            self.points += new
+
+    def _note_peaks(self) -> None:
+        """Begin the memory rows with the program points where the best choice is fullest."""
+        if self.choice is not None and self.problem.budget is not None and not self.points:
+            self.points = peaks(self.problem.bytes(self.choice), 0.98 * self.problem.budget)
+
+    def _spend(self, reduction: Reduction, price: np.ndarray | None, start: np.ndarray | None) -> None:
+        """Offer the choices that descent finds at multiples of a price of memory: the least that fits is the best."""
+        problem = reduction.problem
+        if start is not None:
+            self._offer(reduction.lift(start))
+        if problem.budget is None or price is None or not price.any():
+            self._offer(reduction.lift(descend(problem, start)))
+            return
+        low, high = 0.5, math.inf  # too cheap, and dear enough
+        for _ in range(8):
+            factor = low * 2 if math.isinf(high) else (low + high) / 2
+            if self._offer(reduction.lift(descend(price_memory(problem, factor * price), start))):
+                high = factor
+            else:
+                low = factor
+            if self.closed or high < 1.02 * low or self.left <= 0:
+                return
+
+    def _branch(self, reduction: Reduction) -> None:
+        """Branch and bound, adding memory rows until the choice fits."""
+        problem = reduction.problem
+        program = self._build(problem)
+        covers: list[np.ndarray] = []
+        while True:
+            points = self.points if problem.budget is not None else []
+            answer = branch(program, points, covers, self._unit(program), self.left, self.gap)
+            self._raise_bound(answer.bound)
+            if answer.x is None:
+                return
+            choice = program.round(answer.x)
+            if self._offer(reduction.lift(choice)) or self.closed or self.left <= 0 or problem.budget is None:
+                return
+            live = problem.bytes(choice)
+            new = [t for t in peaks(live, allowance(problem.budget)) if t not in points]
+            if not new:  # within the solver's tolerance, but not within the budget
+                covers.append(_cover(program, choice, int(live.argmax())))
+            self.points += new
+
+
+def _for_memory_alone(problem: Problem) -> Reduction:
+    """The problem without seconds, reduced unless it is so large that forbidding should come first."""
+    problem = replace(forget_seconds(problem), budget=None)
+    return reduce(problem) if problem.size < 200_000 else consistent(problem)
+
+
+def _is_settled(problem: Problem) -> bool:
+    """Whether nothing is left to choose."""
+    return all(len(node.cost) == 1 for node in problem.nodes)
+
+
+def _cover(program: Program, choice: np.ndarray, point: int) -> np.ndarray:
+    """[variables] mask of the strategies that overfill a program point: not all of them can be chosen together."""
+    problem = program.problem
+
+    def live(memory: Memory) -> bool:
+        return bool(((memory.span[:, 0] <= point) & (point <= memory.span[:, 1])).any())
+
+    involved = {i for i, node in enumerate(problem.nodes) if live(node.memory)}
+    for edge in problem.edges:
+        if live(edge.memory):
+            involved |= edge.nodes
+    mask = np.zeros(len(program.cost))
+    mask[[program.first[i] + choice[i] for i in involved]] = 1.0
+    return mask

@@ -1,0 +1,119 @@
+"""Which strategy for each operation: the integer program of intra-operator parallelism, solved.
+
+Given a `StrategyGraph`, choose one strategy per node so as to minimise
+
+    sum_i node_cost[i][s_i]  +  sum_t  sum_{q wanted by a consumer of t} cost_t[p_t, q]        (seconds)
+
+while at every program point the live buffers fit the budget. This is the integer program of Alpa (Zheng et al., OSDI
+2022, section 4) with two additions: a value that several consumers want in one layout is resharded once, and memory is
+a constraint in bytes over program points, not a sum.
+
+How it is solved is told in `sharding.solver.search`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alpa_lite.passes.sharding.solver.messages import Ascent
+from alpa_lite.passes.sharding.solver.problem import forget_memory, from_graph
+from alpa_lite.passes.sharding.solver.reductions import Contradiction, consistent
+from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
+from alpa_lite.strategy import Solution, StrategyGraph
+
+
+def solve(
+    graph: StrategyGraph,
+    *,
+    cutoff: float = math.inf,
+    time_limit: float = 60.0,
+    gap: float = 1e-4,
+    free: float | None = None,
+    roof: float = math.inf,
+) -> Solution:
+    """The best strategy of each node.
+
+    Args:
+      graph: the problem.
+      cutoff: seconds; a problem that is proven to cost at least this is given up, with status "cutoff".
+      time_limit: seconds to spend, approximately.
+      gap: (objective - bound) / objective at which a choice counts as optimal.
+      free: seconds that no choice undercuts even without the budget, where that is known and the best choice without
+        it is known not to fit: the search then begins with the budget.
+      roof: bytes; where the best choice takes more, its bound alone is of interest, and five parts in 1e3 are enough.
+
+    Returns:
+      A Solution. "optimal": the gap is closed. "feasible": time ran out before. "infeasible" with an infinite bound: no
+      choice fits, which is proven; with a finite bound: none was found in the time. "cutoff": see there. Without a
+      choice, `objective` and `peak` are infinite.
+
+    Raises:
+      ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
+    """
+    search = Search(from_graph(graph), cutoff, gap, time.perf_counter() + time_limit, roof=roof)
+    started = time.perf_counter()
+    try:
+        search.run(free)
+    except CutoffReached:
+        return search.solution("cutoff", started)
+    if search.choice is None:
+        return search.solution("infeasible", started)
+    return search.solution("optimal" if search.closed else "feasible", started)
+
+
+class Bound:
+    """Seconds that no choice undercuts, without regard to the budget: a quick bound that can be improved.
+
+    Attributes:
+      seconds: the bound; `inf` if every choice uses something forbidden.
+      improved: how often it was improved.
+    """
+
+    def __init__(self, graph: StrategyGraph) -> None:
+        """Raises ValueError as `solve`."""
+        self.improved, self.seconds = 0, 0.0
+        try:
+            self._ascent = Ascent(consistent(forget_memory(from_graph(graph))).problem)
+        except Contradiction:
+            self._ascent, self.seconds = None, math.inf
+
+    def improve(self) -> None:
+        """Raise the bound: mostly within a tenth of the optimum at first, and within a few percent after that."""
+        self.improved += 1
+        if self._ascent is not None:
+            self._ascent.sweep(SWEEPS)
+            self.seconds = max(self.seconds, self._ascent.bound)
+
+
+def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:
+    """Seconds and peak bytes of any choice, such as a textbook plan; `inf` seconds if it uses something forbidden.
+
+    Raises:
+      ValueError: as `solve`.
+    """
+    problem = from_graph(graph)
+    return problem.seconds(choice), problem.peak(choice)
+
+
+def minimal_budget(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float = 1e-4) -> tuple[float, Solution]:
+    """The smallest peak, in bytes, that a choice reaches, and such a choice.
+
+    The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
+    fastest plan within that budget, `solve` with it. Its status says whether the peak is proven minimal, within `gap`;
+    its bound is a bound of seconds. Without any allowed choice the peak is infinite and the status "infeasible".
+
+    Raises:
+      ValueError: as `solve`.
+    """
+    started = time.perf_counter()
+    problem = replace(from_graph(graph), budget=None)
+    search = Search(problem, math.inf, gap, started + time_limit)
+    peak, proven = search.minimise_peak()
+    search.bound = problem.lower_bound
+    if search.choice is None:
+        search.bound = math.inf if proven else search.bound
+        return math.inf, search.solution("infeasible", started)
+    return peak, search.solution("optimal" if proven else "feasible", started)

@@ -1,0 +1,97 @@
+"""The nouns of the integer program of one mesh: strategies, nodes, moves, and which assignments of axes there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.sharding.groups import Dims
+from alpa_lite.strategy import Factor, StrategyGraph
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The mesh axes of each factor of a group, and the axes over which a linear group holds partial sums."""
+
+    axes: tuple[Axes, ...]
+    partial: Axes = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """The strategies of one class of groups. `compute`, `communication`: seconds of each strategy of one group."""
+
+    group: int
+    members: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    compute: np.ndarray
+    communication: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """What a transfer of the integer program stands for: `count` alike values, each moved `trips` times."""
+
+    value: int
+    src: int
+    produced: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+    count: int
+    trips: int
+    phase: int
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The integer program of one mesh, and what its numbers mean.
+
+    Attributes:
+      program: for `sharding.solver.solve.solve`.
+      nodes: one for each node of the program. node_of: group -> node.
+      moves: one for each transfer of the program.
+      late_from: program point from which a use counts as late (see `build`); None if uses are not split.
+      buffer_values: for each of the program's buffers, the value that it holds.
+      shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
+    """
+
+    mesh: LogicalMesh
+    program: StrategyGraph
+    nodes: tuple[Node, ...]
+    node_of: tuple[int, ...]
+    moves: tuple[Move, ...]
+    late_from: int | None
+    buffer_values: tuple[int, ...]
+    shares: Mapping[tuple[int, int], float]
+
+
+def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
+    """The layout of a tensor whose dims are made of the given factors of a group."""
+    axes = strategy.axes
+    # A dim of one factor, the usual one, takes its axes as they are.
+    return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
+
+
+def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
+    """Every assignment of mesh axes to factors that divides their sizes; an axis may stay unused.
+
+    Axes on one factor are in mesh order; with `orders`, two axes on one factor come in both orders, since gathering
+    only the minor axis is cheap and different consumers gather different axes (the 3-D algorithm needs both).
+    """
+    usable = [i for i, f in enumerate(factors) if f.kind != "replicate" and f.size > 1]
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
+    for places in itertools.product((-1, *usable), repeat=len(axes)):
+        out: list[Axes] = [()] * len(factors)
+        for axis, place in zip(axes, places, strict=True):
+            if place >= 0:
+                out[place] = (*out[place], axis)
+        if any(a and f.size % mesh.product(a) for a, f in zip(out, factors, strict=True)):
+            continue
+        yield tuple(out)
+        if orders:
+            for place in usable:
+                if len(out[place]) == 2:
+                    yield tuple(a[::-1] if i == place else a for i, a in enumerate(out))

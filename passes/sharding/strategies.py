@@ -1,0 +1,372 @@
+"""Enumerates the strategies of every group on a mesh, prices them, and builds the integer program.
+
+A strategy assigns mesh axes to the factors of a group. For a heavy operation the assignments are those that have a
+local form (`local.forms`): a sharded sum factor leaves a partial sum. For a linear group an axis may also carry
+a partial sum through. Leaves, ports and light groups may shard any of their dims.
+
+Seconds of a strategy: the roofline of its local work, max(FLOPs / peak, bytes / bandwidth), times the trip count and
+the number of alike groups; light operations fuse, so they pay the bytes that enter and leave their group. Seconds of a
+transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload is the tensor's bytes
+over the shards that the layout leaves, so every pair of layouts has one pair of coefficients whatever the tensor.
+Gradient reductions and the gathers of updated state are combined by the compiler, so all of them together pay latency
+once.
+
+Memory: every value that leaves its group lives from its definition to its last use, with the bytes of its block; state
+lives throughout; a resharded copy lives from its first use to its last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit, Traced, Value
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.local.forms import local_form
+from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
+from alpa_lite.passes.sharding.prices import divides, pairs, work
+from alpa_lite.passes.sharding.space import Move, Node, Space, Strategy, assignments, layout_of
+from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
+from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
+
+
+def build(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[object, Rule],
+    cost: MeshCost,
+    *,
+    budget: float | None = None,
+    allowed: Mapping[int, Sequence[Layout]] | None = None,
+    regather: bool = False,
+    shared: Shared | None = None,
+) -> Space:
+    """Builds the integer program of a grouped step on the mesh of `cost`.
+
+    Args:
+      budget: bytes per device, or None.
+      allowed: group -> the layouts that it may have, for leaves that a method fixes.
+      regather: state that is used before and after the fullest point of the program is resharded twice instead of being
+        kept, so that its whole copy does not live between.
+      shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
+    """
+    return _Builder(rules, cost, allowed or {}, shared or Shared(traced, grouping)).space(budget, regather)
+
+
+def _busiest(found: list[Strategy]) -> list[Strategy]:
+    """The strategies that leave the fewest axes idle."""
+    used = [sum(len(a) for a in s.axes) for s in found]
+    return [s for s, n in zip(found, used, strict=True) if n == max(used)]
+
+
+class _Choices:
+    """The strategies of a node as arrays: `parts[s, f]` is into how many parts strategy s cuts factor f.
+
+    Nodes whose strategies are equal share one of these, and with it the layouts that they lead to.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], factors: int, mesh: LogicalMesh):
+        self.strategies = tuple(strategies)
+        sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
+        self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
+        self._layouts: dict[tuple[Dims, bool], tuple[tuple[Layout, ...], np.ndarray]] = {}
+
+    def cut(self, dims: Dims) -> np.ndarray:
+        """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
+        return self.parts[:, [f for dim in dims for f in dim]].prod(1)
+
+    def layouts(self, dims: Dims, partial: bool) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The layouts of a tensor, and which of them each strategy leads to; `partial`: with the strategy's sums."""
+        key = dims, partial
+        if key not in self._layouts:
+            found = [layout_of(dims, s, s.partial if partial else ()) for s in self.strategies]
+            self._layouts[key] = _classify(found)
+        return self._layouts[key]
+
+
+def _classify(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
+    seen: dict[Layout, int] = {}
+    classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
+    return tuple(seen), classes
+
+
+class _Builder:
+    """Collects strategies, costs, transfers and buffers, class by class."""
+
+    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, allowed: Mapping, shared: Shared):
+        self.traced, self.grouping, self.shared = shared.traced, shared.grouping, shared
+        self.values: tuple[Value, ...] = self.traced.graph.values
+        self.rules = rules
+        self.cost = cost
+        self.mesh: LogicalMesh = cost.mesh
+        self.allowed = allowed
+        self.forms: dict[object, LocalForm | None] = {}
+        self.part_counts: dict[Layout, int] = {}
+        self.inputs = set(self.traced.graph.block.inputs)
+        self.spaces: dict[object, _Choices] = {}
+        self.heavy: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
+
+    def space(self, budget: float | None, regather: bool) -> Space:
+        tables = self.shared.of(tuple(self.classes()), regather)
+        choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
+        nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
+        moves, transfers, spans = self.transfers(tables, choices)
+        buffers, held = self.buffers(tables, choices, moves, spans)
+        program = StrategyGraph(
+            node_cost=tuple((n.compute + n.communication) * len(n.members) for n in nodes),
+            transfers=tuple(transfers),
+            buffers=buffers,
+            budget=budget,
+            names=tuple(self.grouping.groups[n.group].name for n in nodes),
+        )
+        shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
+        return Space(self.mesh, program, tuple(nodes), tables.node_of, tuple(moves), tables.late_from, held, shares)
+
+    def classes(self) -> Iterator[tuple[int, ...]]:
+        """Tied groups; those that a method constrains differently are told apart."""
+        for members in self.grouping.classes.values():
+            parts: dict[object, list[int]] = {}
+            for member in members:
+                limit = self.allowed.get(member)
+                parts.setdefault(None if limit is None else tuple(limit), []).append(member)
+            yield from (tuple(part) for part in parts.values())
+
+    # -- strategies -----------------------------------------------------------------------------------------------
+
+    def choices(self, group: Group) -> _Choices:
+        """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
+        if group.kind == "fixed":
+            return _Choices([Strategy(())], 0, self.mesh)
+        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.shared.homes_of.get(group.index, ())):
+            # Collectives do not take random keys.
+            return _Choices([Strategy(((),) * len(group.factors))], len(group.factors), self.mesh)
+        if group.kind == "heavy":
+            found = self.heavy_strategies(group)
+            return self.spaces.setdefault(("heavy", *found), _Choices(found, len(group.factors), self.mesh))
+        key = (group.kind, group.factors)
+        if key not in self.spaces:
+            self.spaces[key] = _Choices(self.free_strategies(group), len(group.factors), self.mesh)
+        limit = self.allowed.get(group.index)
+        if limit is None:
+            return self.spaces[key]
+        dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
+        found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
+        return _Choices(found, len(group.factors), self.mesh)
+
+    def heavy_strategies(self, group: Group) -> list[Strategy]:
+        """The assignments that have a local form; for products, those that leave the fewest axes idle.
+
+        The others repeat the same work.
+        """
+        found = [Strategy(a) for a in assignments(group.factors, self.mesh) if self.form(group, a) is not None]
+        product = self.grouping.ops[group.ops[0]].name in ("dot_general", "conv_general_dilated")
+        return _busiest(found) if product else found
+
+    def free_strategies(self, group: Group) -> list[Strategy]:
+        """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
+        if group.kind == "linear":
+            return list(self.linear_strategies(group.factors))
+        cube = sum(size > 1 for size in self.mesh.shape) > 2
+        orders = cube and len(group.factors) <= 2
+        found = [Strategy(axes) for axes in assignments(group.factors, self.mesh, orders=orders)]
+        return _busiest(found) if cube and group.kind == "light" and len(group.factors) > 2 else found
+
+    def linear_strategies(self, factors: tuple[Factor, ...]) -> Iterator[Strategy]:
+        axes = [a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1]
+        every = list(assignments(factors, self.mesh))
+        for size in range(len(axes) + 1):
+            for partial in itertools.combinations(axes, size):
+                for assigned in every:
+                    if not any(a in partial for axes_ in assigned for a in axes_):
+                        yield Strategy(assigned, partial)
+
+    def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
+        """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
+        op = self.grouping.ops[group.ops[0]]
+        key = (op.key, axes)
+        if key not in self.forms:
+            rule = self.rules[op.key]
+            form = local_form(op, rule, axes, self.values, self.mesh)
+            if form is not None:
+                plain = Strategy(axes)
+                for k, atom in enumerate(op.operands):
+                    if not isinstance(atom, Lit) and form.operands[k] != layout_of(rule.operands[k], plain):
+                        form = None
+                        break
+            self.forms[key] = form
+        return self.forms[key]
+
+    def produced(self, value: int, choices: _Choices) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The layouts in which a value may be made, and which of them each strategy of its group leads to."""
+        home = self.grouping.homes[value]
+        group = self.grouping.groups[home.group]
+        if group.kind != "heavy":
+            return choices.layouts(home.dims, group.kind == "linear")
+        key = (home.group, home.slot)
+        if key not in self.heavy:
+            self.heavy[key] = _classify([self.made(value, group, s) for s in choices.strategies])
+        return self.heavy[key]
+
+    def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
+        """The layout in which a heavy group makes a value."""
+        op = self.grouping.ops[group.ops[0]]
+        if value in op.results:
+            form = self.form(group, strategy.axes)
+            assert form is not None
+            return form.results[op.results.index(value)]
+        sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+        partial = tuple(a for a in self.mesh.axis_names if a in sums)
+        return layout_of(self.grouping.homes[value].dims, strategy, partial)
+
+    # -- nodes ----------------------------------------------------------------------------------------------------
+
+    def node(self, members: tuple[int, ...], choices: _Choices) -> Node:
+        group = self.grouping.groups[members[0]]
+        compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
+        if group.kind != "fixed":
+            compute = self.compute(group, choices) * group.trips
+            communication = self.communication(group, choices) * group.trips
+        return Node(group.index, members, choices.strategies, compute, communication)
+
+    def compute(self, group: Group, choices: _Choices) -> np.ndarray:
+        """[strategies] seconds of the operations of one group: FLOPs, or bytes that enter and leave it."""
+        moved = np.zeros(len(choices.strategies))
+        for demand in self.shared.arriving.get(group.index, ()):
+            if demand.op >= 0:
+                moved += self.values[demand.value].nbytes / choices.cut(demand.dims)
+        for value in self.shared.homes_of.get(group.index, ()):
+            leaves = value in self.grouping.defined and group.ops and self.escapes(value, group.index)
+            # Arguments are read once, and the batch is brought in: a smaller block is the better one.
+            times = bool(leaves) + (value in self.inputs)
+            if times:
+                layouts, klass = self.produced(value, choices)
+                moved += times * (self.values[value].nbytes / np.array([self.parts(la) for la in layouts]))[klass]
+        flops, dtype = 0.0, None
+        for number in group.ops:
+            op = self.grouping.ops[number]
+            dtype = self.values[op.results[0]].dtype if op.results else dtype
+            flops += work(op, self.rules[op.key], self.values)
+        rate = np.array([self.cost.compute(1.0, 0.0, dtype, e) for e in self.efficiencies(group, choices)])
+        return np.maximum(flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, dtype))
+
+    def communication(self, group: Group, choices: _Choices) -> np.ndarray:
+        """[strategies] seconds of the collectives that a heavy operation issues itself."""
+        sent = np.zeros(len(choices.strategies))
+        if group.kind == "heavy":
+            for i, strategy in enumerate(choices.strategies):
+                form = self.form(group, strategy.axes)
+                assert form is not None
+                for c in form.collectives:
+                    alpha, beta = self.cost.coefficients(c.kind, c.axes)
+                    sent[i] += alpha + beta * c.bytes
+        return sent
+
+    def efficiencies(self, group: Group, choices: _Choices) -> Sequence[float | None]:
+        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is no product."""
+        op = self.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
+        if op is None or op.name not in ("dot_general", "conv_general_dilated"):
+            return [None] * len(choices.strategies) if op else [None]
+        left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
+        out, known = [], {}
+        for row in choices.parts.astype(int).tolist():
+            sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
+            for f, (factor, parts) in enumerate(zip(group.factors, row, strict=True)):
+                both = "batch" if f in left and f in right else "m" if f in left else "n"
+                sizes["k" if factor.kind == "sum" else both] *= max(1, factor.size // parts)
+            key = tuple(sizes.values())
+            if key not in known:
+                known[key] = self.cost.matmul_efficiency(**sizes)
+            out.append(known[key])
+        return out
+
+    def escapes(self, value: int, group: int) -> bool:
+        """Whether another group uses the value."""
+        return any(d.group != group for d in self.shared.uses.get(value, ()))
+
+    def parts(self, layout: Layout) -> int:
+        """Into how many blocks a layout cuts a tensor."""
+        found = self.part_counts.get(layout)
+        if found is None:
+            found = self.part_counts[layout] = math.prod(self.mesh.product(a) for a in layout.dims)
+        return found
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def transfers(
+        self, tables: Tables, choices: Sequence[_Choices]
+    ) -> tuple[list[Move], list[Transfer], list[Passage]]:
+        """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
+        moves, transfers, spans = [], [], []
+        for passage in tables.passages:
+            first = passage.values[0]
+            made, made_class = self.produced(first, choices[passage.src])
+            ends: dict[tuple[int, bytes], np.ndarray] = {}
+            layouts: dict[Layout, int] = {}
+            for demand in passage.demands:
+                node = tables.node_of[demand.group]
+                asked, asked_class = choices[node].layouts(demand.dims, True)
+                klass = np.array([layouts.setdefault(layout, len(layouts)) for layout in asked])[asked_class]
+                ends.setdefault((node, klass.tobytes()), klass)
+            wanted = tuple(layouts)
+            trips = passage.demands[0].trips
+            matrix = self.matrix(self.values[first], made, wanted, passage.share)
+            if not matrix.any():
+                continue
+            count = len(passage.values)
+            moves.append(Move(first, passage.src, made, wanted, count, trips, passage.phase))
+            consumers = tuple((n, k) for (n, _), k in ends.items())
+            transfers.append(Transfer(passage.src, made_class, consumers, matrix * (count * trips), f"value {first}"))
+            spans.append(passage)
+        return moves, transfers, spans
+
+    def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
+        joint, alpha, beta = pairs(self.cost, produced, wanted)
+        out = joint * latency + alpha + beta * value.nbytes
+        for j, layout in enumerate(wanted):
+            if not divides(value.shape, layout, self.mesh):
+                out[:, j] = math.inf
+        return out
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def buffers(
+        self, tables: Tables, choices: Sequence[_Choices], moves: Sequence[Move], passages: Sequence[Passage]
+    ) -> tuple[Buffers, tuple[int, ...]]:
+        """Alike buffers that live equally long are one, of their bytes together."""
+        rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
+        held: list[int] = []
+        klass: list[np.ndarray] = []
+        size: list[np.ndarray] = []
+        small = smallest(self.traced)
+        for kept in tables.kept:
+            layouts, classes = self.produced(kept.value, choices[kept.node])
+            nbytes = self.values[kept.value].nbytes * kept.count
+            rows.append((kept.start, kept.end, kept.node, -1, -1))
+            held.append(kept.value)
+            klass.append(classes)
+            size.append(nbytes / np.array([self.parts(la) for la in layouts]))
+        for number, (move, passage) in enumerate(zip(moves, passages, strict=True)):
+            nbytes = self.values[move.value].nbytes
+            if not len(passage.spans):
+                continue
+            costly = np.add.reduce(pairs(self.cost, move.produced, move.wanted)) > 0
+            for q in np.flatnonzero(costly.any(0)).tolist():
+                block = nbytes / self.parts(move.wanted[q])
+                if block < small:
+                    continue
+                sizes = np.where(costly[:, q], block, 0.0)
+                for (start, end, count), value in zip(passage.spans.tolist(), passage.holders, strict=True):
+                    rows.append((start, end, move.src, number, q))
+                    held.append(value)
+                    klass.append(_EMPTY)
+                    size.append(sizes * count)
+        start, end, owner, transfer, copy = np.array(rows, dtype=int).reshape(-1, 5).T
+        return Buffers(tables.points, start, end, owner, transfer, copy, tuple(klass), tuple(size)), tuple(held)
+
+
+_EMPTY = np.zeros(0, int)

@@ -1,0 +1,306 @@
+"""What the integer programs of all meshes have in common: nodes, edges, and what lives when.
+
+Only the layouts and their costs depend on the mesh. A search over mesh shapes makes these tables once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
+from alpa_lite.passes.sharding.points import compressed, needed_points, tally
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """Alike values on their way from one node to the same consumers: a transfer, before any mesh is known.
+
+    Attributes:
+      src: the node that makes them. values: all of them. phase: 1 for late uses of state that are served anew.
+      demands: those on the first of the values.
+      spans: [n, 3] first point, last point, and number of values of equal span.
+      holders: for each span a value that has it.
+      share: the share of the latency that it pays, since the compiler combines it with others.
+    """
+
+    src: int
+    values: tuple[int, ...]
+    phase: int
+    demands: tuple[Demand, ...]
+    spans: np.ndarray
+    holders: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Alike values that take memory where they are made: `count` of them live from `start` to `end`."""
+
+    value: int
+    node: int
+    dims: Dims
+    start: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The tables of one tying of groups to nodes.
+
+    Attributes:
+      members: the groups of each node. node_of: group -> node.
+      late_from: program point from which state is served anew; None if it is not.
+      passages: every transfer. kept: every buffer of what stays where it is made.
+      points: how many program points are left; intervals are in their numbers.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    node_of: tuple[int, ...]
+    late_from: int | None
+    passages: tuple[Passage, ...]
+    kept: tuple[Kept, ...]
+    points: int
+
+
+@dataclass(eq=False)
+class Shared:
+    """Tables by tying, kept for the other meshes of a search, and which values are used by whom."""
+
+    traced: Traced
+    grouping: Grouping
+    tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict)
+    arriving: dict[int, list[Demand]] = field(default_factory=dict)
+    uses: dict[int, list[Demand]] = field(default_factory=dict)
+    homes_of: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for demand in self.grouping.demands:
+            self.arriving.setdefault(demand.group, []).append(demand)
+            self.uses.setdefault(demand.value, []).append(demand)
+        for value, home in self.grouping.homes.items():
+            self.homes_of.setdefault(home.group, []).append(value)
+
+    def of(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:
+        """The tables where these groups are tied."""
+        node_of = [0] * len(self.grouping.groups)
+        for node, groups in enumerate(members):
+            for group in groups:
+                node_of[group] = node
+        key = tuple(node_of), regather
+        if key not in self.tables:
+            self.tables[key] = _Maker(self, tuple(members), key[0], regather).tables()
+        return self.tables[key]
+
+
+def state_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
+    """Argument number -> "params" or "optimizer", for state arguments.
+
+    State that influences an output which is not state (the loss) is a parameter; what only influences the next state
+    (moments, counters) belongs to the optimizer.
+    """
+    block = traced.graph.block
+    updated = {out for out, _ in traced.state}
+    needed = {a for i, a in enumerate(block.outputs) if i not in updated and not isinstance(a, Lit)}
+    for op in reversed(block.ops):
+        if any(v in needed for v in op.results):
+            needed.update(a for a in op.operands if not isinstance(a, Lit))
+    arguments = {argument for _, argument in traced.state}
+    return {i: "params" if block.inputs[i] in needed else "optimizer" for i in arguments}
+
+
+def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dict[int, str]]:
+    """Value -> "params", "optimizer" or "gradients", where it is made and for copies; all others are activations.
+
+    Gradients are the values of a parameter's shape that the groups which compute new state want or make.
+    """
+    homes, outputs, values = grouping.homes, traced.graph.block.outputs, traced.graph.values
+    inputs = {v: i for i, v in enumerate(traced.graph.block.inputs)}
+    kinds = state_kinds(traced, grouping)
+    shapes = {values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
+    updates = set()
+    for number, _ in traced.state:
+        atom = outputs[number]
+        if not isinstance(atom, Lit) and atom in homes:
+            updates.add(homes[atom].group)
+    updates.discard(0)
+    wanted = {d.value for d in grouping.demands if d.group in updates}
+    wanted |= {v for v, home in homes.items() if home.group in updates}
+    copies = {v: "gradients" for v in wanted if values[v].shape in shapes}
+    own = {v: kind for v, kind in copies.items() if v not in inputs}
+    return own | {v: kinds[i] for v, i in inputs.items() if i in kinds}, copies
+
+
+def fullest_point(traced: Traced, grouping: Grouping) -> int:
+    """The program point at which most bytes of intermediate values live, were nothing sharded."""
+    values = traced.graph.values
+    change = np.zeros(grouping.points + 2)
+    last: dict[int, int] = {}
+    for demand in grouping.demands:
+        last[demand.value] = max(last.get(demand.value, 0), demand.position)
+    inputs = set(traced.graph.block.inputs)
+    for value, end in last.items():
+        if value not in inputs and value in grouping.defined:
+            change[grouping.defined[value]] += values[value].nbytes
+            change[end + 1] -= values[value].nbytes
+    return int(np.argmax(np.cumsum(change)))
+
+
+def smallest(traced: Traced) -> float:
+    """Bytes below which a value is left out of the memory constraint."""
+    return _SMALL * sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
+
+
+class _Maker:
+    """Makes the tables of one tying."""
+
+    def __init__(self, shared: Shared, members: tuple[tuple[int, ...], ...], node_of: tuple[int, ...], regather: bool):
+        self.traced, self.grouping, self.uses = shared.traced, shared.grouping, shared.uses
+        self.values = self.traced.graph.values
+        self.members, self.node_of = members, node_of
+        self.inputs = set(self.traced.graph.block.inputs)
+        self.leaf_groups = set(self.grouping.leaves)
+        self.late_from = fullest_point(self.traced, self.grouping) if regather else None
+        self.kinds, self.copies = value_kinds(self.traced, self.grouping)
+        self.small = smallest(self.traced)
+
+    def tables(self) -> Tables:
+        found, example = self.edges()
+        shares = self.latency_shares(found, example)
+        rows: list[tuple[int, int, int, int]] = []  # type, start, end, value
+        types: dict[object, int] = {}
+        homes = self.grouping.homes
+        for value, start, end in self.living():
+            if self.values[value].nbytes >= self.small:
+                home = homes[value]
+                key = (self.node_of[home.group], home.dims, self.values[value].nbytes, self.kinds.get(value))
+                rows.append((types.setdefault(key, len(types)), start, end, value))
+        own = len(rows)
+        first_of: list[int] = []
+        for number, (key, members) in enumerate(found.items()):
+            first_of.append(len(rows))
+            if self.values[members[0]].nbytes < self.small:
+                continue
+            for value in members:
+                start, end = self.span(value, key[3])
+                kind = types.setdefault((number, self.copies.get(value)), len(types))
+                rows.append((kind, start, end, value))
+        first_of.append(len(rows))
+        kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        points = needed_points(start, end, kind, self.alike())
+        start, end, live = compressed(points, start, end)
+        kept = []
+        mine = np.flatnonzero(live[:own])
+        for i, count in zip(*tally(kind[mine], start[mine], end[mine]), strict=True):
+            row = mine[i]
+            home = homes[int(value[row])]
+            node = self.node_of[home.group]
+            kept.append(Kept(int(value[row]), node, home.dims, int(start[row]), int(end[row]), int(count)))
+        passages = []
+        for number, (key, members) in enumerate(found.items()):
+            mine = first_of[number] + np.flatnonzero(live[first_of[number] : first_of[number + 1]])
+            first, count = tally(kind[mine], start[mine], end[mine])
+            rows_of = mine[first]
+            passages.append(
+                Passage(
+                    key[0], tuple(members), key[3], tuple(example[key]),
+                    np.stack([start[rows_of], end[rows_of], count], axis=1),
+                    tuple(value[rows_of].tolist()), shares.get((members[0], key[3]), 1.0),
+                )
+            )  # fmt: skip
+        return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))
+
+    def edges(self) -> tuple[dict[_Key, list[int]], dict[_Key, list[Demand]]]:
+        """The values of each transfer, and the demands on the first of them."""
+        found: dict[_Key, list[int]] = {}
+        example: dict[_Key, list[Demand]] = {}
+        node_of, homes = self.node_of, self.grouping.homes
+        for value, demands in self.uses.items():
+            home = homes[value]
+            if self.late_from is not None and self.is_state_leaf(value):
+                phases: dict[int, list[Demand]] = {}
+                for demand in demands:
+                    phases.setdefault(self.phase(demand, value), []).append(demand)
+            else:
+                phases = {0: demands}
+            for phase, some in phases.items():
+                wanting = frozenset([(node_of[d.group], d.slot if d.group else 0, d.dims) for d in some])
+                key = (node_of[home.group], home.slot if home.group else value, wanting, phase)
+                found.setdefault(key, []).append(value)
+                example.setdefault(key, some)
+        return found, example
+
+    def latency_shares(
+        self, found: Mapping[_Key, list[int]], example: Mapping[_Key, list[Demand]]
+    ) -> dict[tuple[int, int], float]:
+        """Gradients on their way to the updates are reduced together, and new state is gathered together."""
+        updates = self.update_groups()
+        together: list[list[tuple[int, int]]] = [[], []]
+        for key, members in found.items():
+            groups = {d.group for d in example[key]}
+            for kind, ends in enumerate((updates, self.leaf_groups)):
+                if groups <= ends:
+                    together[kind] += [(value, key[3]) for value in members]
+                    break
+        return {item: 1.0 / len(items) for items in together for item in items}
+
+    def update_groups(self) -> set[int]:
+        """Groups that compute new state."""
+        outputs = self.traced.graph.block.outputs
+        homes = self.grouping.homes
+        found = set()
+        for number, _ in self.traced.state:
+            atom = outputs[number]
+            if not isinstance(atom, Lit) and atom in homes:
+                found.add(homes[atom].group)
+        return found - self.leaf_groups - {0}
+
+    def is_state_leaf(self, value: int) -> bool:
+        return self.grouping.homes[value].group in self.leaf_groups and value in self.inputs
+
+    def living(self) -> Iterator[tuple[int, int, int]]:
+        """(value, first point, last point) of everything that takes memory."""
+        end = self.grouping.points - 1
+        for value, home in self.grouping.homes.items():
+            if value in self.inputs:
+                yield value, 0, end
+                continue
+            start = self.grouping.defined.get(value)
+            if start is None:
+                continue
+            uses = self.uses.get(value, ())
+            last = max([d.position for d in uses], default=start)
+            group = self.grouping.groups[home.group]
+            elsewhere = any(d.group != home.group for d in uses)
+            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
+                yield value, start, last
+
+    def span(self, value: int, phase: int) -> tuple[int, int]:
+        """The first and the last use of a value in a phase."""
+        points = [d.position for d in self.uses[value] if self.phase(d, value) == phase]
+        return min(points), max(points)
+
+    def phase(self, demand: Demand, value: int) -> int:
+        late = self.late_from is not None and demand.position >= self.late_from
+        return int(late and self.is_state_leaf(value))
+
+    def alike(self) -> np.ndarray:
+        """[points] a number for each program point, the same where alike operations stand."""
+        out = np.full(self.grouping.points + 1, -1, dtype=np.int64)
+        names: dict[tuple[int, int], int] = {}
+        for group in self.grouping.groups[1:]:
+            for place, op in enumerate(group.ops):
+                name = (self.node_of[group.index], place)
+                out[self.grouping.positions[op]] = names.setdefault(name, len(names))
+        return out
+
+
+_Key = tuple[int, int, frozenset[tuple[int, int, Dims]], int]
+# A value used again by its own group within so many operations is fused away rather than kept.
+_FUSED = 48
+# Values below this share of the arguments' bytes are left out of the memory constraint.
+_SMALL = 2e-6

@@ -1,0 +1,11 @@
+"""From layers to stages: what a stage costs, which layers it should have, and the stage as a step of its own.
+
+In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division by dynamic programming, and
+`PlannedStage`, each stage solved, lowered and cut into the segments that a schedule runs (forward, backward, update).
+"""
+
+from alpa_lite.passes.stages.planning import plan
+from alpa_lite.passes.stages.slicing import slice_stages
+from alpa_lite.passes.stages.staging import stage_graphs
+
+__all__ = ["plan", "slice_stages", "stage_graphs"]

@@ -1,0 +1,114 @@
+"""The segments of a stage as functions of global arrays: what is compiled, and what is verified.
+
+A segment runs inside one `jax.shard_map`, on local blocks. Arrays come in and go out by the segment's ports
+(`packing`): a pack is cut into its members' blocks first, and joined from them last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from alpa_lite.graph import Lit
+from alpa_lite.layout import Layout, local_shape
+from alpa_lite.passes.lowering.emission import AnyMesh, run_region
+from alpa_lite.passes.lowering.program import Body, spec_of
+from alpa_lite.passes.stages.packing import Port, ports
+from alpa_lite.passes.stages.segments import Segment, Segments
+
+Kind = tuple[tuple[int, ...], Any, Layout]
+"""Shape, dtype and layout of a global array."""
+
+
+def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[Kind], list[Kind]]:
+    """The types of the arrays that the function of a segment takes, and of those that it returns.
+
+    Args:
+      count: the number of micro-batches.
+    """
+    taken = [port for port in ports(parts, segment) for _ in range(_arrays(port, count))]
+    return [port.kind for port in taken], [port.kind for port in ports(parts, segment, output=True)]
+
+
+def function_of(
+    parts: Segments, segment: Segment, mesh: AnyMesh, count: int, *, shared: bool = False
+) -> Callable[..., list[Any]]:
+    """The segment as a function of flat global arrays: one for each port, `count` for one of "pieces".
+
+    `shared` is that of `lowering.emission.emit`.
+    """
+    program, traced = parts.program, parts.stage.traced
+    entries, exits = ports(parts, segment), ports(parts, segment, output=True)
+
+    def blocks(*arrays: Any) -> list[Any]:
+        found = _apart(parts, segment, entries, arrays, count)
+        number = next((found[i] for i, wire in enumerate(segment.inputs) if wire.kind == "number"), None)
+        registers: dict[int, Any] = {register: literal.value for register, literal in segment.preset}
+        for i, (wire, binds) in enumerate(zip(segment.inputs, segment.binds, strict=True)):
+            if wire.kind == "number":
+                continue
+            for register in binds:
+                partial = bool(program.registers[register].partial)
+                if wire.kind == "pieces":
+                    block = jnp.stack([a[0] if partial else a for a in found[i]])
+                else:
+                    block = found[i][0] if partial else found[i]
+                    if wire.kind == "slice":
+                        block = lax.dynamic_index_in_dim(block, number, 0, keepdims=False)
+                registers[register] = block
+        body = Body(tuple(registers), segment.instructions, segment.reads)
+        outputs = run_region(body, list(registers.values()), program, traced, shared=shared)
+        shaped = [_shaped(block, parts, segment, position) for position, block in enumerate(outputs)]
+        return [_together(port, [shaped[i] for i in port.positions]) for port in exits]
+
+    taken, given = types_of(parts, segment, count)
+    specs_in = tuple(spec_of(layout) for _, _, layout in taken)
+    specs_out = [spec_of(layout) for _, _, layout in given]
+    return jax.shard_map(blocks, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
+
+
+def _arrays(port: Port, count: int) -> int:
+    return count if port.wire.kind == "pieces" else 1
+
+
+def _apart(
+    parts: Segments, segment: Segment, entries: Sequence[Port], arrays: Sequence[Any], count: int
+) -> dict[int, Any]:
+    """The block of each input of a segment; of "pieces" a list."""
+    found: dict[int, Any] = {}
+    rest = iter(arrays)
+    for port in entries:
+        taken = list(itertools.islice(rest, _arrays(port, count)))
+        if port.pack is None:
+            (position,) = port.positions
+            found[position] = taken if port.wire.kind == "pieces" else taken[0]
+            continue
+        starts = dict(zip(port.pack.members, itertools.accumulate(port.pack.sizes, initial=0), strict=False))
+        sizes = dict(zip(port.pack.members, port.pack.sizes, strict=True))
+        for position in port.positions:
+            wire = segment.inputs[position]
+            shape, _, layout = parts.type_of(segment, position)
+            block = lax.slice_in_dim(taken[0], starts[wire], starts[wire] + sizes[wire])
+            found[position] = block.reshape(local_shape(shape, layout, parts.program.mesh))
+    return found
+
+
+def _together(port: Port, blocks: Sequence[Any]) -> Any:
+    if port.pack is None:
+        return blocks[0]
+    return jnp.concatenate([jnp.ravel(block) for block in blocks])
+
+
+def _shaped(block: Any, parts: Segments, segment: Segment, position: int) -> Any:
+    """The block of an output: a literal as an array, a summand with its leading dim."""
+    operand, wire = segment.reads[position], segment.outputs[position]
+    if isinstance(operand, Lit):
+        block = jnp.asarray(operand.value, operand.aval.dtype)
+    register = parts.carry_registers[wire.number] if wire.kind == "carry" else operand
+    partial = not isinstance(register, Lit) and parts.program.registers[register].partial
+    return block[None] if partial else block

@@ -1,0 +1,145 @@
+"""What one layer costs as a stage of its own, on each kind of submesh, at each price of memory: what a stage DP sums.
+
+A range of layers shares one budget, which no layer alone can know. So a layer is planned twice, with memory for nothing
+and at a price (`sharding.market`): the first is the fastest choice, the second shards or gathers whatever saves more
+memory than it costs time. The stage DP then finds which of the two a stage can afford.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Lit
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.options import Sharded
+from alpa_lite.passes import factors
+from alpa_lite.passes.layers.rematerialisation import is_kept
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, reads, writes
+from alpa_lite.passes.sharding import grouping, search, tables
+from alpa_lite.passes.sharding.market import market
+from alpa_lite.passes.stages import segment_costs
+from alpa_lite.passes.stages.planning import PlannedStage, bytes_of, realised
+from alpa_lite.passes.stages.staging import StageGraph
+
+PRICES = (0.0, 4.0)
+"""Prices of memory, in units of `sharding.market.Market`."""
+
+GAP = 1e-2
+"""How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one kind of submesh at one price of memory.
+
+    Attributes:
+      mesh_shape: of the best logical mesh.
+      forward, backward: seconds for one micro-batch.
+      update: seconds once a step, with what is computed before the micro-batches.
+      fixed: bytes per device of arguments and of what is computed before the micro-batches.
+      saved: bytes per device and micro-batch of what the backward pass reads of the forward pass.
+      kept: of that what the selective choice of rematerialisation saves: results of products and the like.
+      again: seconds for one micro-batch of computing the rest of it again.
+      entering: bytes per device and micro-batch of what comes from the layer before.
+      temporary: bytes per device that the largest segment needs besides.
+    """
+
+    mesh_shape: tuple[int, ...]
+    forward: float
+    backward: float
+    update: float
+    fixed: float
+    saved: float
+    kept: float
+    again: float
+    entering: float
+    temporary: float
+
+
+def layer_costs(
+    graph: StageGraph, clusters: Sequence[Cluster], methods: Sequence[Sharded], *, time_limit: float
+) -> tuple[tuple[LayerCost, ...], ...]:
+    """For each submesh, the costs at each of `PRICES`.
+
+    Args:
+      graph: the layer as a stage.
+      clusters: the devices of each kind of submesh.
+      methods: for each of them, the logical meshes that are allowed.
+      time_limit: seconds for each integer program.
+    """
+    traced = graph.traced
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    shared = tables.Shared(traced, groups)
+    out = []
+    for cluster, method in zip(clusters, methods, strict=True):
+        meshes = _meshes(cluster, method)
+        offers = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, shared=shared)
+        costs: list[LayerCost] = []
+        for price in PRICES:
+            costs.append(_cost(realised(graph, rules, groups, offers.at(price), cluster, split_weights=False)))
+        out.append(tuple(costs))
+    return tuple(out)
+
+
+def _meshes(cluster: Cluster, method: Sharded) -> list[LogicalMesh]:
+    """The logical meshes that a layer is tried on: of two axes at most, and of several nodes one axis along them."""
+    found = search.meshes(cluster, method, max_axes=2)
+    if method.mesh_shape is not None or cluster.nodes == 1:
+        return list(found)
+    return [mesh for mesh in found if len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes]
+
+
+def _cost(planned: PlannedStage) -> LayerCost:
+    seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
+    for segment in planned.segments.items:
+        seconds[segment.kind] += planned.seconds[segment]
+    held = planned.held
+    kept, again = _selective(planned)
+    return LayerCost(
+        planned.found.mesh.shape, seconds["forward"], seconds["backward"], seconds["update"] + seconds["prologue"],
+        held.fixed, held.saved, min(kept, held.saved), again, held.entering, max(planned.temporary.values(), default=0),
+    )  # fmt: skip
+
+
+def _selective(planned: PlannedStage) -> tuple[float, float]:
+    """Bytes per device that the selective choice saves of a micro-batch, and seconds of what it computes again."""
+    segment = planned.segments.of("forward")
+    if segment is None:
+        return 0.0, 0.0
+    saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
+    items, kept = _again(planned, segment.instructions, saved)
+    reduced = replace(segment, instructions=items)
+    cost = MeshCost(planned.cluster, planned.found.mesh)
+    return kept, segment_costs.seconds(planned.segments, reduced, cost, planned.rules)
+
+
+def _again(
+    planned: PlannedStage, items: Sequence[Instruction], wanted: Iterable[Operand]
+) -> tuple[tuple[Instruction, ...], float]:
+    """The instructions that some registers need if kept results are there, and the bytes of those results."""
+    needed = {o for o in wanted if not isinstance(o, Lit)}
+    found: list[Instruction] = []
+    total = 0.0
+    for item in reversed(items):
+        if needed.isdisjoint(writes(item)):
+            continue
+        if isinstance(item, Compute) and is_kept(item.op):
+            total += sum(_bytes(planned, r) for r in item.results)
+            continue
+        if isinstance(item, Loop) and item.op.name == "scan":
+            inner = [_again(planned, body.instructions, body.outputs) for body in item.bodies]
+            bodies = tuple(replace(body, instructions=own) for body, (own, _) in zip(item.bodies, inner, strict=True))
+            total += item.op.params["length"] * sum(size for _, size in inner)
+            item = replace(item, bodies=bodies)
+        found.append(item)
+        needed.update(reads(item))
+    return tuple(reversed(found)), total
+
+
+def _bytes(planned: PlannedStage, register: int) -> int:
+    shape, dtype, layout = planned.segments.register_type(register)
+    return bytes_of(planned.found.mesh, shape, dtype, layout)

@@ -1,0 +1,142 @@
+"""What each range of layers costs as a stage, on each kind of submesh, in each variant: what `stages.slicing` reads."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.errors import OptionError
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Arrays for one number of micro-batches B. L layers, K kinds of submesh, V variants.
+
+    Attributes:
+      num_microbatches: B.
+      forward, backward: [L, L+1, K, V], seconds of layers [i, j) for one micro-batch; inf where there is no such stage.
+        Entries with j <= i are not read.
+      update: [L, L+1, K, V], seconds once a step: gradient synchronisation and optimizer.
+      fixed_bytes: [L, L+1, K, V], per device: parameters, gradients, optimizer, temporaries.
+      inflight_bytes: [L, L+1, K, V], per device and micro-batch, from forward to backward.
+      boundary_seconds: [L+1], one transfer over the cut before layer i, one way; or [L+1, K, K] by the kinds of
+        the stages before and behind it. Entries 0 and L are not read.
+      boundary_bytes: [L+1], per device, transfer buffers of the cut before layer i, held by both its stages.
+      devices: the devices of each kind of submesh.
+      total_devices, devices_per_node: of the cluster.
+      weight: [L, L+1, K, V], the part of `backward` that computes gradients of parameters; None for half of it.
+    """
+
+    num_microbatches: int
+    forward: np.ndarray
+    backward: np.ndarray
+    update: np.ndarray
+    fixed_bytes: np.ndarray
+    inflight_bytes: np.ndarray
+    boundary_seconds: np.ndarray
+    boundary_bytes: np.ndarray
+    devices: tuple[int, ...]
+    total_devices: int
+    devices_per_node: int
+    weight: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        layers, kinds = self.forward.shape[0], len(self.devices)
+        shape = (layers, layers + 1, kinds, self.forward.shape[-1])
+        for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight"):
+            value = getattr(self, name)
+            if value is not None and value.shape != shape:
+                raise OptionError(f"{name} has shape {value.shape}; give [L, L+1, K, V] = {shape}.")
+        if self.boundary_seconds.shape not in ((layers + 1,), (layers + 1, kinds, kinds)):
+            raise OptionError(f"boundary_seconds has shape {self.boundary_seconds.shape}; give [L+1] or [L+1, K, K].")
+        if self.boundary_bytes.shape != (layers + 1,):
+            raise OptionError(f"boundary_bytes has shape {self.boundary_bytes.shape}; give [L+1].")
+        if self.num_microbatches < 1:
+            raise OptionError(f"num_microbatches={self.num_microbatches}; give at least 1.")
+        node = self.devices_per_node
+        if self.total_devices > node and self.total_devices % node:
+            raise OptionError(f"total_devices={self.total_devices} are not whole nodes of {node}; give a multiple.")
+        small = sorted(n for n in self.devices if n < node)
+        chain = all(b % a == 0 for a, b in itertools.pairwise(small))
+        whole = all(not (n < node and node % n) and not (n > node and n % node) for n in self.devices)
+        if min(self.devices) < 1 or (self.total_devices > node and not (chain and whole)):
+            raise OptionError(
+                f"devices={self.devices}: with several nodes submeshes must divide a node of {node} devices and each "
+                "other, or be whole nodes; others cannot always be placed side by side."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.forward.shape[0]
+
+    @property
+    def weight_seconds(self) -> np.ndarray:
+        """`weight`, or half of `backward`."""
+        return self.backward / 2 if self.weight is None else self.weight
+
+    def cut_seconds(self, layer: int, before: int, after: int) -> float:
+        """One transfer over the cut before `layer`, between stages of two kinds."""
+        at = (layer, before, after) if self.boundary_seconds.ndim == 3 else layer
+        return float(self.boundary_seconds[at])
+
+    def buffer_bytes(self, first: int, stop: int) -> float:
+        """Transfer buffers of a stage of layers [first, stop)."""
+        before = float(self.boundary_bytes[first]) if first > 0 else 0.0
+        return before + (float(self.boundary_bytes[stop]) if stop < self.num_layers else 0.0)
+
+
+def from_layers(
+    num_microbatches: int,
+    *,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    update: np.ndarray,
+    fixed_bytes: np.ndarray,
+    inflight_bytes: np.ndarray,
+    boundary_seconds: np.ndarray,
+    boundary_bytes: np.ndarray,
+    devices: tuple[int, ...],
+    total_devices: int,
+    devices_per_node: int,
+    weight: np.ndarray | None = None,
+    temporary_bytes: np.ndarray | None = None,
+) -> StageCosts:
+    """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
+
+    Args:
+      temporary_bytes: [L, K, V], of which a range needs the maximum, not the sum; added to the fixed bytes.
+      num_microbatches, forward, backward, update, fixed_bytes, inflight_bytes, boundary_seconds, boundary_bytes,
+        devices, total_devices, devices_per_node, weight: see `StageCosts`.
+
+    Raises:
+      OptionError: as `StageCosts`.
+    """
+    fixed = _ranges(fixed_bytes, np.add)
+    if temporary_bytes is not None:
+        fixed = fixed + _ranges(temporary_bytes, np.maximum)
+    return StageCosts(
+        num_microbatches,
+        _ranges(forward, np.add),
+        _ranges(backward, np.add),
+        _ranges(update, np.add),
+        fixed,
+        _ranges(inflight_bytes, np.add),
+        boundary_seconds,
+        boundary_bytes,
+        devices,
+        total_devices,
+        devices_per_node,
+        None if weight is None else _ranges(weight, np.add),
+    )
+
+
+def _ranges(layers: np.ndarray, combine: np.ufunc) -> np.ndarray:
+    """[L, L+1, ...]: `combine` over layers i to j-1. Equal runs of equal layers give bit-equal values."""
+    length = len(layers)
+    out = np.zeros((length, length + 1, *layers.shape[1:]))
+    for i in range(length):
+        out[i, i + 1 :] = combine.accumulate(layers[i:], axis=0)
+    return out

@@ -1,0 +1,530 @@
+"""Cuts the local program of one stage into the functions that a schedule runs.
+
+Problem. A stage is planned and lowered as one step (`staging`): [prologue] [loop over micro-batches] [update]. A
+pipeline runs its parts at different times: the prologue once; the loop's body forward, backward, and, if gradients of
+parameters are computed apart, weight, each once for every micro-batch; the update once, or in rounds where stages
+exchange values between (a global norm).
+
+Answer. Instructions are sorted into segments by the op that they belong to; a resharding belongs to its first reader.
+What one segment makes and a later one reads becomes an output of the one and an input of the other, a `Wire`, in the
+layout that its register has. Values that a later segment can make anew from state and the micro-batch's number alone,
+without a matrix product or a gather, are made anew: holding a gathered parameter or a mask for each micro-batch in
+flight would cost memory for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from alpa_lite.errors import PlanError
+from alpa_lite.graph import Lit, Value
+from alpa_lite.layout import Layout
+from alpa_lite.passes.lowering.program import (
+    Body,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    Operand,
+    Outside,
+    Reshard,
+    read_before,
+    reads,
+    writes,
+)
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.program import Kind
+
+WireKind = Literal["top", "slice", "number", "carry", "crossing", "saved", "piece", "pieces", "literal"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value between segments, or between a segment and the step.
+
+    kind / number:
+      top: a register of the top level: an argument of the stage, or what the prologue or a round of the update made.
+      slice: such a register, stacked over micro-batches, of which the segment takes one micro-batch.
+      number: the number of the micro-batch, an int32 scalar.
+      carry: carry `number` of the loop, before or after the segment.
+      crossing: body value `number`, from or for another stage.
+      saved: a register of the loop's body, for a later segment of the same micro-batch.
+      literal: result `number` of the stage, which is a literal.
+      piece: what this micro-batch adds to stacked result `number` of the loop; "pieces", all of them.
+    """
+
+    kind: WireKind
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One function of a stage.
+
+    Attributes:
+      kind, round: what it is; the round counts those of the update.
+      inputs, outputs: wires. For "pieces" the function takes one array for each micro-batch.
+      binds: for each input, the registers that it sets.
+      preset: registers that hold literals.
+      reads: for each output, the register or literal.
+      instructions: what it does.
+      results: for "argument" results of the stage by number, and "late" ones, the position among `outputs`.
+    """
+
+    kind: Kind
+    round: int
+    inputs: tuple[Wire, ...]
+    binds: tuple[tuple[int, ...], ...]
+    preset: tuple[tuple[int, Lit], ...]
+    outputs: tuple[Wire, ...]
+    reads: tuple[Operand, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Small values of one dtype that go between segments in one buffer: on each device its blocks, end to end.
+
+    Attributes:
+      wire: of the buffer: the kind of its members, and a negative number.
+      members: what it holds.
+      sizes: elements of each member's block.
+      dtype: of all.
+      readers: the kinds of segments that read the members here; others read them where they were before.
+    """
+
+    wire: Wire
+    members: tuple[Wire, ...]
+    sizes: tuple[int, ...]
+    dtype: Any
+    readers: frozenset[Kind]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """A stage in segments.
+
+    Attributes:
+      stage, program: what was cut.
+      items: in the order prologue, forward, backward, weight, update rounds; kinds that have nothing to do are absent.
+      finals: for each result of the stage's graph, its top register or literal; None for crossing ones.
+      value_of: for each register the value that it holds.
+      packs: see `packing`.
+    """
+
+    stage: StageGraph
+    program: LocalProgram
+    items: tuple[Segment, ...]
+    finals: tuple[Operand | None, ...]
+    value_of: Mapping[int, int]
+    packs: tuple[Pack, ...] = ()
+
+    @functools.cached_property
+    def carry_registers(self) -> tuple[int, ...]:
+        """The loop body's registers of its carries."""
+        loops = [i for i in self.program.body.instructions if isinstance(i, Loop) and i.op.index == self.stage.scan]
+        first = loops[0].op.params["num_consts"]
+        return loops[0].bodies[0].inputs[first : first + loops[0].op.params["num_carry"]]
+
+    def of(self, kind: Kind) -> Segment | None:
+        """The segment of a kind that there is at most one of."""
+        return next((s for s in self.items if s.kind == kind), None)
+
+    def type_of(self, segment: Segment, position: int, *, output: bool = False) -> tuple[tuple[int, ...], Any, Layout]:
+        """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands."""
+        wire = (segment.outputs if output else segment.inputs)[position]
+        if wire.kind == "number":
+            return (), np.dtype("int32"), Layout(())
+        if wire.kind == "carry":
+            operand = self.carry_registers[wire.number]
+        elif output:
+            operand = segment.reads[position]
+        else:
+            operand = wire.number if wire.kind in ("top", "slice") else segment.binds[position][0]
+        if isinstance(operand, Lit):
+            return tuple(operand.aval.shape), operand.aval.dtype, Layout(((),) * len(operand.aval.shape))
+        return self.register_type(operand, stacked=wire.kind == "pieces")
+
+    def register_type(self, register: int, *, stacked: bool = False) -> tuple[tuple[int, ...], Any, Layout]:
+        """As `type_of`, of a register. `stacked`: without the leading dim of micro-batches."""
+        value: Value = self.stage.traced.graph.values[self.value_of[register]]
+        layout, shape = self.program.registers[register], value.shape
+        if stacked:
+            layout, shape = Layout(layout.dims[1:], layout.partial), shape[1:]
+        if layout.partial:
+            return (
+                (self.program.mesh.product(layout.partial), *shape),
+                value.dtype,
+                Layout((layout.partial, *layout.dims)),
+            )
+        return shape, value.dtype, layout
+
+
+def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Segments:
+    """Cuts a stage's local program into segments.
+
+    Args:
+      split_weights: whether gradients of parameters are computed in a segment of their own.
+
+    Raises:
+      PlanError: an operation that cannot run inside a region stands in the stage.
+    """
+    outside = [item for item in program.body.instructions if isinstance(item, Outside)]
+    if outside:
+        raise PlanError(f"{outside[0].op.name} cannot run inside a pipeline stage; use one mesh for this step")
+    return _Cut(stage, program, split_weights).segments()
+
+
+# Operations that cost less to do again than a held result costs in memory.
+_FREE = frozenset({
+    "add", "and", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "eq",
+    "expand_dims", "ge", "gt", "iota", "le", "lt", "mul", "ne", "neg", "not", "optimization_barrier", "or",
+    "random_bits", "random_fold_in", "random_unwrap", "random_wrap", "reshape", "select_n", "shift_left",
+    "shift_right_logical", "slice", "squeeze", "sub", "threefry2x32", "transpose", "xor",
+})  # fmt: skip
+
+
+class _Cut:
+    """The tables of one cut."""
+
+    def __init__(self, stage: StageGraph, program: LocalProgram, split_weights: bool) -> None:
+        self.stage, self.program, self.split = stage, program, split_weights
+        items = program.body.instructions
+        place = [i for i, item in enumerate(items) if isinstance(item, Loop) and item.op.index == stage.scan]
+        self.loop: Loop | None = items[place[0]] if place else None  # type: ignore[assignment]
+        self.early = items[: place[0]] if place else ()
+        self.late = items[place[0] + 1 :] if place else items
+        self.value_of = self._values()
+
+    def _values(self) -> dict[int, int]:
+        found = dict(zip(self.program.body.inputs, self.stage.traced.graph.block.inputs, strict=True))
+
+        def visit(items: Iterable[Instruction]) -> None:
+            for item in items:
+                if isinstance(item, Reshard):
+                    found[item.result] = item.value
+                    continue
+                found.update(zip(item.results, item.op.results, strict=True))
+                if isinstance(item, Loop):
+                    for block, body in zip(item.op.bodies, item.bodies, strict=True):
+                        found.update(zip(body.inputs, block.inputs, strict=True))
+                        visit(body.instructions)
+
+        visit(self.program.body.instructions)
+        return found
+
+    def segments(self) -> Segments:
+        items: list[Segment] = []
+        if self.loop is not None:
+            items += self._body()
+        items += self._update()
+        prologue = self._prologue(items)
+        finals: list[Operand | None] = []
+        for port, operand in zip(self.stage.outputs, self.program.body.outputs, strict=True):
+            finals.append(None if port.kind == "crossing" else operand)
+        return Segments(
+            self.stage, self.program, (*([prologue] if prologue else []), *items), tuple(finals), self.value_of
+        )
+
+    # -- the loop's body ------------------------------------------------------------------------------------------
+
+    def _body(self) -> list[Segment]:
+        loop = self.loop
+        assert loop is not None
+        (body,) = loop.bodies
+        items = body.instructions
+        phases = self._phases(items, body)
+        count = 3 if self.split else 2
+        made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
+        segments: list[Segment] = []
+        carried = self._carry_phases(body, made_in)
+        wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
+        chosen: dict[int, list[Instruction]] = {}
+        maker = {r: item for item in items for r in writes(item)}
+        cheap = self._remade(items, body)
+        for phase in range(count):
+            own = [item for n, item in enumerate(items) if phases[n] == phase]
+            ends = [o for _, o, p in self._ends(body, made_in, carried) if p == phase and not isinstance(o, Lit)]
+            needed = read_before(own) | {o for o in ends if made_in.get(o, phase) != phase}
+            again: dict[int, None] = {}
+            pending = [r for r in needed if made_in.get(r, phase) != phase]
+            while pending:
+                register = pending.pop()
+                if register not in cheap:
+                    wanted[made_in[register]].add(register)
+                elif id(maker[register]) not in again:
+                    again[id(maker[register])] = None
+                    pending += [r for r in reads(maker[register]) if made_in.get(r, phase) != phase]
+            chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
+        for phase in range(count):
+            kind: Kind = ("forward", "backward", "weight")[phase]
+            outputs: list[tuple[Wire, Operand]] = [
+                (wire, operand) for wire, operand, p in self._ends(body, made_in, carried) if p == phase
+            ]
+            outputs += [(Wire("saved", r), r) for r in sorted(wanted[phase])]
+            finals = {o for _, o in outputs if not isinstance(o, Lit)}
+            if not outputs and not chosen[phase]:
+                continue
+            segments.append(self._segment(kind, chosen[phase], outputs, body, finals))
+        return segments
+
+    @property
+    def _num_carry(self) -> int:
+        return self.loop.op.params["num_carry"] if self.loop is not None else 0
+
+    @property
+    def _num_consts(self) -> int:
+        return self.loop.op.params["num_consts"] if self.loop is not None else 0
+
+    def _phases(self, items: Sequence[Instruction], body: Body) -> list[int]:
+        """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results."""
+        stage = self.stage
+        first: dict[int, int] = {}
+        out = [0] * len(items)
+        for n in range(len(items) - 1, -1, -1):
+            item = items[n]
+            readers = [first[r] for r in writes(item) if r in first]
+            if isinstance(item, Reshard):
+                own = 2
+            else:
+                index = item.op.index
+                own = 2 if index in stage.weight else 1 if index in stage.backward else 0
+            phase = min([own, *readers])
+            if isinstance(item, Reshard) and not readers:
+                phase = -1  # only an output reads it: as early as its source
+            out[n] = phase
+            if phase >= 0:
+                for register in reads(item):
+                    first[register] = min(first.get(register, 2), phase)
+        made: dict[int, int] = {}
+        for n, item in enumerate(items):
+            if out[n] < 0:
+                out[n] = made.get(item.source, 0) if isinstance(item, Reshard) else 0
+            if not self.split:
+                out[n] = min(out[n], 1)
+            made.update(dict.fromkeys(writes(item), out[n]))
+        return out
+
+    def _ends(
+        self, body: Body, made_in: Mapping[int, int], carried: Mapping[int, int]
+    ) -> list[tuple[Wire, Operand, int]]:
+        """What leaves the body: wire, register or literal, and the phase that gives it out."""
+        outputs: list[tuple[Wire, Operand, int]] = []
+        crossing = [port.number for port in self.stage.outputs if port.kind == "crossing"]
+        stacked = len(body.outputs) - self._num_carry - len(crossing)
+        for i, operand in enumerate(body.outputs):
+            phase = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
+            if i < self._num_carry:
+                if operand != body.inputs[self._num_consts + i]:
+                    outputs.append((Wire("carry", i), operand, carried[i]))
+            elif i < self._num_carry + stacked:
+                outputs.append((Wire("piece", i), operand, phase))
+            else:
+                outputs.append((Wire("crossing", crossing[i - self._num_carry - stacked]), operand, phase))
+        return outputs
+
+    def _carry_phases(self, body: Body, made_in: Mapping[int, int]) -> dict[int, int]:
+        """The phase that updates each carry: where its new value is made, but not before the last read of the old."""
+        last_read: dict[int, int] = {}
+        for item in body.instructions:
+            phase = max((made_in[r] for r in writes(item)), default=0)
+            for register in reads(item):
+                last_read[register] = max(phase, last_read.get(register, 0))
+        out = {}
+        for carry, operand in enumerate(body.outputs[: self._num_carry]):
+            made = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
+            out[carry] = max(made, last_read.get(body.inputs[self._num_consts + carry], 0))
+        return out
+
+    def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
+        """The registers that any segment can make from state and the micro-batch's number, cheaply."""
+        carries = range(self._num_consts, self._num_consts + self._num_carry)
+        crossing = set(self._crossing_registers(body))
+        known = {r for i, r in enumerate(body.inputs) if i not in carries and r not in crossing}
+        made: set[int] = set()
+        for item in items:
+            free = isinstance(item, Reshard) or (isinstance(item, Compute) and item.op.name in _FREE)
+            if free and all(r in known for r in reads(item)):
+                known.update(writes(item))
+                made.update(writes(item))
+        return frozenset(made)
+
+    def _crossing_registers(self, body: Body) -> dict[int, int]:
+        """The body's registers for values from other stages, with the values' numbers."""
+        ports = [port.number for port in self.stage.inputs if port.kind == "crossing"]
+        return dict(zip(body.inputs[len(body.inputs) - len(ports) :], ports, strict=True)) if ports else {}
+
+    def _segment(
+        self,
+        kind: Kind,
+        items: Sequence[Instruction],
+        outputs: Sequence[tuple[Wire, Operand]],
+        body: Body,
+        finals: set[int],
+    ) -> Segment:
+        """A segment of the loop's body."""
+        loop = self.loop
+        assert loop is not None
+        made = {r for item in items for r in writes(item)}
+        taken = sorted((read_before(items) | finals) - made)
+        place = {r: i for i, r in enumerate(body.inputs)}
+        crossing = self._crossing_registers(body)
+        inputs: dict[Wire, list[int]] = {}
+        preset: list[tuple[int, Lit]] = []
+        for register in taken:
+            i = place.get(register)
+            if i is None:
+                inputs[Wire("saved", register)] = [register]
+            elif register in crossing:
+                inputs[Wire("crossing", crossing[register])] = [register]
+            elif self._num_consts <= i < self._num_consts + self._num_carry:
+                inputs[Wire("carry", i - self._num_consts)] = [register]
+            else:
+                operand = loop.operands[i]
+                if isinstance(operand, Lit):
+                    preset.append((register, operand))
+                else:
+                    inputs.setdefault(Wire("top" if i < self._num_consts else "slice", operand), []).append(register)
+        if any(wire.kind == "slice" for wire in inputs):
+            inputs[Wire("number", 0)] = []
+        return Segment(
+            kind, 0, tuple(inputs), tuple(map(tuple, inputs.values())), tuple(preset),
+            tuple(w for w, _ in outputs), tuple(o for _, o in outputs), tuple(items),
+        )  # fmt: skip
+
+    # -- before and after -----------------------------------------------------------------------------------------
+
+    def _needed(self, registers: Iterable[int]) -> list[Instruction]:
+        """The instructions before the loop that some registers need."""
+        maker = {r: item for item in self.early for r in writes(item)}
+        found: set[int] = set()
+        pending = list(registers)
+        while pending:
+            item = maker.get(pending.pop())
+            if item is not None and id(item) not in found:
+                found.add(id(item))
+                pending += reads(item)
+        return [item for item in self.early if id(item) in found]
+
+    def _prologue(self, later: Sequence[Segment]) -> Segment | None:
+        """What the loop needs before it starts: made registers, and the first values of the carries."""
+        loop = self.loop
+        if loop is None:
+            return None
+        inputs = set(self.program.body.inputs)
+        used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
+        carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
+        first = {i: loop.operands[self._num_consts + i] for i in sorted(carried)}
+        items = self._needed([*used, *(o for o in first.values() if not isinstance(o, Lit))])
+        made = {r for item in items for r in writes(item)}
+        updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
+        outputs: list[tuple[Wire, Operand]] = [(Wire("top", r), r) for r in sorted((used | updates) & made)]
+        outputs += [(Wire("carry", i), operand) for i, operand in first.items()]
+        if not outputs:
+            return None
+        finals = {o for _, o in outputs if not isinstance(o, Lit)}
+        taken = sorted((read_before(items) | finals) - made)
+        assert all(r in inputs for r in taken)
+        return Segment(
+            "prologue", 0, tuple(Wire("top", r) for r in taken), tuple((r,) for r in taken), (),
+            tuple(w for w, _ in outputs), tuple(o for _, o in outputs), tuple(items),
+        )  # fmt: skip
+
+    def _update(self) -> list[Segment]:
+        """The rounds of the update; what it needs of the instructions before the loop is done in it."""
+        stage = self.stage
+        results = [
+            (n, port, o)
+            for n, (port, o) in enumerate(zip(stage.outputs, self.program.body.outputs, strict=True))
+            if port.kind != "crossing"
+        ]
+        ends = {o for _, _, o in results if not isinstance(o, Lit)}
+        before_loop = self._prologue_made()
+        late = self._wanted(ends)
+        needed = self._needed(read_before(late) | ends)
+        items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
+        rounds = self._rounds(items)
+        made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
+        last = max([0, *rounds, *stage.late_rounds.values()])
+        due: list[tuple[int, Wire, Operand]] = []
+        for n, port, operand in results:
+            given = stage.late_rounds[port.number] if port.kind == "late" else last
+            if isinstance(operand, Lit):
+                due.append((given, Wire("literal", n), operand))
+            else:
+                due.append((made_in.get(operand, given), Wire("top", operand), operand))
+        segments = []
+        for current in range(last + 1):
+            own = [item for n, item in enumerate(items) if rounds[n] == current]
+            made = {r for item in own for r in writes(item)}
+            wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in reads(item)} & made
+            outputs: dict[Wire, Operand] = {Wire("top", r): r for r in sorted(wanted)}
+            outputs |= {wire: operand for when, wire, operand in due if when == current}
+            registers = {o for o in outputs.values() if not isinstance(o, Lit)}
+            inputs = {self._top_wire(r): (r,) for r in sorted((read_before(own) | registers) - made)}
+            if outputs or own:
+                segments.append(
+                    Segment(
+                        kind="update",
+                        round=current,
+                        inputs=tuple(inputs),
+                        binds=tuple(inputs.values()),
+                        preset=(),
+                        outputs=tuple(outputs),
+                        reads=tuple(outputs.values()),
+                        instructions=tuple(own),
+                    )
+                )
+        return segments
+
+    def _wanted(self, ends: set[int]) -> list[Instruction]:
+        """The instructions after the loop that some results need: not those that lay out whole stacks of crossings."""
+        wanted = set(ends)
+        found: list[Instruction] = []
+        for item in reversed(self.late):
+            effects = not isinstance(item, Reshard) and item.op.has_effects
+            if effects or not wanted.isdisjoint(writes(item)):
+                found.append(item)
+                wanted.update(reads(item))
+        return found[::-1]
+
+    def _top_wire(self, register: int) -> Wire:
+        """The wire of a register that the update reads."""
+        results = self.loop.results if self.loop is not None else ()
+        if register not in results:
+            return Wire("top", register)
+        i = results.index(register)
+        return Wire("carry" if i < self._num_carry else "pieces", i)
+
+    def _prologue_made(self) -> set[int]:
+        """The registers that the prologue makes in any case."""
+        if self.loop is None:
+            return set()
+        loop_reads = [o for o in self.loop.operands if not isinstance(o, Lit)]
+        return {r for item in self._needed(loop_reads) for r in writes(item)}
+
+    def _rounds(self, items: Sequence[Instruction]) -> list[int]:
+        """The round of each instruction: its op's, and not before what it reads."""
+        made: dict[int, int] = {}
+        values = self.stage.traced.graph.block.inputs
+        for register, value, port in zip(self.program.body.inputs, values, self.stage.inputs, strict=False):
+            if port.kind == "late":
+                made[register] = 1 + self.stage.late_rounds.get(port.number, self._late_in(value))
+        out = []
+        for item in items:
+            own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
+            current = max([own, *(made[r] for r in reads(item) if r in made)])
+            out.append(current)
+            made.update(dict.fromkeys(writes(item), current))
+        return out
+
+    def _late_in(self, value: int) -> int:
+        """The round in which another stage makes a late value: one before the first op here that reads it."""
+        graph = self.stage.traced.graph
+        readers = [self.stage.rounds[op.index] for op in graph.block.ops if value in op.operands]
+        return min(readers, default=1) - 1

@@ -1,0 +1,9 @@
+"""From a Python function to a graph.
+
+In: the user's step and its arguments, arrays or shapes. Out: `alpa_lite.graph.Traced`, one flat graph in which calls
+are inlined, Flax NNX objects are split into arrays, and each argument is known as state, batch or neither.
+"""
+
+from alpa_lite.passes.tracing.tracing import trace
+
+__all__ = ["trace"]

@@ -1,0 +1,285 @@
+"""From a jaxpr to a `Graph`: calls inlined, control flow kept as bodies, dead operations removed.
+
+A jaxpr is a tree: equations such as `jit` and `custom_vjp_call` carry jaxprs of their own. Inlining walks the tree
+once and gives every value an integer, so it costs one dictionary look-up per operand, however deep the calls are
+nested. Nothing is traced again.
+
+What a call means for its body:
+
+    jit, closed_call, core_call, custom_jvp_call, custom_vjp_call    the body itself
+    remat               the body; if it was differentiated, its inputs go through one `optimization_barrier`, without
+                        which XLA would merge it with the forward pass
+    scan, while, cond   an op with bodies
+    every other         one opaque op
+
+Name stacks of the calls are put in front of those of the body, as JAX's own lowering does, so that named scopes
+survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.keys import Keys
+
+_CALL_BODY = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+_SMALL_LITERAL = 16  # elements; larger literal arrays become constants
+
+
+ELEMENTWISE = "elementwise"
+"""A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
+
+
+def graph_of(jaxpr: Any) -> Graph:
+    """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
+
+    Args:
+      jaxpr: a closed jaxpr. Its constants become the last inputs of the graph's block, scalars excepted, which become
+      literals.
+
+    Returns:
+      The graph: values and ops numbered densely, in program order, dead ops removed.
+    """
+    builder = _Builder()
+    opened, consts = _jax.open_jaxpr(jaxpr)
+    inputs = [builder.value(var.aval) for var in opened.invars]
+    ops: list[Op] = []
+    outputs = builder.inline(opened, [builder.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
+    graph = Graph(
+        values=tuple(builder.values),
+        block=Block((*inputs, *builder.constant_numbers), tuple(ops), tuple(outputs)),
+        constants=tuple(builder.constants),
+    )
+    return pruning.prune(graph, builder.keys, keep_inputs=len(inputs))
+
+
+class _Builder:
+    """The tables that one conversion fills."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.constants: list[Any] = []
+        self.constant_numbers: list[int] = []
+        self.keys = Keys()
+        self._constant_atoms: dict[int, Atom] = {}
+        self._by_aval: dict[int, Value] = {}
+        self._heads: dict[int, tuple[str, bool]] = {}
+        self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
+        self._ops = 0
+
+    def value(self, aval: Any) -> int:
+        """A new value number."""
+        value = self._by_aval.get(id(aval))
+        if value is None:
+            inner = getattr(aval, "inner_aval", aval)  # a mutable reference to an array
+            value = Value(tuple(getattr(inner, "shape", ())), getattr(inner, "dtype", np.dtype(bool)), aval)
+            self._by_aval[id(aval)] = value  # the Value keeps the aval alive, so its id stays its own
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def constant(self, const: Any) -> Atom:
+        """The atom of a closed-over array, as seen from the block being built: a literal for a scalar."""
+        atom = self._constant_atoms.get(id(const))
+        if atom is None:
+            aval = jax.typeof(const)
+            if _is_plain_scalar(const, aval):
+                atom = Lit(np.asarray(const), aval)
+            else:
+                atom = self.value(aval)
+                self.constant_numbers.append(atom)
+                self.constants.append(const)
+            self._constant_atoms[id(const)] = atom
+        return self._seen_from_here(atom) if isinstance(atom, int) else atom
+
+    def _seen_from_here(self, constant: int) -> int:
+        """The number of one of the graph's constants in the innermost body, which takes it in as an input."""
+        if not self._scopes:
+            return constant
+        scope = self._scopes[-1]
+        if constant not in scope:
+            scope[constant] = self.value(self.values[constant].aval)
+        return scope[constant]
+
+    def inline(
+        self, jaxpr: Any, consts: Sequence[Atom], inputs: Sequence[Atom], stack: Any, ops: list[Op]
+    ) -> list[Atom]:
+        """Appends the jaxpr's ops to `ops`, with `stack` in front of their name stacks, and returns its outputs."""
+        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        sources: dict[int, Any] = {}
+        for eqn in jaxpr.eqns:
+            operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
+            name = eqn.primitive.name
+            expansion = _jax.expansion(eqn)
+            if expansion is not None:
+                body, held = _jax.open_jaxpr(expansion)
+                inner = _jax.joined_stack(stack, eqn.source_info.name_stack)
+                results = self.inline(body, [self.constant(const) for const in held], operands, inner, ops)
+                if name == "while":
+                    assert ops[-1].name == "while"
+                    ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
+            elif name in _CALL_BODY and _CALL_BODY[name] in eqn.params:
+                results = self._call(eqn, operands, stack, ops)
+            else:
+                results = [self.value(var.aval) for var in eqn.outvars]
+                self._append(eqn, operands, results, stack, sources, ops)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+    def _literal(self, literal: Any) -> Atom:
+        if np.size(literal.val) > _SMALL_LITERAL:
+            return self.constant(literal.val)
+        return Lit(literal.val, literal.aval)
+
+    def _call(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom]:
+        name, params = eqn.primitive.name, eqn.params
+        body, consts = _jax.open_jaxpr(params[_CALL_BODY[name]])
+        if name in _REMAT and params["differentiated"]:
+            operands = self._barrier(eqn, operands, stack, ops)
+        scope = "checkpoint" if name in _REMAT else f"jit({params['name']})" if name in ("jit", "pjit") else None
+        inner = _jax.joined_stack(stack, eqn.source_info.name_stack, scope)
+        return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
+
+    def _barrier(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[Atom]:
+        """The operands of a rematerialised body behind a barrier."""
+        prevent = eqn.params["prevent_cse"]
+        prevent = (prevent,) * len(operands) if isinstance(prevent, bool) else prevent
+        held = [i for i, operand in enumerate(operands) if prevent[i] and isinstance(operand, int)]
+        if not held:
+            return operands
+        out = list(operands)
+        for i in held:
+            out[i] = self.value(eqn.invars[i].aval)
+        primitive = _jax.optimization_barrier_primitive()
+        before = [operands[i] for i in held]
+        key = self.keys.key(self.keys.head(primitive, {}), [self._described(atom) for atom in before])
+        source = eqn.source_info.replace(name_stack=_jax.joined_stack(stack, eqn.source_info.name_stack))
+        results = tuple(atom for i in held if isinstance(atom := out[i], int))
+        ops.append(Op(self._index(), primitive, {}, tuple(before), results, (), source, key, eqn.ctx))
+        return out
+
+    def _append(
+        self, eqn: Any, operands: list[Atom], results: list[int], stack: Any, sources: dict[int, Any], ops: list[Op]
+    ) -> None:
+        """Appends the op of one equation that is not a call."""
+        name, params = eqn.primitive.name, eqn.params
+        bodies: tuple[Block, ...] = ()
+        if name == "scan":
+            params, operands, bodies = self._scan(params, operands)
+        elif name == "while":
+            params, operands, bodies = self._while(params, operands)
+        elif name == "cond":
+            operands, bodies = self._cond(params, operands)
+        head, effects = self._heads.get(id(eqn), (None, False))
+        if head is None:
+            head = self.keys.head(eqn.primitive, params, structured=bool(bodies))
+            effects = _jax.observable_effects(eqn)
+            self._heads[id(eqn)] = head, effects
+        key = head if bodies else self.keys.key(head, [self._described(atom) for atom in operands])
+        source = eqn.source_info
+        if stack.stack:
+            inner = source.name_stack
+            if id(inner) not in sources:
+                sources[id(inner)] = _jax.joined_stack(stack, inner)
+            source = source.replace(name_stack=sources[id(inner)])
+        ops.append(
+            Op(
+                self._index(),
+                eqn.primitive,
+                params,
+                tuple(operands),
+                tuple(results),
+                bodies,
+                source,
+                key,
+                eqn.ctx,
+                effects,
+            )
+        )
+
+    def _scan(self, params: Any, operands: list[Atom]) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
+        num_consts, num_carry = _jax.scan_counts(params)
+        bodies, hoisted = self._bodies([params["jaxpr"]])
+        kept = {
+            "jaxpr": params["jaxpr"],
+            "length": params["length"],
+            "reverse": params["reverse"],
+            "unroll": params["unroll"],
+            "num_consts": num_consts + len(hoisted),
+            "num_carry": num_carry,
+        }
+        return kept, [*hoisted, *operands], bodies
+
+    def _while(self, params: Any, operands: list[Atom]) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
+        split = params["cond_nconsts"]
+        cond, cond_hoisted = self._bodies([params["cond_jaxpr"]])
+        body, body_hoisted = self._bodies([params["body_jaxpr"]])
+        kept = dict(
+            params,
+            cond_nconsts=split + len(cond_hoisted),
+            body_nconsts=params["body_nconsts"] + len(body_hoisted),
+        )
+        return kept, [*cond_hoisted, *operands[:split], *body_hoisted, *operands[split:]], (*cond, *body)
+
+    def _cond(self, params: Any, operands: list[Atom]) -> tuple[list[Atom], tuple[Block, ...]]:
+        bodies, hoisted = self._bodies(params["branches"])
+        return [operands[0], *hoisted, *operands[1:]], bodies
+
+    def _bodies(self, jaxprs: Sequence[Any]) -> tuple[tuple[Block, ...], list[int]]:
+        """The blocks of an op, all with the same inputs: the constants that any of them uses, then the jaxpr's own.
+
+        Returns:
+          The blocks, and those constants as seen from the block that holds the op.
+        """
+        parts = []
+        for closed in jaxprs:
+            jaxpr, consts = _jax.open_jaxpr(closed)
+            self._scopes.append({})
+            inputs = [self.value(var.aval) for var in jaxpr.invars]
+            ops: list[Op] = []
+            outputs = self.inline(jaxpr, [self.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
+            parts.append((self._scopes.pop(), inputs, ops, outputs))
+        used = list(dict.fromkeys(constant for scope, *_ in parts for constant in scope))
+        blocks = []
+        for scope, inputs, ops, outputs in parts:
+            taken = [scope[c] if c in scope else self.value(self.values[c].aval) for c in used]
+            blocks.append(Block((*taken, *inputs), tuple(ops), tuple(outputs)))
+        return tuple(blocks), [self._seen_from_here(constant) for constant in used]
+
+    def _described(self, atom: Atom) -> Value | Lit:
+        return atom if isinstance(atom, Lit) else self.values[atom]
+
+    def _index(self) -> int:
+        self._ops += 1
+        return self._ops - 1
+
+
+def _is_plain_scalar(const: Any, aval: Any) -> bool:
+    if np.ndim(const) != 0 or getattr(aval, "weak_type", False) or isinstance(const, Tracer):
+        return False
+    if not isinstance(const, np.ndarray | np.generic | jax.Array):
+        return False
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)

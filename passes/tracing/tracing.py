@@ -1,0 +1,269 @@
+"""From a Python training step to a `Traced` program. Nothing is executed.
+
+JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
+`arguments` says which leaves are state and which are the batch. NNX objects among the arguments are split into arrays
+and rebuilt inside (`modules`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from alpa_lite.errors import SignatureError, TracingError
+from alpa_lite.graph import Argument, Graph, Traced
+from alpa_lite.passes.tracing import arguments, conversion, nnx_modules
+from alpa_lite.passes.tracing.arguments import BatchArgnums, Calling, Flat, Tree
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    batch_argnums: BatchArgnums = "auto",
+    batch_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+) -> Traced:
+    """Traces `fun(*args, **kwargs)`.
+
+    Args:
+      fun: the training step, written for one device.
+      args, kwargs: its arguments: pytrees of arrays, NumPy arrays, Python scalars or `jax.ShapeDtypeStruct`s, and NNX
+      objects.
+      batch_argnums, batch_argnames: the arguments that are the batch; `batch_argnums=()` for none; "auto" finds it.
+      static_argnums, static_argnames: as in `jax.jit`.
+      shapes: for the flat arguments with these numbers, in place of their own.
+
+    Returns:
+      The traced step. `extra["calling"]` is an `tracing.arguments.Calling`, `extra["name"]` the step's name; `in_tree`
+      is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX
+      objects, of ((args, kwargs) after the call, result).
+
+    Raises:
+      SignatureError: no argument comes back as state, the batch is ambiguous, or an argument is no array.
+      TracingError: the step uses the value of a traced array in Python.
+    """
+    calling = arguments.calling(fun, args, kwargs, static_argnums, static_argnames)
+    traced_args = calling.traced(args, kwargs)
+    calling = replace(calling, modules=nnx_modules.present(traced_args))
+    run = _Run(fun, calling, traced_args, shapes)
+    jaxpr = run.jaxpr()
+    graph = conversion.graph_of(jaxpr)
+    named = arguments.named_batch(calling, run.inputs, batch_argnums, batch_argnames)
+    pairs, notes = arguments.match_state(run.inputs, run.outputs, named, lambda out, arg: depends(graph, out, arg))
+    if not pairs:
+        raise SignatureError(_no_state(run.inputs))
+    state = frozenset(pairs.values())
+    if named is None:
+        _refuse_all_state(run.inputs, state)
+    batch, note = arguments.find_batch(run.inputs, state, named)
+    return Traced(
+        graph=graph,
+        arguments=tuple(
+            Argument(path, "state" if i in state else "batch" if i in batch else "other")
+            for i, path in enumerate(run.inputs.paths)
+        ),
+        outputs=tuple(Argument(path, "state" if i in pairs else "other") for i, path in enumerate(run.outputs.paths)),
+        state=tuple(sorted(pairs.items())),
+        in_tree=run.in_tree,
+        out_tree=run.out_tree,
+        notes=(note, *notes),
+        extra={"calling": calling, "name": getattr(fun, "__name__", "step")},
+    )
+
+
+def depends(graph: Graph, output: int, argument: int) -> bool:
+    """Whether an output of the top block reads an argument, directly or through other ops.
+
+    All results of an op are taken to read all its operands.
+    """
+    block = graph.block
+    reached = {block.inputs[argument]}
+    for op in block.ops:
+        if not reached.isdisjoint([atom for atom in op.operands if isinstance(atom, int)]):
+            reached.update(op.results)
+    return block.outputs[output] in reached
+
+
+class _Run:
+    """One tracing: the step as a function of flat leaves, and what is learnt about its pytrees on the way."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        calling: Calling,
+        traced_args: tuple[tuple[Any, ...], dict[str, Any]],
+        shapes: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        self._fun, self._calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
+        self.in_tree: Any = None
+        self.out_tree: Any = None
+        self.inputs: Flat
+        self.outputs: Flat
+
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the step."""
+        if not self._calling.modules:
+            return self._jaxpr_of(self._arguments)
+        with nnx_modules.updating(self):
+            return self._jaxpr_of(nnx_modules.split_arguments(self._arguments, self))
+
+    def _jaxpr_of(self, pure: Any) -> Any:
+        leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
+        found = nnx_modules.leaf_paths(self._arguments)
+        paths = tuple(self._argument_path(path.keys, path.inner) for path in found)
+        specs = [
+            _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
+        ]
+        trees, start = [], 0
+        args_tree, kwargs_tree = jax.tree_util.treedef_children(self.in_tree)
+        whole = [*jax.tree_util.treedef_children(args_tree), *jax.tree_util.treedef_children(kwargs_tree)]
+        for name, treedef in zip(self._calling.roots(), whole, strict=True):
+            trees.append(Tree(treedef, start, start + treedef.num_leaves, name))
+            start = trees[-1].stop
+        self.inputs = Flat(
+            trees=tuple(trees),
+            paths=paths,
+            types=tuple((tuple(spec.shape), spec.dtype) for spec in specs),
+            modules=tuple(path.module for path in found),
+            keys=tuple(_key_texts(path.keys[2:]) for path in found),
+        )
+        try:
+            traced = jax.jit(self._flat).trace(*specs)
+        except _CONCRETE as error:
+            raise TracingError(_concrete_message(error)) from error
+        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
+        self.outputs = replace(self.outputs, types=types)
+        return traced.jaxpr
+
+    def _flat(self, *leaves: Any) -> list[Any]:
+        """The step on flat leaves."""
+        pure = jax.tree_util.tree_unflatten(self.in_tree, leaves)
+        if not self._calling.modules:
+            out = self._calling.call(self._fun, *pure)
+            return self._flatten_result(out, [replace(p, keys=(None, *p.keys)) for p in nnx_modules.leaf_paths(out)])
+        copies = nnx_modules.merge_arguments(pure, self)
+        out = self._calling.call(self._fun, *copies)
+        paths = nnx_modules.leaf_paths((copies, out))
+        kept = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
+        return self._flatten_result(nnx_modules.split_results(copies, out, self), kept)
+
+    def _flatten_result(self, out: Any, paths: list[nnx_modules.LeafPath]) -> list[Any]:
+        """The flat leaves of the result.
+
+        Args:
+          out: the result; with NNX objects, (what the arguments hold after the call, result).
+          paths: for each leaf, after one key that is 0 for what the arguments hold.
+        """
+        leaves, self.out_tree = jax.tree_util.tree_flatten(out)
+        assert len(paths) == len(leaves), (len(paths), len(leaves))
+        self.outputs = Flat(
+            trees=(Tree(self.out_tree, 0, len(leaves), ""),),
+            paths=tuple(
+                self._argument_path(path.keys[1:], path.inner)
+                if getattr(path.keys[0], "idx", 1) == 0
+                else f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
+                for path in paths
+            ),
+            types=(),
+            modules=tuple(path.module for path in paths),
+            keys=tuple(_key_texts(path.keys[1:]) for path in paths),
+        )
+        return leaves
+
+    def _argument_path(self, keys: tuple[Any, ...], inner: str) -> str:
+        """The path of a leaf of (args, kwargs), which begins with the parameter's name."""
+        group, first, *rest = keys
+        root = self._calling.roots()[first.idx] if group.idx == 0 else first.key
+        return f"{root}{jax.tree_util.keystr(tuple(rest))}{inner}"
+
+
+def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(map(_key_text, keys))
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
+    """Shape (or a given one), dtype and weak type of a leaf; where it lies is not the program's business."""
+    try:
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    except TypeError as error:
+        raise SignatureError(
+            f"{path} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or static_argnames"
+        ) from error
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
+
+
+def _no_state(inputs: Flat) -> str:
+    names = ", ".join(tree.key for tree in inputs.trees)
+    return (
+        "no argument comes back as state: none of the results has the structure, shapes and dtypes of one of the "
+        f"arguments ({names}). Return the new state, as in `return new_state, loss`"
+    )
+
+
+def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
+    """Several arguments that all come back leave no batch: more likely one of them is the batch."""
+    arrays = [tree for tree in inputs.trees if any(arguments.is_batch_like(*inputs.types[i]) for i in tree.leaves)]
+    plain = [tree for tree in arrays if not all(inputs.modules[i] for i in tree.leaves)]
+    if plain and len(arrays) > 1 and all(i in state for tree in plain for i in tree.leaves):
+        names = ", ".join(tree.key for tree in arrays)
+        raise SignatureError(
+            f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none is known to be "
+            "the batch. Name it with batch_argnums=(i,), or say batch_argnums=() if there is none"
+        )
+
+
+_CONCRETE = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.ConcretizationTypeError,
+)
+_NOT_THE_USER = tuple(
+    os.path.dirname(os.path.realpath(path)) + os.sep for path in (jax.__file__, __file__, os.__file__) if path
+)
+
+
+def _concrete_message(error: BaseException) -> str:
+    what = {
+        "TracerBoolConversionError": "the truth value of a traced array (in `if`, `while`, `and`, `or`, `not`)",
+        "TracerArrayConversionError": "a traced array as a NumPy array",
+        "TracerIntegerConversionError": "a traced array as a Python integer (an index, a shape or a range)",
+        "NonConcreteBooleanIndexError": "a traced boolean mask as an index, whose result has no fixed shape",
+    }.get(type(error).__name__, "the value of a traced array")
+    return (
+        f"the step uses {what} at {_user_line(error)}, but values are known only when it runs. "
+        "Use jnp.where or jax.lax.cond for branches, jax.lax.while_loop or jax.lax.fori_loop for loops, and "
+        "static_argnums for arguments that are no arrays"
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line that is neither JAX's, nor Flax's, nor ours, nor the standard library's."""
+    found, traceback = "an unknown line", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        path = os.path.realpath(code.co_filename)
+        library = path.startswith(_NOT_THE_USER) and "site-packages" not in path
+        packaged = any(f"site-packages{os.sep}{name}{os.sep}" in path for name in ("jax", "jaxlib", "flax", "optax"))
+        if not library and not packaged and not code.co_filename.startswith("<"):
+            found = f"{code.co_filename}:{traceback.tb_lineno} (in {code.co_name})"
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,209 @@
+"""Collectives read from optimised HLO: snippets in the syntax of each backend, and real CPU programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.checks.hlo_text import parse_hlo
+
+MESH = LogicalMesh((4, 2), ("d", "m"))
+
+GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: f32[32,4]) -> f32[8,4] {
+  %p = f32[32,4]{1,0} parameter(0)
+  ROOT %scattered = f32[8,4]{1,0} reduce-scatter(%p), channel_id=9, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[32,4], y: bf16[16]) -> (f32[32,4], f32[8,4], bf16[32], bf16[16]) {
+  %x = f32[32,4]{1,0} parameter(0)
+  %y = bf16[16]{0} parameter(1)
+  %ar = f32[32,4]{1,0} all-reduce-start(%x), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/psum" source_file="step.py" source_line=3}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %ar-done = f32[32,4]{1,0} all-reduce-done(%ar)
+  %many = (f32[32,4]{1,0}, f32[8]{0}) all-reduce-start(%x, %z), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
+  %many-done = (f32[32,4]{1,0}, f32[8]{0}) all-reduce-done(%many)
+  %ag = (bf16[16]{0}, bf16[32]{0}) all-gather-start(%y), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
+  %ag-done = bf16[32]{0} all-gather-done(%ag)
+  %two = ((bf16[16]{0}, f32[8]{0}), (bf16[64]{0}, f32[32]{0})) all-gather-start(%y, %z), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %two-done = (bf16[64]{0}, f32[32]{0}) all-gather-done(%two)
+  %rs = ((f32[32,4]{1,0}), f32[8,4]{1,0}) async-start(%x), calls=%wrapped
+  %rs-done = f32[8,4]{1,0} async-done(%rs), calls=%wrapped
+  %sugar = ((f32[32,4]{1,0}), f32[16,4]{1,0}) reduce-scatter-start(%x), channel_id=11, replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+  %sugar-done = f32[16,4]{1,0} reduce-scatter-done(%sugar)
+  %cp = (bf16[16]{0}, bf16[16]{0}) collective-permute-start(%y), channel_id=4, source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}
+  %cp-done = bf16[16]{0} collective-permute-done(%cp)
+  %one = f32[32,4]{1,0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+  %s = (bf16[16]{0}, u32[], token[]) send(%y, %t), channel_id=7
+  %s-done = token[] send-done(%s), channel_id=7
+  ROOT %out = (f32[32,4]{1,0}, f32[8,4]{1,0}, bf16[32]{0}, bf16[16]{0}) tuple(%ar-done, %rs-done, %ag-done, %cp-done)
+}
+"""  # noqa: E501
+
+TPU = """HloModule jit_step, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[]{:T(256)} parameter(0)
+  %b = bf16[]{:T(256)} parameter(1)
+  ROOT %sum = bf16[]{:T(256)} add(%a, %b)
+}
+
+%fused (p: bf16[64,256]) -> bf16[16,256] {
+  %p = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %summed = bf16[64,256]{1,0:T(8,128)(2,1)} all-reduce(%p), channel_id=5, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %part = bf16[16,256]{1,0:T(8,128)(2,1)} dynamic-slice(%summed, %i, %j), dynamic_slice_sizes={16,256}
+}
+
+%inner_condition (c: (s32[], bf16[8,128])) -> pred[] {
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  %n = s32[]{:T(128)} constant(3)
+  ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%inner_body (c: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %x = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%c), index=1
+  %permuted = (bf16[8,128]{1,0:T(8,128)(2,1)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=3, source_target_pairs={{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}
+  %permuted-done = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} collective-permute-done(%permuted)
+  ROOT %out = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) tuple(%i, %permuted-done)
+}
+
+%outer_condition (c: (s32[], bf16[8,128])) -> pred[] {
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %less = pred[]{:T(512)} custom-call(%c), custom_call_target="opaque"
+}
+
+%outer_body (c: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %w = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) while(%c), condition=%inner_condition, body=%inner_body
+}
+
+%yes (p: bf16[8,128]) -> bf16[8,256] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %gathered = bf16[8,256]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=8, replica_groups=mesh['d'=4,'m'=2] {'m'}, dimensions={1}
+}
+
+%no (p: bf16[8,128]) -> bf16[8,256] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %pieces = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-to-all(%p), channel_id=2, replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+}
+
+ENTRY %main (x: bf16[64,256]) -> bf16[16,256] {
+  %x = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) while(%t), condition=%outer_condition, body=%outer_body, backend_config={"known_trip_count":{"n":"5"},"flag_configs":[]}
+  %c = bf16[8,256]{1,0:T(8,128)(2,1)} conditional(%flag, %y, %y), true_computation=%yes, false_computation=%no
+  %b = bf16[8,256]{1,0:T(8,128)(2,1)} conditional(%which, %y, %y), branch_computations={%yes, %no}
+  %called = bf16[8,256]{1,0:T(8,128)(2,1)} call(%y), to_apply=%yes
+  %wide = (f32[16]{0}, f32[17]{0}, f32[18]{0}, f32[19]{0}, f32[20]{0}, /*index=5*/f32[21]{0}) all-reduce(%a, %b, %c, %d, %e, /*index=5*/%f), replica_groups={}, to_apply=%add
+  ROOT %scattered = bf16[16,256]{1,0:T(8,128)(2,1)} fusion(%x), kind=kCustom, calls=%fused
+}
+"""  # noqa: E501
+
+
+def summary(text, mesh=MESH):
+    return sorted((c.kind, c.axes, c.bytes, c.count, c.dtype) for c in parse_hlo(text, mesh))
+
+
+def test_gpu_syntax():
+    assert summary(GPU) == sorted(
+        [
+            ("all_reduce", ("d",), 512, 1, "f32"),
+            ("all_reduce", ("m",), 512, 1, "f32"),
+            ("all_reduce", ("m",), 32, 1, "f32"),
+            ("all_gather", ("m",), 64, 1, "bf16"),
+            ("all_gather", ("d",), 128, 1, "bf16"),
+            ("all_gather", ("d",), 128, 1, "f32"),
+            ("reduce_scatter", ("d",), 512, 1, "f32"),
+            ("reduce_scatter", ("m",), 512, 1, "f32"),
+            ("collective_permute", ("d",), 32, 1, "bf16"),
+            ("send", ("d", "m"), 32, 1, "bf16"),
+        ]
+    )
+    first = next(c for c in parse_hlo(GPU, MESH) if c.op == "ar")
+    assert (first.where, first.channel, first.loops) == ("jit(step)/psum", 1, 0)
+    assert len({c.op for c in parse_hlo(GPU, MESH) if c.bytes in (32, 512) and c.axes == ("m",)}) == 2
+
+
+def test_tpu_syntax_loops_branches_and_fusions():
+    assert summary(TPU) == sorted(
+        [
+            ("all_reduce", ("d",), 64 * 256 * 2, 1, "bf16"),
+            ("collective_permute", ("m",), 8 * 128 * 2, 15, "bf16"),
+            ("all_gather", ("m",), 8 * 256 * 2, 3, "bf16"),
+            ("all_to_all", ("m",), 2 * 8 * 128 * 2, 2, "bf16"),
+            *(("all_reduce", ("d", "m"), 4 * n, 1, "f32") for n in range(16, 22)),
+        ]
+    )
+    assert next(c.loops for c in parse_hlo(TPU, MESH) if c.kind == "collective_permute") == 2
+
+
+def test_a_device_count_stands_for_one_axis():
+    assert {c.axes for c in parse_hlo(TPU, 8) if c.kind == "all_reduce" and c.dtype == "f32"} == {("devices",)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_damaged_text_never_stops_the_parser(data):
+    text = data.draw(st.sampled_from([GPU, TPU]))
+    lines = text.splitlines()
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        cut = data.draw(st.integers(0, len(lines[at])))
+        lines[at] = lines[at][:cut] + data.draw(st.text(alphabet="(){}[]=,% a1\"'<", max_size=5)) + lines[at][cut + 1 :]
+    parse_hlo("\n".join(lines), MESH)
+    parse_hlo("", MESH)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+
+def compiled(devices, fun, in_specs, out_specs, *avals):
+    step = jax.jit(jax.shard_map(fun, mesh=devices, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    args = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(devices, s))
+        for a, s in zip(avals, in_specs, strict=True)
+    ]
+    text = step.lower(*args).compile().as_text()
+    assert text is not None
+    return text
+
+
+def test_a_real_program_of_this_jax(devices):
+    def local(x, w):
+        def layer(x, w):
+            x = jnp.tanh(x @ lax.all_gather(w, "d", axis=0, tiled=True))
+            x = lax.fori_loop(0, 3, lambda _, x: lax.psum(x, "m") * 0.1, x)
+            return x, lax.pmax(x.sum(), ("d", "m"))
+
+        x, tops = lax.scan(layer, x, w)
+        x = lax.all_to_all(x, "m", 0, 1, tiled=True)
+        x = lax.ppermute(x, "d", [(i, (i + 1) % 4) for i in range(4)])
+        return lax.psum_scatter(x, "m", scatter_dimension=0, tiled=True), tops
+
+    x, w = jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((5, 16, 16), jnp.float32)
+    text = compiled(devices, local, (P("d"), P(None, "d")), (P("m"), P()), x, w)
+    assert summary(text) == sorted(
+        [
+            ("all_gather", ("d",), 16 * 16 * 4, 5, "f32"),
+            ("all_reduce", ("m",), 16 * 16 * 4, 15, "f32"),
+            ("all_reduce", ("d", "m"), 4, 5, "f32"),
+            ("all_to_all", ("m",), 8 * 32 * 4, 1, "f32"),
+            ("collective_permute", ("d",), 8 * 32 * 4, 1, "f32"),
+            ("reduce_scatter", ("m",), 8 * 32 * 4, 1, "f32"),
+        ]
+    )

@@ -1,0 +1,77 @@
+"""What a compiler may leave out, told by value numbering."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.checks.redundancy import redundant_collectives
+
+MESH = LogicalMesh((4, 2), ("d", "m"))
+ABSTRACT = AbstractMesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+SUM = ("all_reduce", ("d",), 16 * 8 * 4)
+GATHER = ("all_gather", ("d",), 64 * 8 * 4)
+
+
+def psum(x):
+    return lax.psum(x, "d")
+
+
+def gather(x):
+    return lax.all_gather(x, "d", axis=0, tiled=True)
+
+
+def redundancy(fun):
+    """Of a function of one local float32[16, 8]."""
+    step = jax.shard_map(fun, mesh=ABSTRACT, in_specs=P("d"), out_specs=P(), check_vma=False)
+    arg = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(ABSTRACT, P("d")))
+    module = jax.jit(step).trace(arg).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
+    found = redundant_collectives(module, MESH)
+    return {name: dict(getattr(found, name)) for name in ("merged", "constant", "reassociated", "hoisted")}
+
+
+def expect(**found):
+    return {name: found.get(name, {}) for name in ("merged", "constant", "reassociated", "hoisted")}
+
+
+def loop(body, n=5):
+    return lambda x: lax.scan(lambda c, _: (body(c, x), None), x, None, length=n)[0]
+
+
+@pytest.mark.parametrize(
+    ("fun", "found"),
+    [
+        (lambda x: gather(x) + gather(x * 2), expect()),
+        (lambda x: gather(x) * jnp.tanh(gather(x)), expect(merged={GATHER: 1})),
+        (lambda x: gather(x * 2) * jnp.tanh(gather(x * 2)) - gather(x * 2), expect(merged={GATHER: 2})),
+        (lambda x: psum(x) * lax.pmax(x, "d"), expect()),
+        (lambda x: psum(x) * lax.psum(x, "m"), expect()),
+        (lambda x: psum(jnp.ones_like(x)) * x, expect(constant={SUM: 1})),
+        (lambda x: psum(jnp.ones_like(x) * lax.axis_index("d")), expect()),
+        (lambda x: psum(x) + psum(x * 2), expect(reassociated={SUM: 1})),
+        (lambda x: psum(x) + psum(x * 2) - psum(x * 3), expect(reassociated={SUM: 2})),
+        (lambda x: psum(x) * psum(x * 2), expect()),
+        (loop(lambda c, x: c * psum(x)), expect(hoisted={SUM: 4})),
+        (loop(lambda c, x: psum(c * x)), expect()),
+        (loop(lambda c, x: c * gather(x)[:16] + gather(x)[16:32]), expect(hoisted={GATHER: 4}, merged={GATHER: 5})),
+        (lambda x: loop(lambda c, x: c * psum(x))(x) + psum(x), expect(hoisted={SUM: 4})),
+        (lambda x: psum(x) * loop(lambda c, x: c * psum(x))(x), expect(merged={SUM: 5})),
+        (loop(lambda c, x: loop(lambda e, x: e * psum(c), 3)(x)), expect(hoisted={SUM: 10})),
+        (loop(lambda c, x: loop(lambda e, y: e * psum(y * x), 3)(x)), expect(hoisted={SUM: 14})),
+        (lambda x: lax.cond(x[0, 0] > 0, psum, lambda x: psum(x) * 2, x), expect()),
+        (lambda x: jnp.sin(psum(x)) + lax.cond(x[0, 0] > 0, psum, jnp.cos, x), expect(merged={SUM: 1})),
+        (lambda x: jax.jit(psum)(x) * jnp.sin(jax.jit(psum)(x)), expect(merged={SUM: 1})),
+        (lambda x: psum(jnp.sort(x, axis=0)) * jnp.sin(psum(jnp.sort(x, axis=0))), expect(merged={SUM: 1})),
+    ],
+)
+def test_redundant_collectives(fun, found):
+    assert redundancy(fun) == found
+
+
+def test_counters_are_empty_without_collectives():
+    assert redundancy(lambda x: x.sum() * 2) == {k: dict(Counter()) for k in expect()}

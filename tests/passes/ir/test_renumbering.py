@@ -1,0 +1,78 @@
+"""Value numbers in program order: the graph computes the same, and alike stages become equal but for their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite import graph
+from alpa_lite.graph import walk
+from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.ir.renumbering import renumbered
+from alpa_lite.passes.stages import planning
+from tests import pipeline_driver
+from tests.passes import microbatched
+from tests.passes.layers.test_layering import GPT
+
+
+def numbers(one: graph.Graph) -> list[tuple[object, ...]]:
+    """Inputs, operations and outputs by value number alone."""
+    ops = [(op.key, tuple(a for a in op.operands if isinstance(a, int)), op.results) for op in walk(one.block)]
+    return [one.block.inputs, *ops, tuple(a for a in one.block.outputs if isinstance(a, int))]
+
+
+def test_the_graph_computes_the_same_and_leaves_no_number_out():
+    step, state, batch = microbatched.zoo("gpt", 2, layers=2, **GPT)
+    traced = microbatched.traced_of(step, state, batch)
+    new = renumbered(traced.graph)
+    graph.check(new)
+    met = [*new.block.inputs, *(v for op in walk(new.block) for b in op.bodies for v in b.inputs)]
+    met += [v for op in walk(new.block) for v in op.results]
+    assert sorted(met) == list(range(len(new.values)))
+    leaves = jax.tree.leaves(((state, batch), {}))
+    for a, b in zip(evaluation.evaluate(new, leaves), evaluation.evaluate(traced.graph, leaves), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert numbers(renumbered(new)) == numbers(new)
+
+
+def chain(*functions: Callable[[Any], Any]) -> pipeline_driver.Staged:
+    """A chain of square layers, one a stage, with these functions after their products."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            x = batch["x"]
+            for w, function in zip(weights, functions, strict=True):
+                x = function(x @ w)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    count = len(functions)
+    args = [jnp.ones((8, 8))] * count, {"x": jnp.ones((4, 8))}
+    return pipeline_driver.staged(step, args, count, 2, cuts=range(1, count))
+
+
+def test_alike_stages_get_equal_numbers():
+    first, second, third, _ = chain(jnp.tanh, jnp.tanh, jnp.tanh, jnp.tanh).graphs
+    assert planning.digest(second) == planning.digest(third)
+    assert numbers(second.traced.graph) != numbers(third.traced.graph)
+    assert numbers(renumbered(second.traced.graph)) == numbers(renumbered(third.traced.graph))
+    assert planning.digest(first) != planning.digest(second)
+
+
+def test_stages_that_differ_within_a_micro_batch_alone_have_other_digests():
+    """The scan over micro-batches keeps the key of the whole step's, so that its body must be looked at."""
+    stage = chain(jnp.tanh, jnp.tanh, jnp.tanh).graphs[1]
+    whole = stage.traced.graph
+    scan = next(op for op in whole.block.ops if op.index == stage.scan)
+    (body,) = scan.bodies
+    other = replace(body, ops=(replace(body.ops[0], key="another"), *body.ops[1:]))
+    ops = tuple(replace(op, bodies=(other,)) if op is scan else op for op in whole.block.ops)
+    changed = replace(stage.traced, graph=replace(whole, block=replace(whole.block, ops=ops)))
+    assert planning.digest(replace(stage, traced=changed)) != planning.digest(stage)

@@ -1,0 +1,157 @@
+"""Equal runs of instructions are found; a program that calls them as one function computes and communicates alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import alpa_lite
+from alpa_lite.api import Compiled, compile_step, make_options
+from alpa_lite.cluster import Cluster
+from alpa_lite.graph import Lit
+from alpa_lite.options import Method
+from alpa_lite.passes.checks import shardy, verification
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.lowering import runs as shared_runs
+from alpa_lite.passes.lowering.program import LocalProgram, Reshard
+from alpa_lite.runtime import executor
+
+LAYERS, WIDTH = 12, 16
+
+
+def step(state, batch):
+    def loss(state):
+        h = batch["x"]
+        for layer in state:
+            h = h + jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
+        return ((h - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def arguments() -> Any:
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> Any:
+        return jnp.asarray(0.2 * rng.standard_normal(shape, np.float32))
+
+    state = [
+        {"up": array(WIDTH, 4 * WIDTH), "bias": array(4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
+        for _ in range(LAYERS)
+    ]
+    return state, {"x": array(32, WIDTH), "y": array(32, WIDTH)}
+
+
+def planned(method: Method, fun: Any = step) -> Compiled:
+    options = make_options({"method": method, "verify": "off"})
+    return compile_step(fun, arguments(), {}, options, Cluster.local(jax.devices()[:4]))
+
+
+def modules(compiled: Compiled) -> list[Any]:
+    assert isinstance(compiled.program, LocalProgram)
+    return [
+        verification.step_module(compiled.plan, compiled.traced, compiled.program, shared=shared)
+        for shared in (False, True)
+    ]
+
+
+METHODS = [alpa_lite.DataParallel(), alpa_lite.TensorParallel(), alpa_lite.Zero(stage=3)]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_a_shared_program_computes_and_communicates_what_it_would_without(method):
+    compiled = planned(method)
+    program = compiled.program
+    assert isinstance(program, LocalProgram)
+    leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
+    mesh = executor.mesh_of(program.mesh)
+    alone, shared = (
+        jax.jit(emission.emit(program, compiled.traced, mesh, shared=shared))(*leaves) for shared in (False, True)
+    )
+    for a, b in zip(alone, shared, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+    whole, short = modules(compiled)
+    reports = [shardy.check_shardy(m, program.mesh, compiled.plan.collectives) for m in (whole, short)]
+    totals = []
+    for report in reports:
+        total: Counter[Any] = Counter()
+        for c in report.inside:
+            total[c.kind, c.axes, c.bytes] += c.count
+        totals.append(total)
+        assert not report.outside
+    assert totals[0] == totals[1]
+    assert max(totals[0].values()) >= LAYERS
+    written = [str(module).count(" stablehlo.") for module in (whole, short)]
+    assert written[1] < 0.7 * written[0]  # each distinct run is written once
+
+
+def test_a_wrong_count_is_found_in_a_shared_program():
+    """A collective in a function that twelve layers call happens twelve times."""
+    compiled = planned(alpa_lite.TensorParallel())
+    assert isinstance(compiled.program, LocalProgram)
+    _, short = modules(compiled)
+    with pytest.raises(alpa_lite.VerificationError, match="found but not planned: 1 x"):
+        shardy.check_shardy(short, compiled.program.mesh, compiled.plan.collectives[1:])
+
+
+def test_operations_that_differ_in_a_literal_are_not_shared():
+    """Layers that differ in a constant alone still compute with their own."""
+
+    def scaled(state, batch):
+        def loss(state):
+            h = batch["x"]
+            for i, layer in enumerate(state):
+                h = h + (1 + i % 3) * 0.1 * jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
+            return ((h - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    compiled = planned(alpa_lite.DataParallel(), scaled)
+    assert isinstance(compiled.program, LocalProgram)
+    leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
+    fun = emission.emit(compiled.program, compiled.traced, executor.mesh_of(compiled.program.mesh), shared=True)
+    want = jax.tree.leaves(jax.jit(scaled)(*arguments()))
+    for a, b in zip(jax.jit(fun)(*leaves), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_runs_are_the_instructions_in_order_and_pass_on_what_is_read_later():
+    compiled = planned(alpa_lite.TensorParallel())
+    assert isinstance(compiled.program, LocalProgram)
+    body = compiled.program.body
+    wanted = sorted({o for o in body.outputs if not isinstance(o, Lit)})
+    runs = shared_runs.runs_of(body.instructions, wanted, compiled.traced)
+    assert [i for run in runs for i in run.instructions] == list(body.instructions)
+    known = set(body.inputs)
+    for run in runs:
+        assert known.issuperset(run.inputs)
+        made: set[int] = set()
+        for item in run.instructions:
+            read = (item.source,) if isinstance(item, Reshard) else item.operands
+            assert (made | set(run.inputs)).issuperset(o for o in read if not isinstance(o, Lit))
+            made.update((item.result,) if isinstance(item, Reshard) else item.results)
+        assert made.issuperset(run.outputs)
+        known.update(run.outputs)
+    assert known.issuperset(wanted)
+    times = Counter(run.key for run in runs if run.key is not None)
+    assert max(times.values()) >= LAYERS - 2
+    once = {run.key: run for run in runs if run.key is not None}
+    distinct = sum(len(r.instructions) for r in once.values()) + sum(len(r.instructions) for r in runs if r.key is None)
+    assert distinct < 0.7 * len(body.instructions)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 4)), max_size=5))
+def test_any_sequence_is_cut_in_order(pieces):
+    tokens = np.array([t for piece, times in pieces for _ in range(times) for t in piece], dtype=np.int64)
+    cuts = shared_runs._cuts(tokens)
+    assert cuts[0] == 0 and cuts[-1] == len(tokens) and cuts == sorted(set(cuts))

@@ -1,0 +1,328 @@
+"""Micro-batches as batches of their own: what a step that looks across the batch does on each of them, averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import alpa_lite
+from alpa_lite.errors import MicrobatchError
+from alpa_lite.passes.factors import rules_of
+from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.microbatches import loop
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.tracing import tracing
+from tests.zoo_base import normal
+
+BATCH, WIDTH = 16, 8
+Loss = Callable[[Any, Any], Any]
+
+
+def weights() -> Any:
+    return {"a": [normal(i, WIDTH, WIDTH) for i in range(3)], "b": [normal(9 + i, WIDTH, WIDTH) for i in range(3)]}
+
+
+def batch() -> Any:
+    mask = jnp.arange(BATCH) % 3 > 0
+    return {"x": normal(20, BATCH, WIDTH), "y": normal(21, BATCH, WIDTH), "mask": mask.astype(jnp.float32)}
+
+
+def towers(params: Any, one: Any) -> jax.Array:
+    """Similarities of all pairs: [examples, examples]."""
+    x, y = one["x"], one["y"]
+    for w in params["a"]:
+        x = jnp.tanh(x @ w)
+    for w in params["b"]:
+        y = jnp.tanh(y @ w)
+    return 4.0 * x @ y.T
+
+
+def by_labels(params: Any, one: Any) -> jax.Array:
+    logits = towers(params, one)
+    labels = jnp.arange(len(logits))
+    rows = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return (rows + optax.softmax_cross_entropy_with_integer_labels(logits.T, labels)).mean()
+
+
+def by_diagonal(params: Any, one: Any) -> jax.Array:
+    return -jnp.diagonal(jax.nn.log_softmax(towers(params, one))).mean()
+
+
+def by_identity(params: Any, one: Any) -> jax.Array:
+    scores = jax.nn.log_softmax(towers(params, one))
+    return -(scores * jnp.eye(len(scores))).sum(-1).mean()
+
+
+def of_some(params: Any, one: Any) -> jax.Array:
+    rows = -jnp.diagonal(jax.nn.log_softmax(towers(params, one)))
+    return (rows * one["mask"]).sum() / one["mask"].sum()
+
+
+def with_capacity(params: Any, one: Any) -> jax.Array:
+    """Two experts, each with room for three quarters of the examples."""
+    x = one["x"]
+    gates = jax.nn.softmax(x @ params["a"][0][:, :2])
+    chosen = jax.nn.one_hot(gates.argmax(-1), 2)
+    place = (jnp.cumsum(chosen, 0) - 1) * chosen
+    room = 3 * len(x) // 4
+    slots = jax.nn.one_hot(place.sum(-1).astype(int), room)
+    sent = (chosen * (place < room))[:, :, None] * slots[:, None, :]
+    inside = jnp.tanh(jnp.einsum("bec,bd,df->ecf", sent, x, params["a"][1]))
+    return ((jnp.einsum("bec,ecf->bf", sent * gates[:, :, None], inside) - one["y"]) ** 2).mean()
+
+
+LOSSES = {f.__name__: f for f in (by_labels, by_diagonal, by_identity, of_some, with_capacity)}
+
+
+def step_of(loss: Loss) -> Callable[[Any, Any], Any]:
+    def step(params: Any, one: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, one)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def accumulated(step: Any, args: Any, parts: int, *, retrace: bool = True) -> Accumulated:
+    given: dict[str, Any] = {
+        "batch_argnums": "auto", "batch_argnames": (), "static_argnums": (), "static_argnames": ()
+    }  # fmt: skip
+    traced = tracing.trace(step, args, {}, **given)
+    return loop.accumulate(
+        traced, rules_of(traced.graph.ops(), traced.graph.values), parts, allow_inexact=True,
+        retrace=(lambda shapes: tracing.trace(step, args, {}, **given, shapes=shapes)) if retrace else None,
+    )  # fmt: skip
+
+
+def outputs(found: Accumulated, step: Any, args: Any) -> Any:
+    """What the step in micro-batches returns."""
+    leaves = jax.jit(lambda *x: evaluation.evaluate(found.traced.graph, x))(*jax.tree.leaves((args, {})))
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), leaves)
+
+
+def parts_of(one: Any, parts: int, dim: int = 0) -> list[Any]:
+    return [jax.tree.map(lambda x: jnp.split(x, parts, dim)[i], one) for i in range(parts)]  # noqa: B023
+
+
+def mean(results: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: sum(x) / len(x), *results)
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_micro_batch_is_a_batch_of_its_own(name: str, parts: int) -> None:
+    """Descent on the mean of gradients ends in the mean of where each gradient leads."""
+    step, args = step_of(LOSSES[name]), (weights(), batch())
+    found = accumulated(step, args, parts)
+    (scan,) = [op for op in found.traced.graph.block.ops if op.index == found.scan]
+    assert scan.params["length"] == parts
+    want = mean([step(args[0], one) for one in parts_of(args[1], parts)])
+    got = outputs(found, step, args)
+    close(got, want)
+    assert "inexact: each micro-batch is a batch of its own" in found.notes
+    assert "averaged over micro-batches: gradients, result[1]" in found.notes
+    assert any("test_accumulation_alone.py" in note for note in found.notes)
+
+
+def test_what_is_added_up_stays_a_sum_and_regularisers_count_once() -> None:
+    """Neither dividing examples by their own length nor comparing with a share of the batch makes a mean."""
+
+    def without(params: Any, one: Any) -> jax.Array:
+        x = one["x"] / jnp.linalg.norm(one["x"], axis=-1, keepdims=True)
+        rows = -jnp.diagonal(jax.nn.log_softmax(towers(params, {**one, "x": x})))
+        return jnp.where(jnp.cumsum(rows) < 100.0 * len(x), rows, 0.0).sum()
+
+    def loss(params: Any, one: Any) -> jax.Array:
+        return without(params, one) + 0.01 * sum((w**2).sum() for w in jax.tree.leaves(params))
+
+    step, args = step_of(loss), (weights(), batch())
+    found = accumulated(step, args, 4)
+    grads = [jax.grad(without)(args[0], one) for one in parts_of(args[1], 4)]
+    total = jax.tree.map(lambda p, *g: p - 0.1 * (sum(g) + 0.02 * p), args[0], *grads)
+    close(outputs(found, step, args)[0], total)
+    assert not any("averaged" in note for note in found.notes)
+
+
+def test_a_regulariser_beside_a_mean_counts_once() -> None:
+    def loss(params: Any, one: Any) -> jax.Array:
+        return by_labels(params, one) + 0.01 * sum((w**2).sum() for w in jax.tree.leaves(params))
+
+    step, args = step_of(loss), (weights(), batch())
+    close(
+        outputs(accumulated(step, args, 4), step, args),
+        mean([step(args[0], one) for one in parts_of(args[1], 4)]),
+    )
+
+
+def test_draws_are_blocks_of_those_of_the_whole_batch() -> None:
+    def loss(params: Any, one: Any, kept: Any) -> jax.Array:
+        return by_labels(params, {**one, "x": jnp.where(kept, one["x"], 0.0)})
+
+    def step(params: Any, one: Any, key: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.7, one["x"].shape)
+        value, grads = jax.value_and_grad(loss)(params, one, kept)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    args = weights(), batch(), jax.random.key(3)
+    got = outputs(accumulated(step, args, 4), step, args)
+    kept = jax.random.bernoulli(args[2], 0.7, (BATCH, WIDTH))
+
+    def alone(one: Any, own: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(args[0], one, own)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, args[0], grads), value
+
+    close(got, mean([alone(one, own) for one, own in zip(parts_of(args[1], 4), jnp.split(kept, 4), strict=True)]))
+
+
+def test_results_of_examples_are_put_together_and_counts_added() -> None:
+    def step(params: Any, one: Any) -> Any:
+        def loss(params: Any) -> Any:
+            logits = towers(params, one)
+            rows = -jnp.diagonal(jax.nn.log_softmax(logits))
+            right = (logits.argmax(-1) == jnp.arange(len(logits))).sum()
+            return rows.mean(), {"rows": rows, "right": right}
+
+        (value, more), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, more
+
+    args = weights(), batch()
+    _, value, more = outputs(accumulated(step, args, 4), step, args)
+    alone = [step(args[0], one) for one in parts_of(args[1], 4)]
+    close(value, mean([v for _, v, _ in alone]))
+    close(more["rows"], jnp.concatenate([m["rows"] for *_, m in alone]))
+    assert int(more["right"]) == sum(int(m["right"]) for *_, m in alone)
+    assert more["rows"].shape == (BATCH,)
+
+
+def test_the_batch_may_be_another_dim() -> None:
+    def loss(params: Any, one: Any) -> jax.Array:
+        return by_labels(params, {"x": one["x"].T, "y": one["y"].T})
+
+    def of(one: Any) -> Any:
+        return {"x": one["x"].T, "y": one["y"].T}
+
+    step, args = step_of(loss), (weights(), of(batch()))
+    want = mean([step(args[0], one) for one in parts_of(args[1], 2, dim=1)])
+    got = accumulated(step, args, 2)
+    assert "dim 1 of one['x']" in got.notes[0]
+    close(outputs(got, step, args), want)
+
+
+def refused(step: Any, words: str) -> None:
+    with pytest.raises(MicrobatchError, match=words):
+        accumulated(step, (weights(), batch()), 4)
+
+
+def test_what_no_micro_batch_can_give_is_refused() -> None:
+    def pairs(params: Any, one: Any) -> Any:
+        return (*step_of(by_labels)(params, one), towers(params, one))
+
+    def truth(params: Any, one: Any) -> Any:
+        return (*step_of(by_labels)(params, one), jnp.isfinite(towers(params, one)).all())
+
+    def other(params: Any, one: Any) -> Any:
+        loss = by_labels if len(one["x"]) == BATCH else by_diagonal
+        return step_of(loss)(params, one)
+
+    def fixed(params: Any, one: Any) -> Any:
+        return step_of(lambda p, b: by_labels(p, {"x": b["x"].reshape(BATCH, WIDTH), "y": b["y"]}))(params, one)
+
+    refused(pairs, r"dot_general at .*batch of its own: a result has a value for each pair")
+    refused(truth, "true or false")
+    refused(other, "other operations than on the batch")
+    refused(fixed, r"cannot be traced on one micro-batch, in which one\['mask'\] has shape \[4\]: .*reshape")
+
+
+def test_without_consent_the_error_says_what_would_help() -> None:
+    step, args = step_of(by_labels), (weights(), batch())
+    with pytest.raises(MicrobatchError, match=r"test_accumulation_alone.py.*allow_inexact=True to make each"):
+        alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.local(), num_microbatches=2)
+    with pytest.raises(MicrobatchError, match="use num_microbatches=1"):
+        accumulated(step, args, 2, retrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [alpa_lite.Sharded(), alpa_lite.Pipeline(num_stages=2)], ids=["mesh", "pipeline"])
+def test_on_eight_devices(method: Any) -> None:
+    step, args = step_of(by_labels), (weights(), {k: v for k, v in batch().items() if k != "mask"})
+    want = mean([step(args[0], one) for one in parts_of(args[1], 2)])
+    parallel = alpa_lite.parallelize(step, method=method, num_microbatches=2, allow_inexact=True)
+    plan = parallel.plan(*args)
+    assert plan.num_microbatches == 2
+    assert "inexact: each micro-batch is a batch of its own" in plan.notes
+    close(parallel(*args), want)
+    again = alpa_lite.parallelize(step, plan=plan, allow_inexact=True)
+    close(again(*args), want)
+
+
+class Towers(nnx.Module):
+    """Two towers."""
+
+    def __init__(self) -> None:
+        self.left = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.right = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, one: Any) -> jax.Array:
+        return self.left(one["x"]) @ self.right(one["y"]).T
+
+
+def test_modules_in_place() -> None:
+    def step(model: Towers, optimizer: nnx.Optimizer, one: Any) -> jax.Array:
+        def loss(model: Towers) -> jax.Array:
+            logits = model(one)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def fresh() -> tuple[Towers, nnx.Optimizer]:
+        model = Towers()
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    data = {k: v for k, v in batch().items() if k != "mask"}
+    model, optimizer = fresh()
+    value = alpa_lite.parallelize(step, method=alpa_lite.Sharded(), num_microbatches=4, allow_inexact=True)(
+        model, optimizer, data
+    )
+    alone = []
+    for one in parts_of(data, 4):
+        own, own_optimizer = fresh()
+        alone.append((step(own, own_optimizer, one), nnx.to_pure_dict(nnx.state(own))))
+    close((value, nnx.to_pure_dict(nnx.state(model))), mean(alone))
+
+
+def test_sums_over_examples_that_the_step_goes_on_with_are_refused() -> None:
+    """Experts of a capacity that gather their examples by a product: what each expert computes is a sum over all."""
+    experts = 4
+
+    def loss(params: Any, one: Any) -> jax.Array:
+        x, capacity = one["x"], one["x"].shape[0] // experts
+        chosen = jax.nn.one_hot((x @ params["gate"]).argmax(-1), experts)
+        place = jnp.cumsum(chosen, 0) * chosen
+        slot = jax.nn.one_hot((place.sum(-1) - 1).astype(jnp.int32), capacity)
+        sent = (chosen * (place <= capacity))[:, :, None] * slot[:, None, :]
+        hidden = jnp.tanh(jnp.einsum("nd,nec->ecd", x, sent) @ params["w"])
+        return ((x + jnp.einsum("ecd,nec->nd", hidden, sent) - one["y"]) ** 2).mean()
+
+    def step(params: Any, one: Any) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, one)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"gate": jnp.eye(WIDTH, experts), "w": jnp.eye(WIDTH)}
+    data = {k: v for k, v in batch().items() if k != "mask"}
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.Sharded(), num_microbatches=2, allow_inexact=True)
+    with pytest.raises(MicrobatchError, match="a sum over the batch, of shape"):
+        parallel.plan(params, data)

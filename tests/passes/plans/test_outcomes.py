@@ -1,0 +1,133 @@
+"""What whole steps consist of: equal to the plan's own numbers, and true where batch or links really change."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from alpa_lite import models
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.options import Sharded
+from alpa_lite.passes import factors
+from alpa_lite.passes.lowering import lowering
+from alpa_lite.passes.plans import alternatives, writing
+from alpa_lite.passes.plans.outcomes import Outcomes, growing_factors
+from alpa_lite.passes.sharding import grouping, search, strategies
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.tracing import tracing
+from alpa_lite.plan import Decision
+
+BATCH = 65536
+CLUSTER = Cluster.preset("a100", nodes=1)
+
+
+@functools.cache
+def _grouped(batch: int):
+    step, args = models.get("mlp").abstract("tiny", batch, inputs=1024, hidden=2048)
+    traced = tracing.trace(step, args, {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    return traced, grouping.group(traced, rules), rules
+
+
+@functools.cache
+def _planned():
+    traced, groups, rules = _grouped(BATCH)
+    budget = CLUSTER.usable_memory
+    found = search.search(traced, groups, rules, CLUSTER, Sharded((4, 2)), budget=budget)
+    program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+    plan = writing.write(
+        traced, groups, rules, found, program, CLUSTER, method="", budget=budget, communication="explicit"
+    )
+    return found, plan
+
+
+def _outcomes():
+    found, _ = _planned()
+    traced, groups, rules = _grouped(BATCH)
+    problem = from_graph(found.space.program)
+    choice = list(found.solution.choice)
+    sizes = alternatives.Sizes(problem, choice)
+    cost = MeshCost(CLUSTER, found.mesh)
+    rows = alternatives.weigh(problem, choice, [3] * len(problem.nodes))
+    return problem, choice, rows, Outcomes(traced, groups, rules, cost, found.space, choice, sizes)
+
+
+def test_the_chosen_step_is_the_plan() -> None:
+    _, plan = _planned()
+    for decision in plan.decisions:
+        assert decision.chosen is not None
+        step = decision.chosen.step
+        assert decision.chosen.fits
+        assert step.seconds == pytest.approx(plan.step_seconds)
+        assert step.compute_seconds == pytest.approx(plan.stages[0].compute_seconds)
+        assert step.bytes_sent == sum(c.bytes * c.count for c in plan.collectives)
+        assert step.bytes_per_device == plan.stages[0].memory.total
+        assert step.changed == 0
+
+
+def test_every_alternative_is_a_step_of_its_own() -> None:
+    problem, choice, rows, outcomes = _outcomes()
+    for row in rows:
+        for weighed in row:
+            other = alternatives.changed_choice(choice, weighed.fastest)
+            step = outcomes.of(weighed.fastest)
+            assert step.seconds == pytest.approx(problem.seconds(other))
+            assert step.bytes_per_device == pytest.approx(problem.peak(other), abs=1)
+            assert 0 <= step.latency_seconds <= step.communication_seconds
+            assert 0 <= step.batch_seconds <= step.seconds
+            assert step.changed == sum(a != b for a, b in zip(choice, other, strict=True))
+
+
+def test_alternatives_are_ordered_by_the_whole_step() -> None:
+    def order(decision: Decision) -> list[tuple[bool, float]]:
+        return [(not a.fits, a.step.seconds) for a in decision.alternatives]
+
+    _, plan = _planned()
+    assert any(len(d.alternatives) > 3 for d in plan.decisions)
+    assert all(order(d) == sorted(order(d)) for d in plan.decisions)
+
+
+def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
+    found, _ = _planned()
+    traced, groups, rules = _grouped(BATCH)
+    link = CLUSTER.node_link
+    faster = replace(CLUSTER, node_link=replace(link, bandwidth=2 * link.bandwidth))
+    space = strategies.build(traced, groups, rules, MeshCost(faster, found.mesh))
+    _, choice, rows, outcomes = _outcomes()
+    for row in rows:
+        for weighed in row:
+            step = outcomes.of(weighed.fastest)
+            seconds, _ = solve.evaluate(space.program, alternatives.changed_choice(choice, weighed.fastest))
+            waiting = step.communication_seconds - step.latency_seconds
+            assert seconds == pytest.approx(step.seconds - waiting / 2)
+
+
+def test_a_batch_twice_as_large_adds_what_grows_with_it() -> None:
+    found, _ = _planned()
+    traced, groups, rules = _grouped(2 * BATCH)
+    space = strategies.build(traced, groups, rules, MeshCost(CLUSTER, found.mesh))
+    assert [n.strategies for n in space.nodes] == [n.strategies for n in found.space.nodes]
+    _, choice, rows, outcomes = _outcomes()
+    for row in rows:
+        for weighed in row:
+            step = outcomes.of(weighed.fastest)
+            seconds, _ = solve.evaluate(space.program, alternatives.changed_choice(choice, weighed.fastest))
+            # To first order: products read their weights whatever the batch, and larger ones come closer to the peak.
+            assert seconds == pytest.approx(step.seconds + step.batch_seconds, rel=0.05)
+            assert step.batch_seconds > 0.3 * step.seconds
+
+
+def test_the_batch_dim_grows_and_weights_do_not() -> None:
+    found, _ = _planned()
+    traced, groups, _ = _grouped(BATCH)
+    growing = growing_factors(traced, groups, found.space)
+    for value, home in groups.homes.items():
+        if home.group:
+            node = found.space.node_of[home.group]
+            shape = traced.graph.values[value].shape
+            for size, dim in zip(shape, home.dims, strict=True):
+                assert any((node, f) in growing for f in dim) == (size == BATCH), (value, shape)

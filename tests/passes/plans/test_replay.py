@@ -1,0 +1,138 @@
+"""A plan is found again by the keys of its decisions, without solving, or refused with what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import PlanError
+from alpa_lite.passes import factors
+from alpa_lite.passes.plans import replay
+from alpa_lite.passes.sharding import grouping
+from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.tracing import tracing
+from alpa_lite.plan import Plan
+
+H100 = Cluster.preset("h100", nodes=1)
+WIDTH = 1024
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def step(state, batch):
+    def loss(layers):
+        h = batch["x"]
+        for layer in layers:
+            h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+        return (h**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def arguments(layers: int = 3, batch: int = 2048) -> tuple[Any, Any]:
+    state = [{"up": f32(WIDTH, 4 * WIDTH), "down": f32(4 * WIDTH, WIDTH)} for _ in range(layers)]
+    return state, {"x": f32(batch, WIDTH)}
+
+
+def planned(args: tuple[Any, ...] | None = None, **options: Any) -> Plan:
+    return alpa_lite.make_plan(step, *(args or arguments()), cluster=H100, verify="off", **options)
+
+
+def replayed(plan: Plan, args: tuple[Any, ...] | None = None, fun=step, cluster: Cluster = H100) -> Found:
+    traced = tracing.trace(fun, args or arguments(), {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    return replay.replay(traced, groups, rules, cluster, plan, communication="explicit")
+
+
+@pytest.fixture
+def no_solver(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the solver was called")
+
+    return lambda: monkeypatch.setattr(solve, "solve", refuse)
+
+
+@pytest.mark.parametrize("method", [alpa_lite.Auto(), alpa_lite.Zero(stage=3), alpa_lite.Sharded((2, 4))])
+def test_replaying_finds_the_same_choice(method, no_solver):
+    plan = planned(method=method)
+    no_solver()
+    found = replayed(plan)
+    assert found.mesh.shape == plan.stages[0].mesh_shape
+    assert found.solution.objective == pytest.approx(plan.step_seconds)
+    again = planned(plan=plan)
+    assert again.solver.status == "replayed"
+    assert [(d.key, d.strategy, d.partial) for d in again.decisions] == [
+        (d.key, d.strategy, d.partial) for d in plan.decisions if d.key in {e.key for e in again.decisions}
+    ]
+    assert any(not d.paths for d in again.decisions)
+    assert again.collectives == plan.collectives and again.stages[0].inputs == plan.stages[0].inputs
+
+
+def test_state_gathered_twice_is_gathered_twice_again(no_solver):
+    state_twice = "state gathered anew for late uses"
+    loose = planned(method=alpa_lite.Zero(stage=3))
+    budget = loose.stages[0].memory.total
+    plan = loose
+    for share in (0.9, 0.8):
+        try:
+            plan = planned(method=alpa_lite.Zero(stage=3), memory_per_device=int(budget * share), num_microbatches=1)
+        except alpa_lite.InfeasibleError:
+            break
+    assert plan.ingredients[state_twice] == "True"
+    no_solver()
+    again = planned(plan=plan)
+    assert again.ingredients[state_twice] == "True"
+    assert again.collectives == plan.collectives
+    assert again.stages[0].memory == plan.stages[0].memory
+
+
+def test_a_missing_decision_is_named_not_guessed():
+    plan = planned(method=alpa_lite.Zero(stage=3))
+    products = [d for d in plan.decisions if d.name.startswith("dot_general")]
+    assert products
+    cut = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if d not in products))
+    with pytest.raises(PlanError, match=r"no decision for .* dot_general"):
+        replayed(cut)
+
+
+def test_other_devices_and_arguments_are_refused():
+    plan = planned()
+    with pytest.raises(PlanError, match="8 devices, and there are 16"):
+        replayed(plan, cluster=Cluster.preset("h100", nodes=2))
+    with pytest.raises(PlanError, match=r"batch\['x'\] is float32\[4096, 1024\], planned float32\[2048, 1024\]"):
+        replayed(plan, arguments(batch=4096))
+    with pytest.raises(PlanError, match=r"state\[3\]\['up'\] is not in the plan.*Plan again"):
+        replayed(plan, arguments(layers=4))
+
+
+def test_a_plan_does_not_depend_on_names_of_functions():
+    def renamed(state, batch):
+        return step(state, batch)
+
+    plan = planned(method=alpa_lite.Zero(stage=2))
+    assert replayed(plan, fun=renamed).solution.objective == pytest.approx(plan.step_seconds)
+
+
+def test_on_one_device_another_program_of_equal_arguments_is_refused():
+    def other(state, batch):
+        grads = jax.grad(lambda layers: sum((jnp.tanh(batch["x"] @ one["up"]) ** 2).mean() for one in layers))(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), jnp.float32(0)
+
+    one = H100.part(1)
+    plan = alpa_lite.make_plan(step, *arguments(), cluster=one, verify="off")
+    assert replayed(plan, cluster=one).solution.objective == pytest.approx(plan.step_seconds)
+    with pytest.raises(PlanError, match=r"another program: program was .*Plan again"):
+        replayed(plan, fun=other, cluster=one)
+    elsewhere = dataclasses.replace(plan, ingredients={**plan.ingredients, "jax": "0.0.1"})
+    replayed(elsewhere, fun=other, cluster=one)  # what another version traces cannot be compared

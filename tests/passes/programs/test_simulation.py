@@ -1,0 +1,98 @@
+"""Programs walked with clocks: against the simulation of their schedules, and by hand."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_lite import schedules
+from alpa_lite.errors import PlanError
+from alpa_lite.passes.programs import simulation
+from alpa_lite.program import Free, Program, Receive, Run, Send
+from tests.pipelines import every, toy
+
+quarters = st.integers(1, 16).map(lambda n: n / 4)
+
+
+@given(st.sampled_from(every()), quarters, quarters, quarters, st.integers(0, 12).map(lambda n: n / 4))
+@settings(max_examples=60, deadline=None)
+def test_equals_the_simulation_of_the_schedule(
+    made: schedules.Schedule, forward: float, backward: float, weight: float, transfer: float
+) -> None:
+    program = toy(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    found = simulation.simulate(program)
+    expected = schedules.simulate(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    kept = [e for e in found.events if e.kind not in ("prologue", "update")]
+    assert {dataclasses.replace(e, bytes=0) for e in kept} == set(expected.events)
+    assert len(kept) == len(expected.events)
+    assert found.seconds == expected.seconds
+    assert found.busy == expected.busy
+
+
+def test_prologue_and_update_take_their_time() -> None:
+    program = toy(schedules.schedule("gpipe", 2, 3), prologue=10.0, update=5.0)
+    timeline = simulation.simulate(program)
+    assert timeline.seconds == 10 + (3 + 1) * 3 + 5
+    assert timeline.idle == (3.0, 3.0)
+    assert timeline.idle_fraction == (3 / 27, 3 / 27)
+    update = next(e for e in timeline.events if e.kind == "update" and e.mesh == 0)
+    assert (update.name, update.start, update.end, update.microbatch) == ("stage 0 update", 22.0, 27.0, -1)
+
+
+def test_transfers_overlap_with_runs_and_say_what_they_carry() -> None:
+    program = toy(schedules.schedule("gpipe", 2, 2), transfer=0.25)
+    big = tuple(dataclasses.replace(b, bytes=12) if b.name == "value to of stage 0" else b for b in program.buffers)
+    timeline = simulation.simulate(dataclasses.replace(program, buffers=big))
+    sent = [e for e in timeline.events if e.kind == "transfer" and e.mesh == 0]
+    assert [(e.name, e.start, e.end, e.stage, e.destination, e.bytes) for e in sent] == [
+        ("forward 0", 1.0, 1.25, 0, 1, 12),
+        ("forward 1", 2.0, 2.25, 0, 1, 12),
+    ]
+    runs = [(e.start, e.end) for e in timeline.events if e.mesh == 0 and e.kind == "forward"]
+    assert runs == [(0.0, 1.0), (1.0, 2.0)]
+
+
+def test_a_transfer_of_an_argument() -> None:
+    program = toy(schedules.schedule("gpipe", 2, 1), transfer=1.0)
+    number = next(i for i, t in enumerate(program.transfers) if t.source == 0)
+    ends = dataclasses.replace(program.transfers[number], sent=program.inputs[0])
+    changed = dataclasses.replace(program, transfers=(ends, *program.transfers[1:]))
+    assert number == 0
+    event = next(e for e in simulation.simulate(changed).events if e.kind == "transfer" and e.mesh == 0)
+    assert (event.name, event.stage) == ("arguments 0", -1)
+
+
+def test_a_lost_send_raises() -> None:
+    program = toy(schedules.schedule("1f1b", 3, 4))
+    for number in range(len(program.transfers)):
+        lists = tuple(tuple(i for i in items if i != Send(number)) for items in program.lists)
+        with pytest.raises(PlanError, match="wait for each other"):
+            simulation.simulate(dataclasses.replace(program, lists=lists))
+
+
+def test_sixteen_submeshes_and_many_microbatches() -> None:
+    program = toy(schedules.schedule("1f1b", 16, 64), forward=1.0, backward=2.0, weight=0.0)
+    assert math.isclose(simulation.simulate(program).seconds, (64 + 15) * 3)
+
+
+def test_instructions_alone_decide() -> None:
+    """Two programs that differ in nothing but the place of a receive differ in time."""
+    program = toy(schedules.schedule("gpipe", 2, 2), transfer=8.0)
+    early = [i for i in program.lists[1] if isinstance(i, Receive)]
+    rest = [i for i in program.lists[1] if not isinstance(i, Receive)]
+    first = next(n for n, i in enumerate(rest) if isinstance(i, Run) and i.microbatch >= 0)
+    changed = dataclasses.replace(program, lists=(program.lists[0], (*rest[:first], *early, *rest[first:])))
+    starts = [
+        [e.start for e in simulation.simulate(p).events if e.mesh == 1 and e.kind == "forward"]
+        for p in (program, changed)
+    ]
+    assert starts == [[9.0, 17.0], [17.0, 18.0]]
+
+
+def test_frees_take_no_time() -> None:
+    program = toy(schedules.schedule("1f1b", 2, 3), transfer=0.5)
+    kept = tuple(tuple(i for i in items if not isinstance(i, Free)) for items in program.lists)
+    without: Program = dataclasses.replace(program, lists=kept)
+    assert set(simulation.simulate(without).events) == set(simulation.simulate(program).events)

@@ -1,0 +1,452 @@
+"""The sharding solver against brute force."""
+
+import itertools
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_lite.passes.sharding.solver import problem as sharding_problem
+from alpa_lite.passes.sharding.solver import reductions, solve
+from alpa_lite.passes.sharding.solver.memory import MemoryDual
+from alpa_lite.passes.sharding.solver.messages import Ascent
+from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_graph(rng, *, memory=False, scale=1.0, forbidden=0.15):
+    """A small graph with shared consumers, self-loops, doubled consumers, forbidden entries and many ties."""
+    n = int(rng.integers(2, 7))
+    sizes = rng.integers(1, 5, n)
+    values = np.array([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 7.0]) if rng.random() < 0.5 else rng.random(12) * 5
+
+    def costs(*shape):
+        return np.where(rng.random(shape) < forbidden, np.inf, rng.choice(values, shape)) * scale
+
+    node_cost = tuple(costs(s) for s in sizes)
+    transfers = []
+    for _ in range(rng.integers(0, 2 * n)):
+        src, rows, columns = int(rng.integers(n)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
+        consumers = []
+        for _ in range(rng.integers(1, 4)):
+            node = int(rng.integers(n))
+            consumers.append((node, rng.integers(0, columns, sizes[node])))
+            if rng.random() < 0.2:
+                consumers.append(consumers[-1])
+        transfers.append(Transfer(src, rng.integers(0, rows, sizes[src]), tuple(consumers), costs(rows, columns)))
+    buffers = random_buffers(rng, sizes, transfers) if memory else None
+    return StrategyGraph(node_cost, tuple(transfers), buffers)
+
+
+def random_buffers(rng, sizes, transfers):
+    points, count = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    span = np.sort(rng.integers(0, points, (count, 2)), axis=1)
+    owner, transfer, copy, klass, size = [], [], [], [], []
+    for _ in range(count):
+        if transfers and rng.random() < 0.4:
+            t = int(rng.integers(len(transfers)))
+            rows, columns = transfers[t].cost.shape
+            owner.append(transfers[t].src)
+            transfer.append(t)
+            copy.append(int(rng.integers(columns)))
+            klass.append(np.zeros(0, dtype=int))
+            size.append(rng.integers(0, 8, rows).astype(float))
+        else:
+            node = int(rng.integers(len(sizes)))
+            classes = int(rng.integers(1, 4))
+            owner.append(node)
+            transfer.append(-1)
+            copy.append(-1)
+            klass.append(rng.integers(0, classes, sizes[node]))
+            size.append(rng.integers(0, 8, classes).astype(float))
+    a, b, c = (np.array(values) for values in (owner, transfer, copy))
+    return Buffers(points, span[:, 0], span[:, 1], a, b, c, tuple(klass), tuple(size))
+
+
+def price(graph, choice):
+    """Seconds and peak bytes, straight from the definitions in `alpa_lite.strategy`."""
+    seconds = sum(graph.node_cost[i][s] for i, s in enumerate(choice))
+    wanted = []
+    for t in graph.transfers:
+        wanted.append({int(klass[choice[node]]) for node, klass in t.consumers})
+        seconds += sum(t.cost[t.src_class[choice[t.src]], q] for q in wanted[-1])
+    b, live = graph.buffers, [0.0]
+    for point in range(b.points if b else 0):
+        total = 0.0
+        for i in range(len(b.size)):
+            if b.start[i] <= point <= b.end[i]:
+                if b.transfer[i] < 0:
+                    total += b.size[i][b.klass[i][choice[b.owner[i]]]]
+                elif b.copy[i] in wanted[b.transfer[i]]:
+                    t = graph.transfers[b.transfer[i]]
+                    total += b.size[i][t.src_class[choice[t.src]]]
+        live.append(total)
+    return float(seconds), float(max(live))
+
+
+def brute_force(graph):
+    """[(seconds, peak, choice)] of every allowed choice."""
+    choices = itertools.product(*(range(len(cost)) for cost in graph.node_cost))
+    return [(s, peak, c) for c in choices if math.isfinite((sp := price(graph, c))[0]) for s, peak in [sp]]
+
+
+def with_budget(graph, budget):
+    return StrategyGraph(graph.node_cost, graph.transfers, graph.buffers, budget)
+
+
+def assert_optimal(graph, solution, best):
+    assert solution.status == "optimal"
+    assert solution.objective == pytest.approx(best, rel=1e-9, abs=0)
+    assert solution.bound == pytest.approx(best, rel=1e-9, abs=0)
+    seconds, peak = price(graph, solution.choice)
+    assert solution.objective == pytest.approx(seconds, rel=1e-12, abs=0)
+    assert solution.peak == peak
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS, st.integers(-9, 2))
+def test_without_budget_equals_brute_force(seed, exponent):
+    graph = random_graph(np.random.default_rng(seed), memory=seed % 2 == 0, scale=10.0**exponent)
+    every = brute_force(graph)
+    solution = solve.solve(graph, gap=0.0)
+    if not every:
+        assert (solution.status, solution.choice, solution.bound) == ("infeasible", (), math.inf)
+    else:
+        assert_optimal(graph, solution, min(seconds for seconds, _, _ in every))
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS, st.integers(-9, 2))
+def test_with_budget_equals_brute_force(seed, exponent):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True, scale=10.0**exponent, forbidden=0.05)
+    every = brute_force(graph)
+    peaks = sorted({peak for _, peak, _ in every}) or [0.0]
+    budget = float(rng.choice(peaks)) - (0.5 if rng.random() < 0.3 else 0.0)
+    graph = with_budget(graph, budget)
+    fitting = [seconds for seconds, peak, _ in every if peak <= budget]
+    solution = solve.solve(graph, gap=0.0)
+    if not fitting:
+        assert (solution.status, solution.choice, solution.bound) == ("infeasible", (), math.inf)
+    else:
+        assert_optimal(graph, solution, min(fitting))
+        assert solution.peak <= budget
+
+
+@settings(max_examples=80, deadline=None)
+@given(SEEDS)
+def test_minimal_budget_equals_brute_force(seed):
+    graph = random_graph(np.random.default_rng(seed), memory=True)
+    every = brute_force(graph)
+    peak, solution = solve.minimal_budget(graph, gap=0.0)
+    if not every:
+        assert (peak, solution.status) == (math.inf, "infeasible")
+        return
+    assert peak == min(p for _, p, _ in every)
+    assert solution.status == "optimal"
+    assert price(graph, solution.choice) == (pytest.approx(solution.objective, rel=1e-12), peak)
+    assert solve.solve(with_budget(graph, peak)).status == "optimal"
+    if peak > 0:
+        assert solve.solve(with_budget(graph, peak - 0.5)).status == "infeasible"
+
+
+@settings(max_examples=80, deadline=None)
+@given(SEEDS)
+def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
+    """A quick bound holds and never falls; a search that begins with it finds the same; a roof keeps bounds true."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True, forbidden=0.05)
+    every = brute_force(graph)
+    bound = solve.Bound(graph)
+    if not every:
+        assert bound.seconds in (0.0, math.inf)
+        return
+    fastest = min(seconds for seconds, _, _ in every)
+    before = bound.seconds
+    for _ in range(3):
+        bound.improve()
+        assert before <= bound.seconds <= fastest * (1 + 1e-9)
+        before = bound.seconds
+    budget = float(rng.choice(sorted({peak for _, peak, _ in every})))
+    within = min(seconds for seconds, peak, _ in every if peak <= budget)
+    solution = solve.solve(with_budget(graph, budget), gap=0.0, free=bound.seconds)
+    assert_optimal(with_budget(graph, budget), solution, within)
+    roofed = solve.solve(with_budget(graph, None), gap=0.0, roof=budget)
+    assert roofed.bound <= fastest * (1 + 1e-9) <= roofed.objective * (1 + 2e-9)
+    if roofed.peak <= budget:
+        assert_optimal(with_budget(graph, None), roofed, fastest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.floats(0.3, 1.7))
+def test_cutoff(seed, factor):
+    graph = random_graph(np.random.default_rng(seed), forbidden=0.0)
+    best = min(seconds for seconds, _, _ in brute_force(graph))
+    cutoff = best * factor + 0.01 * (factor - 1)
+    solution = solve.solve(graph, cutoff=cutoff, gap=0.0)
+    if cutoff <= best:
+        assert (solution.status, solution.choice) == ("cutoff", ())
+        assert cutoff <= solution.bound <= best * (1 + 1e-9)
+    else:
+        assert_optimal(graph, solution, best)
+
+
+@pytest.mark.parametrize("step", [reductions.prune, reductions.compress, reductions.fold])
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS)
+def test_a_reduction_keeps_the_optimum(step, seed):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=seed % 3 > 0, forbidden=0.1)
+    peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
+    budget = float(np.quantile(peaks, rng.random())) if seed % 3 == 1 else None
+    problem = sharding_problem.from_graph(with_budget(graph, budget))
+    if budget is None and seed % 3 == 0:
+        problem = sharding_problem.forget_memory(problem)
+    before = optimum_of(problem)
+    try:
+        reduction = step(problem)
+    except reductions.Contradiction:
+        assert before[0] == math.inf
+        return
+    after, choice = optimum_of(reduction.problem)
+    assert after == pytest.approx(before[0], rel=1e-9)
+    if math.isfinite(after):
+        lifted = reduction.lift(np.array(choice))
+        assert problem.seconds(lifted) == pytest.approx(after, rel=1e-9)
+        np.testing.assert_array_equal(problem.bytes(lifted), reduction.problem.bytes(choice))
+
+
+def optimum_of(problem):
+    choices = itertools.product(*(range(len(node.cost)) for node in problem.nodes))
+    return min(
+        ((problem.seconds(c), c) for c in choices if problem.fits(c)), default=(math.inf, None), key=lambda x: x[0]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
+    problem = sharding_problem.from_graph(random_graph(np.random.default_rng(seed)))
+    try:
+        problem = reductions.consistent(problem).problem
+    except reductions.Contradiction:
+        return
+    ascent = Ascent(problem)
+    best = optimum_of(problem)[0]
+    for _ in range(3):
+        ascent.sweep(2)
+        assert ascent.bound <= best + 1e-9
+    slack, pairs = ascent.slack()
+    for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
+        seconds = problem.seconds(choice)
+        assert all(seconds >= ascent.bound + slack[i][s] - 1e-9 for i, s in enumerate(choice))
+        for e, above in pairs.items():
+            edge = problem.edges[e]
+            node, klass = edge.consumers[0]
+            assert seconds >= ascent.bound + above[edge.src_class[choice[edge.src]], klass[choice[node]]] - 1e-9
+
+
+def test_message_passing_is_exact_on_a_tree():
+    rng = np.random.default_rng(4)
+    parents = [int(rng.integers(i)) for i in range(1, 7)]
+    transfers = tuple(
+        Transfer(parent, np.arange(3), ((i, np.arange(3)),), rng.random((3, 3))) for i, parent in enumerate(parents, 1)
+    )
+    graph = StrategyGraph(tuple(rng.random(3) for _ in range(7)), transfers)
+    ascent = Ascent(sharding_problem.from_graph(graph))
+    ascent.sweep(10)
+    assert ascent.bound == pytest.approx(min(s for s, _, _ in brute_force(graph)), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS)
+def test_prices_of_memory_give_bounds(seed):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True)
+    every = brute_force(graph)
+    if not every:
+        return
+    budget = float(np.quantile([peak for _, peak, _ in every], 0.3))
+    problem = reductions.consistent(sharding_problem.from_graph(with_budget(graph, budget))).problem
+    best = min((s for s, peak, _ in every if peak <= budget), default=math.inf)
+    least = min(peak for _, peak, _ in every)
+    for dual, limit in ((MemoryDual(problem), best), (MemoryDual(replace(problem, budget=None)), least)):
+        for _ in range(6):
+            dual.step(3)
+            assert dual.bound <= limit + 1e-9
+            assert (dual.price >= 0).all()
+
+
+def test_reductions_solve_a_chain_alone():
+    rng = np.random.default_rng(0)
+    n = 50
+    transfers = tuple(Transfer(i, np.arange(6), ((i + 1, np.arange(6)),), rng.random((6, 6))) for i in range(n - 1))
+    graph = StrategyGraph(tuple(rng.random(6) for _ in range(n)), transfers)
+    best = graph.node_cost[0]
+    for i in range(1, n):
+        best = (best[:, None] + transfers[i - 1].cost).min(0) + graph.node_cost[i]
+    solution = solve.solve(graph)
+    assert solution.variables == 0  # no linear program was needed
+    assert_optimal(graph, solution, best.min())
+
+
+def layers(rng, depth, tied):
+    """A chain of alike layers of two nodes; tied, one layer whose costs count `depth` times and which feeds itself."""
+    first, second = rng.random(3), rng.random(4)
+    inner, outer = rng.random((3, 4)), rng.random((4, 3))
+    copies = 1 if tied else depth
+    times = depth // copies
+    node_cost = (first * times, second * times) * copies
+    transfers = []
+    for layer in range(copies):
+        a, b = 2 * layer, 2 * layer + 1
+        transfers.append(Transfer(a, np.arange(3), ((b, np.arange(4)),), inner * times))
+        if tied:
+            transfers.append(Transfer(b, np.arange(4), ((a, np.arange(3)),), outer * (depth - 1)))
+        elif layer + 1 < depth:
+            transfers.append(Transfer(b, np.arange(4), ((b + 1, np.arange(3)),), outer))
+    return StrategyGraph(tuple(node_cost), tuple(transfers))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(2, 3))
+def test_tied_layers_equal_untied_layers(seed, depth):
+    untied = layers(np.random.default_rng(seed), depth, tied=False)
+    tied = layers(np.random.default_rng(seed), depth, tied=True)
+    alike = [choice * depth for choice in itertools.product(range(3), range(4))]
+    best_alike = min(price(untied, choice)[0] for choice in alike)
+    free, bound = solve.solve(untied, gap=0.0), solve.solve(tied, gap=0.0)
+    assert bound.objective == pytest.approx(best_alike, rel=1e-9)
+    assert free.objective == pytest.approx(min(s for s, _, _ in brute_force(untied)), rel=1e-9)
+    lossless = best_alike <= free.objective * (1 + 1e-9)
+    assert lossless == (bound.objective == pytest.approx(free.objective, rel=1e-9))
+
+
+def test_a_tied_layer_that_feeds_itself_and_others_pays_once():
+    own, other = np.array([0, 1]), np.array([1, 0])
+    cost = np.array([[0.0, 5.0], [4.0, 0.0]])
+    transfer = Transfer(0, np.array([0, 1]), ((0, other), (1, own), (2, own)), cost)
+    graph = StrategyGraph((np.zeros(2), np.array([9.0, 0.0]), np.array([9.0, 0.0])), (transfer,))
+    assert price(graph, (0, 1, 1))[0] == 5.0  # once for three consumers
+    assert_optimal(graph, solve.solve(graph, gap=0.0), min(s for s, _, _ in brute_force(graph)))
+
+
+def test_degenerate_graphs():
+    empty = solve.solve(StrategyGraph((), ()))
+    assert (empty.status, empty.choice, empty.objective, empty.peak) == ("optimal", (), 0.0, 0.0)
+    single = solve.solve(StrategyGraph((np.array([3.0]),), ()))
+    assert (single.status, single.choice, single.objective) == ("optimal", (0,), 3.0)
+    assert solve.solve(StrategyGraph((np.array([np.inf, np.inf]),), ())).status == "infeasible"
+    zero = solve.solve(StrategyGraph((np.zeros(3), np.zeros(2)), ()))
+    assert (zero.status, zero.objective, zero.gap) == ("optimal", 0.0, 0.0)
+    lonely = StrategyGraph((np.ones(2),), (Transfer(0, np.array([0, 1]), (), np.ones((2, 2))),))
+    assert solve.solve(lonely).objective == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cost", "transfers", "message"),
+    [
+        (np.zeros(0), (), "at least one strategy"),
+        (np.array([1.0, -1.0]), (), "-1"),
+        (np.array([1.0, np.nan]), (), "nan"),
+        (np.ones(2), (Transfer(0, np.array([0, 2]), (), np.ones((2, 2)), "weights"),), "weights"),
+        (np.ones(2), (Transfer(0, np.array([0, 1]), (), np.full((2, 2), np.nan), "weights"),), "weights"),
+        (np.ones(2), (Transfer(0, np.array([0, 1]), ((0, np.zeros(3, int)),), np.ones((2, 2)), "weights"),), "weights"),
+    ],
+)
+def test_impossible_graphs_are_named(cost, transfers, message):
+    with pytest.raises(ValueError, match=message):
+        solve.solve(StrategyGraph((cost,), transfers))
+
+
+def test_evaluate_prices_any_choice():
+    graph = random_graph(np.random.default_rng(3), memory=True, forbidden=0.0)
+    for seconds, peak, choice in brute_force(graph)[::7]:
+        assert solve.evaluate(graph, choice) == (pytest.approx(seconds, rel=1e-12), peak)
+
+
+def test_a_budget_trades_seconds_for_bytes_monotonically():
+    graph = transformer(np.random.default_rng(1), layers=1, strategies=6)
+    free = solve.solve(graph)
+    least, _ = solve.minimal_budget(graph)
+    assert least < free.peak
+    before = free.objective
+    for share in (0.9, 0.5, 0.2, 0.0):
+        budget = least + share * (free.peak - least)
+        solution = solve.solve(with_budget(graph, budget), time_limit=60.0, gap=1e-2)
+        assert solution.status == "optimal"
+        assert solution.peak <= budget * (1 + 1e-9)
+        assert solution.bound <= solution.objective
+        assert solution.objective >= before * (1 - 1e-2)
+        before = solution.objective
+    assert solve.solve(with_budget(graph, 0.99 * least)).status == "infeasible"
+
+
+def transformer(rng, layers, strategies):
+    """A graph shaped like a training step: each layer's activations and weights feed a forward and a backward chain."""
+    specs = 8
+    node_cost, transfers, buffers = [], [], []
+    depth = 6 * layers
+    shape = rng.integers(1, 4, specs)  # how often each layout is divided
+
+    def node(work):
+        node_cost.append(work * (1 + rng.random(strategies) * 3))
+        return len(node_cost) - 1, rng.integers(0, specs, strategies)
+
+    def send(source, consumers, size):
+        move = size * (0.1 + rng.random((specs, specs)) * shape[None, :])
+        np.fill_diagonal(move, 0.0)
+        t = len(transfers)
+        transfers.append(Transfer(source[0], source[1], tuple(consumers), move))
+        start, end = source[0], max(consumer for consumer, _ in consumers)
+        buffers.append((min(start, end), max(start, end), source[0], -1, -1, source[1], size * 1e6 / 2.0**shape))
+        for q in range(specs):
+            copies = np.where(np.arange(specs) == q, 0.0, size * 1e6 / 2.0 ** shape[q])
+            buffers.append((end, end, source[0], t, q, np.zeros(0, dtype=int), copies))
+
+    forward, weights = [node(1.0)], []
+    for i in range(depth):
+        weights.append(node(0.01))
+        forward.append(node(1.0 + i % 3))
+    backward = [node(2.0) for _ in range(depth)]
+    for i in range(depth):
+        grad = backward[depth - 1 - i]
+        send(forward[i], [forward[i + 1], grad, *([forward[i + 2]] if i % 3 == 0 and i + 2 <= depth else [])], 1.0)
+        send(weights[i], [forward[i + 1], grad], 0.5)
+        if i:
+            send(backward[i - 1], [backward[i], weights[depth - 1 - i]], 1.0)
+    start, end, owner, transfer, copy, klass, size = zip(*buffers, strict=True)
+    a, b, c, d, e = (np.array(x) for x in (start, end, owner, transfer, copy))
+    table = Buffers(len(node_cost), a, b, c, d, e, klass, size)
+    return StrategyGraph(tuple(node_cost), tuple(transfers), table)
+
+
+def test_a_large_graph_is_solved_to_optimality():
+    graph = transformer(np.random.default_rng(0), layers=6, strategies=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = solve.solve(graph)
+    assert solution.status == "optimal"
+    assert solution.gap <= 1e-4
+    assert price_without_memory(graph, solution.choice) == pytest.approx(solution.objective, rel=1e-12)
+    better = solve.solve(graph, cutoff=solution.bound * 0.999)
+    assert better.status == "cutoff"
+
+
+def price_without_memory(graph, choice):
+    return price(StrategyGraph(graph.node_cost, graph.transfers), choice)[0]
+
+
+def test_time_limit_gives_an_honest_gap():
+    graph = transformer(np.random.default_rng(2), layers=2, strategies=12)
+    least, _ = solve.minimal_budget(graph, gap=1e-2)
+    solution = solve.solve(with_budget(graph, 1.1 * least), time_limit=0.2, gap=0.0)
+    assert solution.status in ("optimal", "feasible", "infeasible")
+    assert solution.bound <= solution.objective
+    if solution.choice:
+        assert solution.peak <= 1.1 * least * (1 + 1e-9)

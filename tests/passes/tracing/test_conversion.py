@@ -1,0 +1,349 @@
+"""The graph computes what the function computes, bit for bit, for every structured primitive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite import _jax
+from alpa_lite.graph import check, walk
+from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.evaluation import evaluate
+from alpa_lite.passes.tracing.conversion import ELEMENTWISE, graph_of
+from tests.comparing import assert_equal
+
+X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(4, 6)
+SQUARE = np.cos(np.arange(16, dtype=np.float32)).reshape(4, 4)
+
+
+def graph_for(fun, *args):
+    graph = graph_of(jax.jit(fun).trace(*args).jaxpr)
+    check(graph)
+    return graph
+
+
+def assert_same_program(fun, *args):
+    """The graph, evaluated under jit, gives bit-equal results."""
+    graph = graph_for(fun, *args)
+    leaves = jax.tree.leaves(args)
+    expected = jax.tree.leaves(jax.jit(fun)(*args))
+    assert_equal(jax.jit(lambda *flat: evaluate(graph, flat))(*leaves), expected)
+    return graph
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.clip(x, -0.5, 0.5)
+
+
+@clipped.defjvp
+def _(primals, tangents):
+    return clipped(primals[0]), 3.0 * tangents[0]
+
+
+@jax.custom_vjp
+def scaled(x, y):
+    return x * y
+
+
+scaled.defvjp(lambda x, y: (x * y, (x, y)), lambda residual, g: (2.0 * g * residual[1], g * residual[0]))
+
+
+def rolled(x):
+    table = jnp.arange(6.0)
+
+    def body(carry, row):
+        unused, total = carry
+        return (unused + row.sum(), jnp.tanh(total * table + row)), (total.sum(), row * 2)
+
+    (_, total), (sums, _) = lax.scan(body, (0.0, x[0]), x, reverse=True, unroll=2)
+    return total, sums
+
+
+def looped(x):
+    limit = jnp.arange(3.0)
+    return lax.while_loop(
+        lambda carry: (carry[0] < limit.sum()) & (carry[1].sum() < 1e6),
+        lambda carry: (carry[0] + 1, carry[1] * 1.5 + limit[0], carry[2] + 1.0),
+        (0.0, x, x),
+    )[1]
+
+
+def branched(x):
+    table = jnp.arange(6.0)
+    one = lax.cond(x.sum() > 0, lambda y: (y * 2, y), lambda y: (y + table, y), x)[0]
+    return lax.switch(jnp.int32(2), [jnp.sin, jnp.cos, lambda y: y - table], one)
+
+
+def rematerialised(x):
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def block(y):
+        return jnp.sin(jnp.sin(y @ SQUARE) @ SQUARE)
+
+    return jax.grad(lambda y: block(block(y)).sum())(x)
+
+
+def sharded(x):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(AxisType.Auto,))
+    inner = jax.shard_map(lambda y: lax.psum(y, "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
+    return jax.jit(lambda y: inner(y) * 2)(x)
+
+
+def kernel(x):
+    def add_one(source, target):
+        target[...] = source[...] + 1.0
+
+    return pl.pallas_call(add_one, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def called_back(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda y: np.asarray(y) * 2, shape, x) + jax.pure_callback(
+        lambda y: np.asarray(y) * 3, shape, x
+    )
+
+
+def referenced(x):
+    cell = jax.new_ref(x)
+    cell[0] = cell[1] * 2.0
+    return cell[...]
+
+
+def nested(x):
+    @jax.jit
+    def inner(y, factor):
+        return jnp.where(y > 0, y * factor, jnp.float32(0.0))
+
+    return lax.map(lambda row: inner(row, 2.0) + inner(row, row.sum()), x)
+
+
+def random_values(key, raw):
+    first, second = jax.random.split(key)
+    return jax.random.normal(first, (3, 2)), jax.random.bernoulli(raw, 0.3, (5,)), second
+
+
+PROGRAMS = {
+    "custom_jvp": lambda x: jax.grad(lambda y: clipped(y).sum())(x),
+    "custom_vjp": lambda x: jax.grad(lambda y: scaled(y, x).sum())(x),
+    "custom_vjp_forward": lambda x: scaled(x, x),
+    "remat": lambda x: rematerialised(x[:, :4]),
+    "scan": rolled,
+    "scan_gradient": lambda x: jax.grad(lambda y: rolled(y)[0].sum())(x),
+    "while": looped,
+    "cond": branched,
+    "cond_gradient": lambda x: jax.grad(lambda y: branched(y).sum())(x),
+    "map": nested,
+    "associative_scan": lambda x: lax.associative_scan(jnp.add, x),
+    "shard_map": sharded,
+    "pallas": kernel,
+    "callback": called_back,
+    "sort": lambda x: (jnp.sort(x, axis=0), jnp.argsort(-x, axis=1)),
+    "top_k": lambda x: lax.top_k(x, 2),
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "conv": lambda x: lax.conv_general_dilated(x[None, None], x[None, None, :3, :3], (1, 1), "SAME"),
+    "cholesky": lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4)),
+    "linear_solve": lambda x: jnp.linalg.solve(SQUARE + 5 * jnp.eye(4), x),
+    "custom_linear_solve": lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2),
+    "vmapped_while": lambda x: jax.vmap(lambda v: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2 + 1, v))(x),
+    "vmapped_fori": lambda x: jax.vmap(lambda n, v: lax.fori_loop(0, n, lambda i, c: c * v + i, v))(jnp.arange(4), x),
+    "searchsorted": lambda x: (jnp.searchsorted(jnp.linspace(-1, 1, 5), x), jnp.interp(x, jnp.arange(3.0), x[0, :3])),
+    "reduce": lambda x: lax.reduce(x, np.float32(1.0), lambda a, b: a * b, (0,)),
+    "window": lambda x: lax.reduce_window(x, -np.inf, lax.max, (2, 2), (1, 1), "VALID"),
+    "scatter": lambda x: x.at[jnp.array([0, 2]), 1].add(5.0).at[3].max(0.1),
+    "reference": referenced,
+    "integers": lambda x: (jnp.argmax(x, 1), x > 0, (x > 0).sum(), x.astype(jnp.int8)),
+    "low_precision": lambda x: (x.astype(jnp.bfloat16) * 2.5 + 1).sum(0),
+    "passed_through": lambda x: (x, x, 3.0, jnp.zeros(2)),
+    "linen": lambda x: linen.LayerNorm().apply({"params": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}, x),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_graph_computes_what_the_function_computes(name):
+    assert_same_program(PROGRAMS[name], X)
+
+
+def test_calls_are_inlined_and_control_flow_has_bodies():
+    def everything(x):
+        return [
+            PROGRAMS[name](x) for name in ("custom_jvp", "custom_vjp_forward", "remat", "scan", "while", "cond", "map")
+        ]
+
+    graph = graph_for(everything, X)
+    names = {op.name for op in graph.ops()}
+    assert not names & {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "closed_call"}
+    for op in graph.ops():
+        assert len(op.bodies) == {"scan": 1, "while": 2, "cond": len(op.bodies)}.get(op.name, 0), op.name
+    assert {"scan", "while", "cond"} <= names
+
+
+def test_what_jax_expands_when_it_lowers_is_expanded():
+    found = {
+        name: {op.name: op for op in graph_for(PROGRAMS[name], X).ops()}
+        for name in ("vmapped_while", "while", "searchsorted", "linear_solve", "custom_linear_solve")
+    }
+    assert not {name for ops in found.values() for name in ops} & {"call_hi_primitive", "custom_linear_solve"}
+    assert found["vmapped_while"]["while"].params[ELEMENTWISE]
+    assert ELEMENTWISE not in found["while"]["while"].params
+
+
+def test_keys_are_carried_by_a_vmapped_loop():
+    def drawn(keys):
+        def body(state):
+            key, count = state
+            return jax.random.split(key)[0], count + jax.random.randint(key, (), 0, 3)
+
+        return jax.vmap(lambda key: lax.while_loop(lambda s: s[1] < 7, body, (key, 0)))(keys)[1]
+
+    assert_same_program(drawn, jax.random.split(jax.random.key(3), 5))
+
+
+def test_random_keys_typed_and_raw():
+    assert_same_program(random_values, jax.random.key(3), jax.random.PRNGKey(4))
+
+
+def test_weak_types_and_python_scalars():
+    graph = assert_same_program(lambda x, s, n: (x * s, s * n, n), X.astype(jnp.bfloat16), 1.5, 3)
+    assert graph.values[graph.block.inputs[1]].aval.weak_type
+
+
+def test_callbacks_run_though_nobody_reads_them():
+    seen = []
+
+    def fun(x):
+        jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
+        return x
+
+    graph = graph_for(fun, np.ones(3, np.float32))
+    jax.block_until_ready(jax.jit(lambda x: evaluate(graph, [x]))(np.ones(3, np.float32)))
+    jax.effects_barrier()
+    assert seen == [3.0]
+
+
+def test_callbacks_with_different_functions_have_different_keys():
+    keys = [op.key for op in graph_for(called_back, X).ops() if op.name == "pure_callback"]
+    assert len(set(keys)) == 2
+
+
+def test_closed_over_arrays_are_the_last_inputs():
+    table, other = jnp.arange(6.0), np.ones((6, 2), np.float32)
+
+    def fun(x):
+        def body(carry, row):
+            return carry + jax.jit(lambda r: (r * table) @ other)(row).sum(), row
+
+        return lax.scan(body, 0.0, x)[0] + (x * table).sum()
+
+    graph = assert_same_program(fun, X)
+    assert sorted(np.shape(c) for c in graph.constants) == [(6,), (6, 2)]
+    assert len(graph.block.inputs) == 3
+
+
+def test_closed_over_scalars_are_literals():
+    half = jnp.float32(0.5)
+    assert assert_same_program(lambda x: x * half, X).constants == ()
+
+
+def test_remat_puts_a_barrier_before_what_is_computed_again():
+    graph = graph_for(PROGRAMS["remat"], X)
+    assert any(op.name == "optimization_barrier" for op in graph.ops())
+    kept = jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)), prevent_cse=False)
+    graph = graph_for(jax.grad(lambda x: kept(x).sum()), X)
+    assert not any(op.name == "optimization_barrier" for op in graph.ops())
+
+
+def test_named_scopes_and_source_lines_survive_into_the_compiled_program():
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("deep"):
+            return jnp.tanh(x)
+
+    def fun(x):
+        with jax.named_scope("outer"):
+            return lax.scan(lambda c, row: (inner(c + row), row), x[0], x)[0]
+
+    graph = graph_for(fun, X)
+    text = jax.jit(lambda x: evaluate(graph, [x])).lower(X).compile().as_text()
+    assert text is not None
+    tanh = next(line for line in text.splitlines() if " tanh(" in line)
+    assert "outer" in tanh and "deep" in tanh
+    (op,) = (op for op in graph.ops() if op.name == "tanh")
+    assert "test_conversion.py" in _jax.source_line(op.source)
+
+
+def test_dead_code_goes_and_inputs_stay():
+    def fun(x, unused):
+        wasted = jnp.sin(x) @ SQUARE
+
+        def body(carry, row):
+            kept, dropped = carry
+            return (kept + row.sum(), dropped * jnp.cos(row).sum()), (row, wasted)
+
+        return lax.scan(body, (0.0, 1.0), x)[0][0]
+
+    graph = assert_same_program(fun, X[:, :4], X)
+    assert len(graph.block.inputs) == 2
+    names = [op.name for op in graph.ops()]
+    assert "sin" not in names and "cos" not in names
+    (scan,) = (op for op in graph.ops() if op.name == "scan")
+    assert len(scan.results) == 1 and scan.params["num_consts"] == 0 and scan.params["num_carry"] == 1
+
+
+def test_pruning_twice_changes_nothing():
+    graph = graph_for(PROGRAMS["scan_gradient"], X)
+    again = pruning.prune(graph)
+    assert [op.key for op in again.ops()] == [op.key for op in graph.ops()]
+    assert again.block.outputs == graph.block.outputs
+
+
+def test_ops_and_values_are_numbered_densely_bodies_before_their_op():
+    graph = graph_for(PROGRAMS["scan_gradient"], X)
+    assert [op.index for op in walk(graph.block)] == list(range(len(list(graph.ops()))))
+    numbers = set(graph.block.inputs)
+    for op in graph.ops():
+        numbers.update(op.results, *(body.inputs for body in op.bodies))
+    assert numbers == set(range(len(graph.values)))
+
+
+def test_keys_are_equal_for_equal_computations_only():
+    def layer(x, power):
+        return lax.scan(lambda c, row: (jax.nn.gelu(c + row) ** power, row), x[0], x)[0]
+
+    graph = graph_for(lambda x: (layer(x, 2), layer(x + 1, 2), layer(x, 3), jnp.sin(x), jnp.sin(x[:2])), X)
+    first, second, third = (op.key for op in graph.ops() if op.name == "scan")
+    assert first == second != third
+    assert len({op.key for op in graph.ops() if op.name == "sin"}) == 2
+    assert all(isinstance(hash(op.key), int) for op in graph.ops())
+    literals = graph_for(lambda x: (x * 2.0, x * 3.0, 2.0 * x, x * 2.0), X)
+    keys = [op.key for op in literals.ops()]
+    assert keys[0] == keys[-1] and len(set(keys)) == 3
+
+
+STABLE = ("pallas", "reduce", "scan", "callback", "shard_map", "scatter", "custom_linear_solve")
+
+
+def all_keys() -> list[str]:
+    return [op.key for name in STABLE for op in graph_for(PROGRAMS[name], X).ops()]
+
+
+def test_keys_do_not_depend_on_the_process():
+    code = (
+        "import jax; jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_num_cpu_devices', 8);"
+        "import tests.passes.test_conversion as t; print('\\n'.join(t.all_keys()))"
+    )
+    environment = dict(os.environ, PYTHONHASHSEED="7", PYTHONPATH=os.pathsep.join([os.getcwd(), *sys.path]))
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert found.stdout.splitlines() == all_keys()
+    assert not any(" at 0x" in key or ".py" in key for key in all_keys())

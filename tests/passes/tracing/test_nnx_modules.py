@@ -1,0 +1,144 @@
+"""NNX objects are split, traced and updated in place as `nnx.jit` does, with the paths of `nnx.state`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from alpa_lite.graph import Traced, check
+from alpa_lite.passes.ir.evaluation import evaluate
+from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing.tracing import trace
+from tests.comparing import assert_equal
+
+BATCH = {"x": np.ones((8, 6), np.float32), "y": np.zeros((8, 4), np.float32)}
+OPTIMIZER = optax.adam(1e-2)
+
+
+def roles(traced: Traced) -> dict[str, str]:
+    return {argument.path: argument.role for argument in traced.arguments}
+
+
+def by_role(traced: Traced, role: str) -> list[str]:
+    return [path for path, found in roles(traced).items() if found == role]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers: Any = nnx.List([nnx.Linear(6, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.tied = self.layers[0]
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.norm(self.layers[1](self.tied(x)))
+
+
+def nnx_step(model, optimizer, batch):
+    def loss(model):
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def test_nnx_objects_are_state_with_the_paths_of_nnx_state():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState))))
+    traced = trace(nnx_step, (model, optimizer, BATCH), {})
+    check(traced.graph)
+    expected = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for name, node in (("model", model), ("optimizer", optimizer))
+        for path, _ in jax.tree_util.tree_flatten_with_path(nnx.state(node))[0]
+    ]
+    assert by_role(traced, "state") == expected
+    assert by_role(traced, "batch") == ["batch['x']", "batch['y']"]
+    assert [o.path for o in traced.outputs] == [*expected, "result"]
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState))))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def run_in_place(fun, traced, *args):
+    """What the executor does: split, evaluate, merge."""
+    tag = object()
+    with nnx_modules.updating(tag):
+        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.extra["calling"].traced(args, {}), tag))
+        out = jax.jit(partial(evaluate, traced.graph))(leaves)
+        return nnx_modules.merge_results(jax.tree.unflatten(traced.out_tree, out), tag)
+
+
+def assert_same_objects(one, two):
+    graph_one, state_one = nnx.split(one)
+    graph_two, state_two = nnx.split(two)
+    assert graph_one == graph_two
+    assert_equal(jax.tree.leaves(state_one), jax.tree.leaves(state_two))
+
+
+def test_nnx_objects_are_updated_as_nnx_jit_does():
+    def make():
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    ours, theirs = make(), make()
+    traced = trace(nnx_step, (*ours, BATCH), {})
+    tied = ours[0].tied
+    jitted = nnx.jit(nnx_step)
+    for _ in range(3):
+        np.testing.assert_array_equal(run_in_place(nnx_step, traced, *ours, BATCH), jitted(*theirs, BATCH))
+    assert_same_objects(ours, theirs)
+    assert ours[0].tied is tied is ours[0].layers[0]
+    assert int(ours[0].calls[...]) == 3
+
+
+def test_nnx_structure_that_changes_is_written_back():
+    def step(model: Any, batch):
+        model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
+        model.layers[1].deterministic = True
+        model.seen = nnx.Variable(batch["x"].sum())
+        return model(batch["x"]).sum()
+
+    ours: Any = Net(nnx.Rngs(0))
+    theirs: Any = Net(nnx.Rngs(0))
+    traced = trace(step, (ours, BATCH), {})
+    np.testing.assert_array_equal(run_in_place(step, traced, ours, BATCH), nnx.jit(step)(theirs, BATCH))
+    assert_same_objects(ours, theirs)
+    assert ours.layers[1].deterministic and float(ours.seen[...]) == 48.0
+
+
+def test_nnx_objects_inside_containers_shared_between_arguments_and_returned():
+    def step(pair, batch, *, metrics, rngs):
+        model, shared = pair["model"], pair["layer"]
+        out = model(batch["x"]) + jax.random.normal(rngs.noise(), (8, 4))
+        shared.bias[...] += out.mean(0)
+        metrics.update(values=out.mean())
+        return out, nnx.Linear(2, 2, rngs=nnx.Rngs(5))
+
+    def make():
+        model = Net(nnx.Rngs(0))
+        pair = {"model": model, "layer": model.layers[0]}
+        return (pair, BATCH), {"metrics": nnx.metrics.Average(), "rngs": nnx.Rngs(noise=3)}
+
+    (args, kwargs), (their_args, their_kwargs) = make(), make()
+    traced = trace(step, args, kwargs)
+    paths = list(roles(traced))
+    assert len(paths) == len(set(paths))
+    assert "pair['layer']['bias'].value" in paths and "rngs['noise']['count'].value" in paths
+    assert "pair['model']['layers'][0]['bias'].value" not in paths  # shared: named once, where it is met first
+    tag = object()
+    with nnx_modules.updating(tag):
+        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.extra["calling"].traced(args, kwargs), tag))
+        out = jax.tree.unflatten(traced.out_tree, jax.jit(partial(evaluate, traced.graph))(leaves))
+        ours, layer = nnx_modules.merge_results(out, tag)
+    theirs, their_layer = nnx.jit(step)(*their_args, **their_kwargs)
+    np.testing.assert_array_equal(ours, theirs)
+    assert_same_objects((args[0], kwargs, layer), (their_args[0], their_kwargs, their_layer))

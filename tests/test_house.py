@@ -1,0 +1,77 @@
+"""The plan of the house: rooms stand in import order."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = (
+    "ir", "tracing", "factors", "local", "microbatches", "sharding", "layers", "lowering", "stages", "programs",
+    "checks", "plans",
+)  # fmt: skip
+"""The rooms of `passes/`, each importing only from those before it."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the library by its import name."""
+    paths = [*(ROOT / "alpa_lite").glob("*.py"), *(ROOT / "alpa_lite" / "report").glob("*.py")]
+    named = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
+    for folder in ("passes", "runtime", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            named[".".join(("alpa_lite", *path.relative_to(ROOT).with_suffix("").parts))] = path
+    return {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """The statements below a node that run; those for type checkers alone do not."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        yield from statements(child)
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The library's modules that a module imports, at its top or within functions."""
+    found = set()
+    for node in statements(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                full = f"{node.module}.{name.name}"
+                found.add(full if full in known else node.module)
+        elif isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+    return found & known.keys()
+
+
+KNOWN = modules()
+ARROWS = {name: imports(path, KNOWN) for name, path in KNOWN.items()}
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["alpa_lite", "passes"] and len(parts) > 2 else None
+
+
+def test_every_module_of_the_passes_is_in_a_room():
+    assert {room(name) for name in KNOWN if name.startswith("alpa_lite.passes.")} == set(ROOMS)
+
+
+@pytest.mark.parametrize("own", ROOMS)
+def test_rooms_import_only_from_rooms_before_them(own):
+    back = {
+        (name, other)
+        for name, others in ARROWS.items()
+        for other in others
+        if room(name) == own and (there := room(other)) and ROOMS.index(there) > ROOMS.index(own)
+    }
+    assert not back
+
+
+def test_passes_touch_no_runtime_and_the_runtime_does_not_plan():
+    for name, others in ARROWS.items():
+        if name.startswith("alpa_lite.passes"):
+            assert not {o for o in others if o.startswith("alpa_lite.runtime")}, name
