@@ -1,5 +1,6 @@
-# make demo | test | fast | coverage | lint | format | types | wheel | clean
+# make demo | test | slow | test-all | coverage | lint | format | types | wheel | clean
 #
+# make test covers every module; make slow runs what takes longer, and make test-all both.
 # PYTHON=python3.12 make test    uses another interpreter, in a virtual environment of its own
 # CONSTRAINTS=file               pins versions (see .ci/constraints-3.11.txt)
 # WORKERS=4                      test processes; each loads JAX
@@ -15,21 +16,25 @@ VERSION := $(if $(INTERPRETER),$(shell '$(INTERPRETER)' -c 'import sys; print("%
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test fast coverage lint format types wheel clean
+.PHONY: demo test slow test-all coverage lint format types wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/alpa-lite demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(TESTS)
+slow: $(INSTALLED)
+	$(PYTEST) -m slow $(TESTS)
+
+test-all: $(INSTALLED)
+	$(PYTEST) $(TESTS)
 
 coverage: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(TESTS)
+	$(PYTEST) -m "not slow" --cov --cov-report=term $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
