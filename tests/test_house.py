@@ -1,8 +1,10 @@
 """The plan of the house: rooms stand in import order."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -69,6 +71,15 @@ def test_rooms_import_only_from_rooms_before_them(own):
         if room(name) == own and (there := room(other)) and ROOMS.index(there) > ROOMS.index(own)
     }
     assert not back
+
+
+def test_no_name_of_a_room_hides_a_module_of_it():
+    """`from alpa_lite.passes.plans import replay` must mean the module, whatever the room's `__init__` has."""
+    for name, path in KNOWN.items():
+        if path.name != "__init__.py":
+            importlib.import_module(name)
+            package, _, short = name.rpartition(".")
+            assert isinstance(getattr(importlib.import_module(package), short), ModuleType), name
 
 
 def test_passes_touch_no_runtime_and_the_runtime_does_not_plan():

@@ -1,10 +1,9 @@
 """The document: what was decided, what it costs, what else there was; and running a decision again.
 
-In: what the search found. Out: `alpa_lite.plan.Plan`. `write` makes it; `replay` finds the decisions of a given plan in
-a step without solving.
+In: what the search found. Out: `alpa_lite.plan.Plan`. `write` makes it; `replay.replay` finds the decisions of a given
+plan in a step without solving.
 """
 
-from alpa_lite.passes.plans.replay import replay
 from alpa_lite.passes.plans.writing import write
 
-__all__ = ["replay", "write"]
+__all__ = ["write"]

@@ -4,8 +4,7 @@ In: planned stages, submeshes and a schedule. Out: `alpa_lite.program.Program`: 
 each buffer begins and ends; `simulate` plays the lists that the runtime runs.
 """
 
-from alpa_lite.passes.programs.search import search
 from alpa_lite.passes.programs.simulation import simulate
 from alpa_lite.passes.programs.writing import build
 
-__all__ = ["build", "search", "simulate"]
+__all__ = ["build", "simulate"]

@@ -3,6 +3,6 @@
 In: `alpa_lite.strategy.StrategyGraph`. Out: `alpa_lite.strategy.Solution` with status, bound and gap.
 """
 
-from alpa_lite.passes.sharding.solver.solve import Bound, evaluate, minimal_budget, solve
+from alpa_lite.passes.sharding.solver.solve import Bound, evaluate, minimal_budget
 
-__all__ = ["Bound", "evaluate", "minimal_budget", "solve"]
+__all__ = ["Bound", "evaluate", "minimal_budget"]
