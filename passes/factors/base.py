@@ -33,8 +33,8 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The primitive's name, `scatter-add` as `scatter_add`."""
-        return self.primitive.name.replace("-", "_")
+        """The primitive's name."""
+        return self.primitive.name
 
 
 def shape(aval: Any) -> tuple[int, ...]:

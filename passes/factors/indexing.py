@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, is_number, shape
+from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import FactorKind, Rule
 
 
@@ -47,7 +48,7 @@ def scatter(call: Call) -> Rule:
     """See the module's formula; without addition the order of updates matters, and their batch dims are replicated."""
     numbers = call.params["dimension_numbers"]
     operand, indices, updates = (shape(aval) for aval in call.operands)
-    adds = call.name in ("scatter_add", "scatter_sub")
+    adds = call.name in primitives.SCATTER_ADDITIONS
     new = Rules()
     shared = numbers.scatter_indices_batching_dims
     batch = [
@@ -94,12 +95,7 @@ def dynamic_update_slice(call: Call) -> Rule:
 
 INDEXING: Mapping[str, Callable[[Call], Rule]] = {
     "gather": gather,
-    "scatter": scatter,
-    "scatter_add": scatter,
-    "scatter_sub": scatter,
-    "scatter_mul": scatter,
-    "scatter_min": scatter,
-    "scatter_max": scatter,
+    **dict.fromkeys(primitives.SCATTERS, scatter),
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
 }

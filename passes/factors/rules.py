@@ -98,9 +98,8 @@ from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
 from alpa_lite.passes.factors.shardy import shardy_rules
 from alpa_lite.passes.factors.tables import SHARDY, TABLE
+from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import Factor, Rule
-
-CONTROL = frozenset({"scan", "while", "cond"})
 
 
 def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
@@ -115,7 +114,7 @@ def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
     """
     calls: dict[Any, Call] = {}
     for op in ops:
-        if op.key not in calls and op.name not in CONTROL:
+        if op.key not in calls and op.name not in primitives.CONTROL:
             operands = tuple(a.aval if isinstance(a, Lit) else values[a].aval for a in op.operands)
             literals = tuple(isinstance(a, Lit) for a in op.operands)
             calls[op.key] = Call(op.primitive, op.params, operands, tuple(values[r].aval for r in op.results), literals)

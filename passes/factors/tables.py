@@ -13,6 +13,7 @@ from typing import Any
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
 from alpa_lite.passes.factors.windows import WINDOWS
+from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import FactorKind, Rule
 
 
@@ -244,16 +245,6 @@ def leading(kind: FactorKind) -> Callable[[Call], Rule]:
     return describe
 
 
-_ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
-    population_count pow random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 xor zeta
-"""
-
 _SHARDY = """
     broadcast_in_dim dot_general fft reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor rev
     sort transpose
@@ -262,17 +253,13 @@ SHARDY = frozenset(_SHARDY.split())
 
 
 def _table() -> dict[str, Callable[[Call], Rule]]:
-    table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(_ELEMENTWISE.split(), elementwise)
-    table |= dict.fromkeys(("optimization_barrier", "device_put", "pvary", "reshard"), pairs)
+    table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(primitives.ELEMENTWISE, elementwise)
+    table |= dict.fromkeys(primitives.PAIRWISE, pairs)
     table |= dict.fromkeys(("rng_bit_generator", "rng_uniform", "random_gamma"), replicated)
-    table |= dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), along("axis", "special"))
+    table |= dict.fromkeys(primitives.CUMULATIVE, along("axis", "special"))
     table |= dict.fromkeys(("argmax", "argmin"), reducing("axes", "special"))
-    table |= dict.fromkeys(
-        ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product"), batched(2)
-    )
-    table |= dict.fromkeys(("lu", "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve"), batched(2))
-    table |= dict.fromkeys(("cholesky_update", "tridiagonal"), batched(2))
-    table |= dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), batched(1))
+    table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, batched(2))
+    table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, batched(1))
     table |= dict.fromkeys(("reshape", "squeeze"), reshape)
     table |= dict.fromkeys(("concatenate", "split"), joined)
     table |= dict.fromkeys(("stack", "unstack"), stacked)

@@ -7,7 +7,8 @@ once within the reduction, once within the comparison, and contracts a product a
 nothing equals the maximum, and the gradient is zero, or 0 / 0 where it is divided by the number of elements that do.
 
 Answer. `ties` finds these comparisons; `rematerialisation` then computes the maximum again together with its operand.
-`emission` puts a barrier behind operands of `REDUCTIONS` that are also compared, so that there is one copy of them.
+`emission` puts a barrier behind operands of `primitives.EXTREMA` that are also compared, so that one copy of them is
+made.
 """
 
 from __future__ import annotations
@@ -16,14 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from alpa_lite.graph import Op
+from alpa_lite.passes.ir import primitives
 
-REDUCTIONS = frozenset({
-    "cummax", "cummin", "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter-max",
-    "scatter-min", "scatter_max", "scatter_min",
-})  # fmt: skip
-"""Operations whose results are elements of an operand, in another loop over it than elementwise operations."""
-_SELECTING = REDUCTIONS | {"max", "min"}  # the gradients of these two compare with their results in JAX 0.10
-_MOVING = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"})
+_SELECTING = primitives.EXTREMA | {"max", "min"}  # the gradients of these two compare with their results in JAX 0.10
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def _chain(atom: object, makers: Mapping[int, Op]) -> tuple[Op, ...]:
         chain.insert(0, maker)
         if maker.name in _SELECTING:
             return tuple(chain)
-        if maker.name not in _MOVING:
+        if maker.name not in primitives.RESHAPES:
             break
         atom = maker.operands[0]
     return ()

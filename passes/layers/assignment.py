@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import reads
 from alpa_lite.passes.layers.forward import accumulators
 from alpa_lite.passes.layers.types import Assignment, Layering
@@ -262,7 +263,7 @@ class _Assigner:
         op = self.defined.get(value)
         if op is None or op.index in self.layering.forward or op.index not in self.stage:
             return [(value, self.stage.get(op.index, 0) if op is not None else 0)]
-        if op.name in ("add_any", "add") and len(self.users.get(value, ())) == 1 and len(reads(op)) == 2:
+        if op.name in primitives.ADDS and len(self.users.get(value, ())) == 1 and len(reads(op)) == 2:
             inner: list[Op] = []
             parts = [part for operand in reads(op) for part in self.summands(operand, inner)]
             if len({stage for _, stage in parts}) > 1:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import reads
-from alpa_lite.passes.sharding.prices import work
 from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is alike on all accelerators.
@@ -44,8 +44,8 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tupl
         if op.name == "cond":
             return max(parts)
         return times * sum(s for s, _ in parts), times * sum(f for _, f in parts)
-    flops = work(op, rules[op.key], values)
-    is_product = op.name in ("dot_general", "conv_general_dilated")
+    flops = primitives.work(op, rules[op.key], values)
+    is_product = op.name in primitives.PRODUCTS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in reads(op)) if is_product else 0)
     return max(flops / _PEAK if is_product else 0.0, moved / _BANDWIDTH, _FREE_SECONDS), flops
 

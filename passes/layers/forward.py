@@ -9,8 +9,8 @@ needs is backward, which holds for every trace of reverse mode: the transposed e
 
 Kinds of values. Every value depends on parameters (state), on inputs (the batch, keys, counters), on both, or on
 neither. What depends on both is an activation. An operation without activations is *free*: it stands wherever its
-users are, and may run once on each stage, unless it is heavy, has effects, or reduces parameters (their norm), for then
-its result is cheaper to move than its operands.
+users are, and may run once on each stage, unless it is expensive, has effects, or reduces parameters (their norm): its
+result is then cheaper to move than its operands.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.graph import Block, Op, Traced, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.strategy import Rule
 
 PARAM, INPUT, ACTIVE = 1, 2, 3
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "sort", "fft"})
-_SELECTION = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "split"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +95,7 @@ class _Walk:
             kind = 0
             for value in operands:
                 kind |= self.kinds.get(value, 0)
-            is_free = kind != ACTIVE and not (op.has_effects or is_heavy(op) or op.key in self.opaque)
+            is_free = kind != ACTIVE and not (op.has_effects or is_expensive(op) or op.key in self.opaque)
             if is_free and kind == PARAM:
                 is_free = op.index not in backward and not self._shrinks(op)
             if is_free:
@@ -108,15 +107,15 @@ class _Walk:
 
     def _shrinks(self, op: Op) -> bool:
         """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
-        if op.name in _SELECTION:
+        if op.name in primitives.SELECTIONS:
             return False
         size = max((_elements(self.values[v].shape) for v in reads(op) if self.kinds.get(v) == PARAM), default=0)
         return sum(_elements(self.values[v].shape) for v in op.results) < size
 
 
-def is_heavy(op: Op) -> bool:
+def is_expensive(op: Op) -> bool:
     """Whether an operation is worth cutting before, and not worth running twice."""
-    return bool(op.bodies) or op.name in _HEAVY
+    return bool(op.bodies) or op.name in primitives.EXPENSIVE_TO_REPEAT
 
 
 def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:
@@ -169,7 +168,7 @@ def accumulators(body: Block, consts: int, carries: int) -> dict[int, tuple[Op, 
     for number in range(carries):
         carry, out = body.inputs[consts + number], body.outputs[number]
         op = defined.get(out) if isinstance(out, int) else None
-        if op is None or op.name not in ("add", "add_any") or uses.get(carry) != 1 or carry not in op.operands:
+        if op is None or op.name not in primitives.ADDS or uses.get(carry) != 1 or carry not in op.operands:
             continue
         others = [atom for atom in op.operands if atom != carry]
         if len(others) == 1 and isinstance(others[0], int):

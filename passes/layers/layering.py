@@ -21,7 +21,7 @@ from alpa_lite.graph import Op, Traced
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.passes.layers import cuts
 from alpa_lite.passes.layers.cuts import Atom
-from alpa_lite.passes.layers.forward import Split, is_heavy, split
+from alpa_lite.passes.layers.forward import Split, is_expensive, split
 from alpa_lite.passes.layers.types import Layer, Layering
 from alpa_lite.strategy import Rule
 
@@ -149,14 +149,14 @@ def _only_free(op: Op, defined: Mapping[int, Op], parts: Split) -> bool:
 
 
 def _candidates(order: Sequence[Op], free: frozenset[int], crossing: np.ndarray) -> list[int]:
-    """Ends of atoms: after ops that are not free, where the next such op raises the bytes cut, or is heavy."""
+    """Ends of atoms: after ops that are not free, where the next such op raises the bytes cut, or is expensive."""
     places = [i for i in range(len(order) - 1) if order[i].index not in free]
     if places and all(op.index in free for op in order[places[-1] + 1 :]):
         places.pop()  # what follows would be no layer
     out = []
     for i, following in itertools.pairwise([*places, len(order) - 1]):
         rise = int(crossing[following]) - int(crossing[i]) if following < len(crossing) else 1
-        if rise > 0 or (rise == 0 and is_heavy(order[following])):
+        if rise > 0 or (rise == 0 and is_expensive(order[following])):
             out.append(i + 1)
     return out
 

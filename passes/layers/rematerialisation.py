@@ -26,15 +26,13 @@ from typing import Literal
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
 from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.layers.types import Layering
 
 Choice = Literal["none", "selective", "layer"]
-
-_DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
-_SAVED = frozenset({"conv_general_dilated", "scan", "while", "cond", "sort", "top_k", "fft"}) | _DRAWS
 
 
 def rematerialise(
@@ -90,7 +88,7 @@ def is_kept(op: Op) -> bool:
     if op.name == "dot_general":
         (_, _), (batch, _) = op.params["dimension_numbers"]
         return not batch
-    return op.name in _SAVED or op.has_effects
+    return op.name in primitives.KEPT or op.has_effects
 
 
 class _Body:

@@ -26,6 +26,7 @@ from jax import lax
 
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
 from alpa_lite.passes.layers import stacked_arguments
@@ -43,8 +44,6 @@ _COMBINED: Mapping[str, Any] = {
     "reduce_and": lax.and_p,
     "reduce_or": lax.or_p,
 }
-# Operations whose parameters hold sizes of dim 0 that this pass does not rewrite.
-_SIZED = frozenset({"slice", "gather", "dynamic_slice", "dynamic_update_slice", "split", "iota", "random_bits", "pad"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +267,7 @@ class _Walk:
     def is_parallel(self, op: Op, length: int) -> bool:
         """Whether dim 0 of every result is one parallel factor, which is dim 0 of operands or in none of them."""
         rule = self.rules.get(op.key)
-        if rule is None or op.bodies or op.has_effects or op.name in _SIZED or rule.source == "opaque":
+        if rule is None or op.bodies or op.has_effects or op.name in primitives.SIZED or rule.source == "opaque":
             return False
         heads = {dims[0] if dims else () for dims in rule.results}
         if len(heads) != 1 or len(head := heads.pop()) != 1:

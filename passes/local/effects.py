@@ -20,10 +20,8 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.graph import Op
 from alpa_lite.layout import Axes
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number
-
-_NESTED = frozenset({"shard_map", "pmap", "xla_pmap", "mpmd_map", "core_map"})
-_UNREPEATABLE = frozenset({"rng_uniform"})  # draws from a hidden state that each device has for itself
 
 
 def needs_outside(op: Op) -> bool:
@@ -39,7 +37,7 @@ def needs_outside(op: Op) -> bool:
 
 
 def _outside(name: str, params: Mapping[str, Any]) -> bool:
-    if name in _NESTED or name in _UNREPEATABLE:
+    if name in primitives.MANUAL or name in primitives.SHARED_STATE_DRAWS:
         return True
     if name == "device_put" and any(_names_memory(device) for device in params.get("devices", ())):
         return True

@@ -11,7 +11,7 @@ floats is regrouped. `collectives` are exactly those that the form issues.
 
 The rules. For a factor that is
 
-- parallel: the same primitive on local sizes; parameters that hold sizes get the local ones (`_FORMS`);
+- parallel: the same primitive on local sizes; parameters that hold sizes get the local ones (`FORMS`);
 - sum: likewise, and the results are partial sums over its axes;
 - max, min, special: a form of its own, in `local.reductions`, `local.indexing`, `local.windows` and `local.random`.
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from alpa_lite.graph import Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local import effects, indexing, random, reductions, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 from alpa_lite.strategy import Factor, Rule
@@ -52,7 +53,7 @@ def local_form(
         setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
         return _ANYWHERE.get(op.name, Setting.bound)(setting)
     parts = _parts(rule, assignment, sharded, mesh)
-    maker = _FORMS.get(op.name)
+    maker = FORMS.get(op.name)
     if parts is None or maker is None or not _kinds_fit(op.name, maker, rule.factors, sharded):
         return None
     operands = _layouts(rule.operands, rule, assignment, parts, ())
@@ -62,7 +63,7 @@ def local_form(
     results = _layouts(rule.results, rule, assignment, parts, partial)
     if operands is None or results is None:
         return None
-    if _repeats(assignment, sharded) and not (op.name in _PAIRS and _disjoint(operands)):
+    if _repeats(assignment, sharded) and not (op.name in primitives.PAIRWISE and _disjoint(operands)):
         return None
     setting = Setting(op, rule, assignment, values, mesh, operands, results)
     if any(rule.factors[f].kind == "special" for f in sharded) and not _divides(setting):
@@ -194,31 +195,15 @@ def _identity(s: Setting) -> LocalForm:
     return s.form(lambda *operands: list(operands))
 
 
-_PAIRS = frozenset(
-    {"optimization_barrier", "device_put", "reshard", "pvary"}
-)  # result k is operand k, whatever the others
-
-
-_SUMS = frozenset(
-    {"reduce_sum", "dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter-sub"}
-)
+_SUMS = primitives.PRODUCTS | primitives.SCATTER_ADDITIONS | {"reduce_sum", "ragged_dot_general", "gather"}
 
 # Bound again as they are: no parameter of theirs holds the size of a dim that may be sharded.
 _PLAIN = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype
-    ge ge_to gt gt_to igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log
-    log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
-    polynomial population_count pow random_clone random_fold_in random_gamma_grad random_seed random_unwrap random_wrap
-    real reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 tie
-    to_edtype xor zeta bitcast_convert_type expand_dims optimization_barrier squeeze stack transpose unstack
-    approx_top_k dot_general fft ragged_dot_general reduce_sum sort cholesky cholesky_update eig eigh geqp3 geqrf
-    hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve
-    tridiagonal tridiagonal_solve
+    approx_top_k bitcast_convert_type dot_general fft from_edtype optimization_barrier ragged_dot_general random_unwrap
+    random_wrap reciprocal reduce_sum sort squeeze stack tie to_edtype transpose unstack
 """
 
-_IDENTITY = dict.fromkeys(("device_put", "mesh_cast", "pvary", "reshard", "sharding_constraint"), _identity)
+_IDENTITY = dict.fromkeys(primitives.PLACEMENT, _identity)
 
 _EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     "debug_callback": effects.printing,
@@ -229,7 +214,9 @@ _EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
 # Where nothing is sharded: all others are bound as they are.
 _ANYWHERE: Mapping[str, Callable[[Setting], LocalForm | None]] = {**_IDENTITY, **_EFFECTS}
 
-_FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
+FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
+    **dict.fromkeys(primitives.ELEMENTWISE, Setting.bound),
+    **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bound),
     **dict.fromkeys(_PLAIN.split(), Setting.bound),
     **_IDENTITY,
     "argmax": reductions.arg_extremum,
@@ -237,7 +224,7 @@ _FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "conv_general_dilated": windows.convolution,
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), reductions.cumulative),
+    **dict.fromkeys(primitives.CUMULATIVE, reductions.cumulative),
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "gather": indexing.gather,
@@ -254,9 +241,7 @@ _FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     ),
     "reshape": _reshape,
     "rev": windows.rev,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), indexing.scatter
-    ),
+    **dict.fromkeys(primitives.SCATTERS, indexing.scatter),
     "select_and_scatter_add": windows.select_and_scatter_add,
     "slice": windows.slice_,
     "split": _split,

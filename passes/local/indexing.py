@@ -25,6 +25,7 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from alpa_lite.layout import Axes
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm, Setting, bind, block_number, offset, sharded_dims
 
 
@@ -107,12 +108,12 @@ def scatter(s: Setting) -> LocalForm | None:
     if s.operands[1].dims[-1] or s.operands[0].dims != s.results[0].dims:
         return None
     partial = s.results[0].partial
-    if partial and (s.op.name not in ("scatter-add", "scatter-sub") or not _addable(s.result_dtype())):
+    if partial and (s.op.name not in primitives.SCATTER_ADDITIONS or not _addable(s.result_dtype())):
         return None
     if not looked_up and not partial:
         return s.bound()
     clips = mode == GatherScatterMode.CLIP
-    adds = s.op.name in ("scatter-add", "scatter-sub") and _addable(s.result_dtype())
+    adds = s.op.name in primitives.SCATTER_ADDITIONS and _addable(s.result_dtype())
     params = dict(s.op.params)
     if looked_up:
         # Several rows may now share the index of what is dropped.

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
-from alpa_lite.passes.ir import evaluation, ties
+from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -221,7 +221,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
     for item in body.instructions:
         match item:
             case Compute():
-                if item.op.name in ties.REDUCTIONS:
+                if item.op.name in primitives.EXTREMA:
                     for register in tied.intersection(reads(item)):
                         registers[register] = _jax.materialised(registers[register])
                 results = item.form.run(*(read(o) for o in item.operands))
@@ -249,7 +249,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
 def _tied(body: Body, traced: Traced) -> frozenset[int]:
     """The registers of reductions' operands of which the compiler must make one copy only (see `ties`)."""
     computed = [item for item in body.instructions if isinstance(item, Compute)]
-    chosen = [item for item in computed if item.op.name in ties.REDUCTIONS]
+    chosen = [item for item in computed if item.op.name in primitives.EXTREMA]
     if not chosen:
         return frozenset()
     own = set(body.inputs).union(*map(writes, body.instructions))  # a register of an outer body stays as it is

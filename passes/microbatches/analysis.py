@@ -26,6 +26,7 @@ import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.rows import aligned_form
@@ -39,7 +40,7 @@ from alpa_lite.passes.microbatches.states import (
     Decision,
     Failure,
     State,
-    is_heavy,
+    is_intensive,
     join,
     linear,
     shifted,
@@ -48,9 +49,6 @@ from alpa_lite.passes.microbatches.states import (
 )
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
 from alpa_lite.strategy import Rule
-
-_ADDITIONS = frozenset({"add", "add_any", "sub"})
-_CHAIN = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
 
 
 class Refused(Exception):
@@ -122,7 +120,9 @@ class Analysis:
         return sum(
             int(np.prod(self._shape(a), dtype=np.int64))
             for op in self.graph.block.ops
-            if is_heavy(op) and op.index in self.decisions and self.decisions[op.index].kind not in ("whole", "copy")
+            if is_intensive(op)
+            and op.index in self.decisions
+            and self.decisions[op.index].kind not in ("whole", "copy")
             for a in (*op.operands, *op.results)
         )
 
@@ -222,7 +222,7 @@ class Analysis:
         examples = any(carried.values())
         if failure is None and cause is None and examples:
             cause = Failure(op, "it uses single examples together with a sum over all of them")
-        if examples and (is_heavy(op) or self._is_opaque(op)):
+        if examples and (is_intensive(op) or self._is_opaque(op)):
             raise Refused(op, cause, roots)
         for i, value in enumerate(op.results):
             self.state[value] = AFTER
@@ -266,14 +266,14 @@ class Analysis:
             return True
         summed = [a for a, s in zip(op.operands, decision.operands, strict=True) if s == PARTIAL]
         before = sum(self.values[a].nbytes for a in summed if not isinstance(a, Lit))
-        joins = op.name in _ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in states)
+        joins = op.name in primitives.ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in states)
         shrinks = sum(self.values[v].nbytes for v in op.results) < before and op.name == "reduce_sum"
         widens = op.name == "convert_element_type" and self.values[op.results[0]].itemsize > _itemsize(self, summed[0])
         return (joins or shrinks or widens) and all(self._once(a) for a in summed)
 
     def _sink(self, op: Op) -> bool:
         """Moves the linear operations before an addition or a conversion into the loop, if it then can be there too."""
-        if op.name not in _ADDITIONS and op.name != "convert_element_type":
+        if op.name not in primitives.ADDITIONS and op.name != "convert_element_type":
             return False
         chains = [self._chain(a) for a in op.operands]
         if any(chain is None for chain in chains):
@@ -288,7 +288,7 @@ class Analysis:
     def _decline_chain(self, op: Op, states: Sequence[State]) -> None:
         """Notes an operation that could be in the loop if the linear operations before it were."""
         made = [a for a in op.operands if not isinstance(a, Lit)]
-        if op.name in _CHAIN and all(
+        if op.name in primitives.LINEAR_CHAIN and all(
             a in self.producers and self.producers[a][0].index in self._declined for a in made
         ):
             found = self.classify(op, [PARTIAL if s == AFTER else s for s in states])
@@ -304,7 +304,7 @@ class Analysis:
             if self.state[atom] == PARTIAL:
                 return chain
             op = self.producers[atom][0] if atom in self.producers else None
-            if op is None or op.name not in _CHAIN or op.index not in self._declined:
+            if op is None or op.name not in primitives.LINEAR_CHAIN or op.index not in self._declined:
                 return None
             chain.append(op)
             atom = op.operands[0]
@@ -492,7 +492,7 @@ class Analysis:
             add = self.producers[out][0] if out in self.producers else None
             if out == value and uses[value] == 1 and state.kind in ("whole", "inner"):
                 carried.append(state)
-            elif add and add.name in ("add", "add_any") and value in add.operands and uses[value] == uses[out] == 1:
+            elif add and add.name in primitives.ADDS and value in add.operands and uses[value] == uses[out] == 1:
                 if state.kind == "sliced":
                     return failure
                 carried.append(PARTIAL)

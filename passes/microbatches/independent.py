@@ -30,16 +30,13 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
-from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.passes.microbatches.states import spec_of
 from alpa_lite.passes.tracing import conversion
 
 SCOPE = "micro_batches"
 """The named scope of the loop, by which it is found in the new trace."""
-
-_COMPARING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "max", "min", "clamp"})
-_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"})
 
 
 class Unlike(Exception):
@@ -93,7 +90,7 @@ class _Pair:
         What is compared with one (a capacity) is not scaled by it.
         """
         inside = [op, *(o for body in op.bodies for o in walk(body))]
-        pairs = [(o, self.other[o.index]) for o in inside if o.name not in _COMPARING]
+        pairs = [(o, self.other[o.index]) for o in inside if o.name not in primitives.COMPARISONS]
         return any(
             isinstance(a, Lit) and isinstance(b, Lit) and _is_float(a.aval) and not np.array_equal(a.value, b.value)
             for small, big in pairs
@@ -129,7 +126,7 @@ class _Loop:
         self.before, self.after = block.ops[:at], block.ops[at + 1 :]
         self.batch = _reached(self.before, {block.inputs[i] for i in dims})
         self.inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
-        self.random = {v for op in self.before if op.name in _RANDOM for v in op.results}
+        self.random = {v for op in self.before if op.name in primitives.DRAWS for v in op.results}
         self.random = _reached(self.before, self.random)
         (self.body,) = scan.bodies
         self.carries: int = scan.params["num_carry"]
@@ -198,7 +195,7 @@ class _Loop:
             if not op.bodies and not op.has_effects and known.issuperset(reads(op)):
                 ops.append(op)
                 known.update(op.results)
-                if op.name in _RANDOM or not random.isdisjoint(reads(op)):
+                if op.name in primitives.DRAWS or not random.isdisjoint(reads(op)):
                     random.update(op.results)
         own = {op.index for op in ops}
         used = {value for op in self.body.ops if op.index not in own for value in reads(op)}
@@ -338,7 +335,7 @@ class _Loop:
             op = makers.get(atom) if isinstance(atom, int) else None
             if carried is None:
                 x = x[None]
-            elif op is not None and op.name in ("add", "add_any") and carried in op.operands:
+            elif op is not None and op.name in primitives.ADDS and carried in op.operands:
                 (added,) = [a for a in op.operands if a != carried] or [carried]
                 x = added.value if isinstance(added, Lit) else inner[added]
             found.append(x)
@@ -384,7 +381,7 @@ class _Loop:
         if named(added - averaged, set()):
             notes.append(f"added up over micro-batches: {named(added - averaged, set())}")
         own = {op.index for op in self.draws}
-        if any(op.name in _RANDOM and op.index not in own for op in walk(self.body)):
+        if any(op.name in primitives.DRAWS and op.index not in own for op in walk(self.body)):
             notes.append("random numbers that are drawn in the loop are the same in every micro-batch")
         return tuple(notes)
 

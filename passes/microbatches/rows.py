@@ -16,6 +16,7 @@ from jax import lax
 
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm, bind, offset
 from alpa_lite.passes.microbatches.states import AXIS
 
@@ -24,7 +25,7 @@ Producers = Mapping[int, tuple[Op, int]]
 
 def aligned_form(op: Op, values: Sequence[Value], producers: Producers, parts: int) -> LocalForm | None:
     """The local form of a gather or scatter whose rows belong to the examples; None for any other operation."""
-    if op.name != "gather" and not op.name.startswith("scatter"):
+    if op.name != "gather" and op.name not in primitives.SCATTERS:
         return None
     numbers = op.params["dimension_numbers"]
     gathers = op.name == "gather"
@@ -99,7 +100,7 @@ def row_number(atom: Atom, values: Sequence[Value], producers: Producers) -> int
         if not isinstance(zero, Lit) or np.any(zero.value) or row_number(test.operands[0], values, producers) is None:
             return None
         return row_number(op.operands[1], values, producers)
-    if op.name not in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"):
+    if op.name not in primitives.RESHAPES:
         return None
     source = op.operands[0]
     dim = row_number(source, values, producers)

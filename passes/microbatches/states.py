@@ -27,6 +27,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm
 
 AXIS = "microbatch"
@@ -125,18 +126,12 @@ def is_zero(atom: Atom, producers: dict[int, tuple[Op, int]]) -> bool:
         if atom not in producers:
             return False
         op = producers[atom][0]
-        if op.name not in ("broadcast_in_dim", "copy", "convert_element_type", "reshape") or len(op.operands) != 1:
+        if op.name not in primitives.RESHAPES or len(op.operands) != 1:
             return False
         atom = op.operands[0]
     return not np.any(np.asarray(atom.value))
 
 
-_FIRST = """
-    neg transpose reshape squeeze expand_dims copy copy_p broadcast_in_dim reduce_sum slice rev cumsum split
-    reduce_window_sum real imag dynamic_slice gather unstack sharding_constraint reshard
-"""
-_ONE = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
-_ALL = frozenset({"add", "add_any", "sub", "concatenate", "stack", "pad"})
 _UPDATES = {"scatter": (0, 2), "scatter-add": (0, 2), "scatter-sub": (0, 2), "dynamic_update_slice": (0, 1)}
 
 
@@ -151,15 +146,15 @@ def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bo
     count = len(partial)
     if not all(_is_number(values[v].dtype) for v in op.results):
         return None
-    if op.name in _FIRST.split():
+    if op.name in primitives.LINEAR_IN_FIRST:
         wanted = {0}
-    elif op.name in _ALL:
+    elif op.name in primitives.LINEAR_IN_ALL:
         wanted = set(range(count))
     elif op.name in _UPDATES:
         wanted = set(_UPDATES[op.name])
     elif op.name == "select_n":
         wanted = set(range(1, count))
-    elif op.name in _ONE:
+    elif op.name in primitives.LINEAR_IN_EACH:
         wanted = {partial.index(True)}
     elif _divides(op, values) or _converts(op, values):
         wanted = {0}
@@ -189,13 +184,8 @@ def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.number)
 
 
-_HEAVY = """
-    dot_general ragged_dot_general conv_general_dilated fft cholesky cholesky_update eig eigh geqrf geqp3 hessenberg
-    householder_product lu lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal
-    tridiagonal_solve custom_linear_solve linear_solve scan while shard_map pallas_call custom_call ffi_call
-"""
-
-
-def is_heavy(op: Op) -> bool:
+def is_intensive(op: Op) -> bool:
     """Whether an operation on the whole batch, outside of the loop, would defeat the purpose of micro-batches."""
-    return op.name in _HEAVY.split() or any(is_heavy(inner) for body in op.bodies for inner in body.ops)
+    return op.name in primitives.COMPUTE_INTENSIVE or any(
+        is_intensive(inner) for body in op.bodies for inner in body.ops
+    )

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding.colors import colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, Home
@@ -185,7 +186,7 @@ class _Builder:
                 continue
             adds = producer[end]
             once = uses[value] == 1 and uses[end] == 1
-            if once and adds.name in ("add", "add_any") and value in adds.operands:
+            if once and adds.name in primitives.ADDS and value in adds.operands:
                 found.add(value)
         self.zero_carries |= found
         return found
@@ -460,8 +461,4 @@ def _is_light(rule: Rule, op: Op) -> bool:
     shown = {f for dims in rule.results for dim in dims for f in dim}
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
     once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
-    return single and once and len(shown) == len(rule.factors) and op.name not in _NEVER_LIGHT
-
-
-# These are described by parallel factors alone but do real work.
-_NEVER_LIGHT = frozenset({"gather", "scatter", "sort", "dynamic_update_slice", "dot_general", "conv_general_dilated"})
+    return single and once and len(shown) == len(rule.factors) and op.name not in primitives.DECIDING

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from alpa_lite.graph import Block, Lit, Op, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import Rule
 
 # Linear in their one tensor operand: a partial sum may pass through them.
-_LINEAR_UNARY = frozenset({"neg", "transpose", "convert_element_type", "copy", "copy_p", "squeeze", "expand_dims"})
-_ADDITIONS = frozenset({"add_any", "add", "sub"})
+_LINEAR_UNARY = primitives.LINEAR_CHAIN - {"reshape"}
 
 
 def uses_of(block: Block) -> Counter[int]:
@@ -47,7 +47,7 @@ def linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value],
         return None
 
     for op in block.ops:
-        if op.name not in _ADDITIONS or op.key not in rules:
+        if op.name not in primitives.ADDITIONS or op.key not in rules:
             continue
         if not rules[op.key].factors and not any(a in accumulators for a in op.operands):
             continue  # a scalar that no loop adds up

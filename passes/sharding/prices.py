@@ -1,4 +1,4 @@
-"""What a strategy costs: the FLOPs of an operation, and the seconds of getting a tensor from one layout to another.
+"""What it costs to get a tensor from one layout to another.
 
 Every pair of layouts has one pair of coefficients whatever the tensor: latency, and seconds per byte of the whole
 tensor.
@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_moves
-from alpa_lite.strategy import Rule
 
 
 def combinable(cost: MeshCost) -> frozenset[str]:
@@ -115,11 +113,3 @@ def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ..
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     """Whether every dim divides over the devices that shard it."""
     return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
-
-
-def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
-    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
-    if op.name in ("dot_general", "conv_general_dilated"):
-        return 2.0 * math.prod(f.size for f in rule.factors)
-    tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
-    return float(max((math.prod(values[v].shape) for v in tensors), default=1))

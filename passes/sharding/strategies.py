@@ -26,10 +26,11 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Traced, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.ir.primitives import PRODUCTS, work
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
-from alpa_lite.passes.sharding.prices import divides, pairs, work
+from alpa_lite.passes.sharding.prices import divides, pairs
 from alpa_lite.passes.sharding.space import Move, Node, Space, Strategy, assignments, layout_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
 from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
@@ -164,7 +165,7 @@ class _Builder:
         The others repeat the same work.
         """
         found = [Strategy(a) for a in assignments(group.factors, self.mesh) if self.form(group, a) is not None]
-        product = self.grouping.ops[group.ops[0]].name in ("dot_general", "conv_general_dilated")
+        product = self.grouping.ops[group.ops[0]].name in PRODUCTS
         return _busiest(found) if product else found
 
     def free_strategies(self, group: Group) -> list[Strategy]:
@@ -269,7 +270,7 @@ class _Builder:
     def efficiencies(self, group: Group, choices: _Choices) -> Sequence[float | None]:
         """The share of the peak that a product reaches at its local sizes, by strategy; None for what is no product."""
         op = self.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
-        if op is None or op.name not in ("dot_general", "conv_general_dilated"):
+        if op is None or op.name not in PRODUCTS:
             return [None] * len(choices.strategies) if op else [None]
         left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
         out, known = [], {}

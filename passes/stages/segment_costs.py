@@ -20,16 +20,10 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.layout import Layout, local_shape
+from alpa_lite.passes.ir.primitives import PRODUCTS, UNFUSED, work
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, block_count, reads, writes
-from alpa_lite.passes.sharding.prices import work
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.strategy import Rule
-
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-_HEAVY = _PRODUCTS | frozenset({
-    "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum", "cumlogsumexp", "fft", "gather", "reduce_max",
-    "reduce_min", "reduce_prod", "reduce_sum", "scatter", "scatter-add", "sort", "top_k",
-})  # fmt: skip
 
 
 def seconds(segments: Segments, segment: Segment, cost: MeshCost, rules: Mapping[Any, Rule]) -> float:
@@ -96,7 +90,7 @@ class _Pricer:
         total = self.moved(items, ends) / self.cost.cluster.memory_bandwidth
         for item in items:
             match item:
-                case Compute(op=op) if op.name in _PRODUCTS:
+                case Compute(op=op) if op.name in PRODUCTS:
                     total += self.product(item)
                 case Loop(op=op, bodies=bodies):
                     total += self.loop(op, [self.seconds(body.instructions, body.outputs) for body in bodies])
@@ -168,7 +162,7 @@ class _Pricer:
         total = 0.0
         for item in items:
             (read_by_light if _is_light(item) else read_by_heavy).update(reads(item))
-            if isinstance(item, Compute) and item.op.name in _HEAVY and item.op.name not in _PRODUCTS:
+            if isinstance(item, Compute) and item.op.name in UNFUSED and item.op.name not in PRODUCTS:
                 total += sum(self.sizes.bytes(r) for r in (*reads(item), *item.results))
         for register in read_by_light:
             if register not in maker or not _is_light(maker[register]):
@@ -180,4 +174,4 @@ class _Pricer:
 
 
 def _is_light(item: Instruction) -> bool:
-    return isinstance(item, Compute) and item.op.name not in _HEAVY
+    return isinstance(item, Compute) and item.op.name not in UNFUSED

@@ -24,6 +24,7 @@ import numpy as np
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Value
 from alpa_lite.layout import Layout
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -178,15 +179,6 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     if outside:
         raise PlanError(f"{outside[0].op.name} cannot run inside a pipeline stage; use one mesh for this step")
     return _Cut(stage, program, split_weights).segments()
-
-
-# Operations that cost less to do again than a held result costs in memory.
-_FREE = frozenset({
-    "add", "and", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "eq",
-    "expand_dims", "ge", "gt", "iota", "le", "lt", "mul", "ne", "neg", "not", "optimization_barrier", "or",
-    "random_bits", "random_fold_in", "random_unwrap", "random_wrap", "reshape", "select_n", "shift_left",
-    "shift_right_logical", "slice", "squeeze", "sub", "threefry2x32", "transpose", "xor",
-})  # fmt: skip
 
 
 class _Cut:
@@ -348,7 +340,9 @@ class _Cut:
         known = {r for i, r in enumerate(body.inputs) if i not in carries and r not in crossing}
         made: set[int] = set()
         for item in items:
-            free = isinstance(item, Reshard) or (isinstance(item, Compute) and item.op.name in _FREE)
+            free = isinstance(item, Reshard) or (
+                isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
+            )
             if free and all(r in known for r in reads(item)):
                 known.update(writes(item))
                 made.update(writes(item))

@@ -6,7 +6,7 @@ nested. Nothing is traced again.
 
 What a call means for its body:
 
-    jit, closed_call, core_call, custom_jvp_call, custom_vjp_call    the body itself
+    jit, call, closed_call, custom_jvp_call, custom_vjp_call    the body itself
     remat               the body; if it was differentiated, its inputs go through one `optimization_barrier`, without
                         which XLA would merge it with the forward pass
     scan, while, cond   an op with bodies
@@ -29,23 +29,17 @@ from jax.core import Tracer
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
-from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 
-_CALL_BODY = {
+CALL_BODY = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "remat": "jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
 }
-_REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _SMALL_LITERAL = 16  # elements; larger literal arrays become constants
 
 
@@ -141,7 +135,7 @@ class _Builder:
                 if name == "while":
                     assert ops[-1].name == "while"
                     ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
-            elif name in _CALL_BODY and _CALL_BODY[name] in eqn.params:
+            elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
                 results = self._call(eqn, operands, stack, ops)
             else:
                 results = [self.value(var.aval) for var in eqn.outvars]
@@ -156,10 +150,10 @@ class _Builder:
 
     def _call(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom]:
         name, params = eqn.primitive.name, eqn.params
-        body, consts = _jax.open_jaxpr(params[_CALL_BODY[name]])
-        if name in _REMAT and params["differentiated"]:
+        body, consts = _jax.open_jaxpr(params[CALL_BODY[name]])
+        if name in primitives.CHECKPOINT and params["differentiated"]:
             operands = self._barrier(eqn, operands, stack, ops)
-        scope = "checkpoint" if name in _REMAT else f"jit({params['name']})" if name in ("jit", "pjit") else None
+        scope = "checkpoint" if name in primitives.CHECKPOINT else f"jit({params['name']})" if name == "jit" else None
         inner = _jax.joined_stack(stack, eqn.source_info.name_stack, scope)
         return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
 
