@@ -1,4 +1,4 @@
-"""What two plans do differently: mesh, shardings, collectives, memory, seconds, and what they belong to."""
+"""The differences between two plans: mesh, shardings, collectives, memory, times, and the program they are for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from alpa_lite.paths import shown, tokens
 from alpa_lite.plan import Decision, Leaf, Plan, Stage
 from alpa_lite.report import grouping, pipeline, tables, units
 
@@ -18,16 +19,16 @@ _ABSENT = "absent"
 def diff(before: Plan, after: Plan) -> str:
     """The differences from `before` to `after`, in at most 100 columns.
 
-    What the plans agree in is left out, planning times are never compared, and two plans without a difference give the
-    one line "The plans do not differ."
+    Everything equal is left out, planning times are never compared, and two plans without a difference give the one
+    line "The plans do not differ."
     """
     parts = (
-        ("What they are for", _facts(before, after)),
-        ("Belongs to", _ingredients(before, after)),
+        ("Settings", _facts(before, after)),
+        ("Program and versions", _ingredients(before, after)),
         ("Shardings", _shardings(before, after)),
         ("Collectives per step", _collectives(before, after)),
         ("Memory per device", _memory(before, after)),
-        ("Predicted seconds", _seconds(before, after)),
+        ("Predicted times", _seconds(before, after)),
         ("Decisions", _decisions(before, after)),
         ("Not distributed", _replicated(before, after)),
     )
@@ -43,20 +44,20 @@ def _facts(before: Plan, after: Plan) -> list[RenderableType]:
         ("cluster", str(before.cluster), str(after.cluster)),
         ("devices", str(before.num_devices), str(after.num_devices)),
         ("stages", str(before.num_stages), str(after.num_stages)),
-        ("layers of stages", pipeline.layer_ranges(before), pipeline.layer_ranges(after)),
+        ("layers by stage", pipeline.layer_ranges(before), pipeline.layer_ranges(after)),
         ("mesh", pipeline.meshes(before), pipeline.meshes(after)),
         ("micro-batches", str(before.num_microbatches), str(after.num_microbatches)),
         ("schedule", before.schedule, after.schedule),
         ("rematerialisation", _remat(before), _remat(after)),
-        ("budget", units.nbytes(before.memory_per_device), units.nbytes(after.memory_per_device)),
+        ("memory budget", units.nbytes(before.memory_per_device), units.nbytes(after.memory_per_device)),
     )
     return _changes(facts)
 
 
 def _remat(plan: Plan) -> str:
-    """What stages compute again, equal neighbours joined."""
+    """What the backward pass of each stage computes again, stages with the same answer joined."""
     if plan.pipeline is None:
-        return "as the step says"
+        return "as written in the step"
     found: dict[str, list[int]] = {}
     for number, what in enumerate(plan.pipeline.remat):
         found.setdefault(what, []).append(number)
@@ -72,7 +73,7 @@ def _ingredients(before: Plan, after: Plan) -> list[RenderableType]:
 
 
 def _changes(facts: Iterable[tuple[str, str, str]]) -> list[RenderableType]:
-    """A table of the facts that differ; nothing where none does."""
+    """A table of the facts that differ; an empty list if all are equal."""
     rows = [fact for fact in facts if fact[1] != fact[2]]
     if not rows:
         return []
@@ -84,7 +85,7 @@ def _changes(facts: Iterable[tuple[str, str, str]]) -> list[RenderableType]:
 
 @dataclass(frozen=True)
 class _Placed:
-    """An argument where it lies: by what stages, if there are several; and whether its type is told."""
+    """An argument with its sharding: on which stages, if there are several; and whether its type is printed."""
 
     stages: tuple[int, ...]
     stage: Stage
@@ -99,7 +100,7 @@ class _Placed:
 
 
 def _leaves(plan: Plan) -> dict[str, _Placed]:
-    """By path. An argument that several stages have is said to lie as its first one has it."""
+    """The arguments by path. One that several stages hold is shown with the sharding of the first of them."""
     out: dict[str, _Placed] = {}
     for number, stage in enumerate(plan.stages):
         numbers = (number,) if plan.pipeline is not None else ()
@@ -110,41 +111,47 @@ def _leaves(plan: Plan) -> dict[str, _Placed]:
 
 
 def _shardings(before: Plan, after: Plan) -> list[RenderableType]:
-    """The arguments that lie otherwise, and those that only one of the plans has."""
+    """The arguments whose sharding differs, and the arguments that only one of the plans has."""
     old, new = _leaves(before), _leaves(after)
     pairs = {path: (old[path], new[path]) for path in old if path in new}
     changed = {path: pair for path, pair in pairs.items() if len({replace(p, stages=()).text() for p in pair}) > 1}
     moved = sum(len({placed.stages for placed in pair}) > 1 for path, pair in pairs.items() if path not in changed)
     out: list[RenderableType] = []
     if changed:
-        out += [_changed_leaves(changed), f"{len(changed)} of {len(pairs)} arguments that both have lie otherwise"]
+        out += [
+            _changed_leaves(changed),
+            f"{len(changed)} of the {len(pairs)} arguments in both plans are sharded differently",
+        ]
     if moved:
-        out.append(f"{moved} of {len(pairs)} lie as before, but on other stages")
+        out.append(f"{moved} of the {len(pairs)} arguments in both plans moved to other stages with the same sharding")
     for mine, others, name in ((old, new, "before"), (new, old, "after")):
-        alone = Counter(grouping.tokens(path)[0] for path in mine if path not in others)
-        out += [f"{root}: {count} leaves, {name} only" for root, count in alone.items()]
+        alone = Counter(tokens(path)[0] for path in mine if path not in others)
+        out += [
+            f"{root}: {count} {'leaf' if count == 1 else 'leaves'} only in the '{name}' plan"
+            for root, count in alone.items()
+        ]
     return out
 
 
 def _changed_leaves(changed: dict[str, tuple[_Placed, _Placed]]) -> RenderableType:
-    """Arguments that lie otherwise in the same way are one row, whatever their stages."""
+    """A row for all arguments with the same change of sharding, whatever their stages."""
     out = tables.table("argument", "", "before", "after", wide=0)
     items = [(path, tuple(replace(placed, stages=()).text() for placed in pair)) for path, pair in changed.items()]
     for part in grouping.sections(grouping.group(items)):
         alone = len(part.rows) == 1
         if not alone:
-            tables.add(out, grouping.heading(part.prefix), "", "", "", style="bold")
+            tables.add(out, shown(part.prefix), "", "", "", style="bold")
         for row in part.rows:
-            name = grouping.heading(row.tokens) if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
+            name = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
             pairs = [changed[path] for path in row.members]
             texts = _sides(_everywhere(a for a, _ in pairs), _everywhere(b for _, b in pairs))
             tables.add(out, name, f"x {len(row.members)}" if len(row.members) > 1 else "", *texts)
     return out
 
 
-def _everywhere(alike: Iterable[_Placed]) -> _Placed:
-    """Arguments that lie alike as one, in the stages of all."""
-    rows = list(alike)
+def _everywhere(same: Iterable[_Placed]) -> _Placed:
+    """Arguments with the same sharding as one, on the stages of all."""
+    rows = list(same)
     return replace(rows[0], stages=tuple(sorted({stage for row in rows for stage in row.stages})))
 
 
@@ -161,7 +168,7 @@ def _collectives(before: Plan, after: Plan) -> list[RenderableType]:
     old, new = _by_kind(before), _by_kind(after)
     if old == new:
         return []
-    out = tables.table("kind", "axes", "count", "bytes", "seconds", right=(2, 3, 4))
+    out = tables.table("kind", "axes", "count", "total size", "total time", right=(2, 3, 4))
     zero = (0, 0, 0.0)
     for kind, axes in dict.fromkeys((*old, *new)):
         a, b = old.get((kind, axes), zero), new.get((kind, axes), zero)
@@ -197,7 +204,7 @@ def _memory(before: Plan, after: Plan) -> list[RenderableType]:
 
 
 def _peaks(plan: Plan) -> dict[str, int]:
-    """By kind; a pipeline tells buffers between tasks from what executables need besides."""
+    """Bytes by kind; for a pipeline, buffers between tasks apart from the temporaries of executables."""
     if plan.pipeline is None:
         memory = plan.stages[0].memory
         return {kind: getattr(memory, kind) for kind in ("params", "gradients", "optimizer", "activations", "total")}
@@ -208,7 +215,7 @@ def _peaks(plan: Plan) -> dict[str, int]:
 
 
 def _seconds(before: Plan, after: Plan) -> list[RenderableType]:
-    """Of the step, and where those of an average device go."""
+    """Seconds of the step, and where they go: means over devices."""
     old, new = pipeline.spent(before), pipeline.spent(after)
     rows = []
     for name, a, b in (
@@ -240,7 +247,7 @@ def _relative(old: float, new: float) -> str:
 
 
 def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
-    """How many operations are decided otherwise; the arguments among them stand under shardings."""
+    """The operations whose strategy differs; decisions about arguments are among the shardings."""
     apart = len(before.parts) == len(after.parts)
     old, new = _operations(before, apart), _operations(after, apart)
     both = [key for key in old if key in new and old[key].strategy != new[key].strategy]
@@ -254,12 +261,12 @@ def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
             lines.append(f"and {len(both) - 12} more")
     for count, plan in ((len(old.keys() - new.keys()), "before"), (len(new.keys() - old.keys()), "after")):
         if count:
-            lines.append(f"{count} operations are in the plan {plan} only")
+            lines.append(f"{count} operation{'s' * (count != 1)} only in the '{plan}' plan")
     return lines
 
 
 def _operations(plan: Plan, apart: bool) -> dict[tuple[int, str], Decision]:
-    """The decisions on operations by stage and key; by key alone unless stages are told `apart`."""
+    """The decisions on operations by stage and key; by key alone unless stages are kept `apart`."""
     out: dict[tuple[int, str], Decision] = {}
     for number, part in enumerate(plan.parts or (plan,)):
         for decision in part.decisions:

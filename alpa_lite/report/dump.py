@@ -1,4 +1,4 @@
-"""Every stage of compilation as a text file: 01_graph.txt, 02_factors.txt, ... in a directory of the user's choice."""
+"""The value after each pass as a text file: 01_graph.txt, 02_factors.txt, ... in a directory of the user's choice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Write = Callable[[str, Any], None]
 
 @contextmanager
 def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
-    """A function `write(name, value)` that puts one stage into `directory`; it does nothing if that is None.
+    """A function `write(name, value)` that writes one value into `directory`; it does nothing if that is None.
 
-    Files are numbered in the order of writing. Numbering goes on after what the directory holds, so that several plans
+    Files are numbered in the order of writing. Numbers continue after the files in the directory, so that several plans
     can share it. Values are only turned into text (`report.listing`) if they are written.
 
     Args:
-      directory: made if it is not there.
+      directory: created if it does not exist.
 
     Raises:
       OSError: if the directory cannot be made or written.

@@ -1,4 +1,4 @@
-"""Why this sharding: the alternatives, what the whole step would cost with each, and what would have to change.
+"""Why this sharding: the alternatives, the cost of the whole step with each, and what would have to change.
 
 For every alternative the plan holds a whole step in which it is forced and the others adapt (`plan.Outcome`). Of its T
 seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
@@ -12,8 +12,8 @@ and so does the plan with its own T, V and G. Where the two lines cross, the alt
 
 These are predictions to first order: neither step adapts further on the way, and a third may win before.
 
-In a pipeline each stage was sharded as a step of its own (`Plan.parts`). Its seconds are then those of the stage, for
-all micro-batches one after another, and what is told alike for several stages is told once.
+In a pipeline each stage was sharded as a separate step (`Plan.parts`). Its seconds are then those of the stage, for all
+micro-batches one after another, and stages with identical explanations share one.
 """
 
 from __future__ import annotations
@@ -27,42 +27,60 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from alpa_lite import paths
 from alpa_lite.errors import PlanError
 from alpa_lite.plan import Alternative, Decision, Leaf, Outcome, Plan, Replicated, Stage
 from alpa_lite.report import grouping, pipeline, tables, units
 
-_IN_FULL = 4  # matches that are explained in full before they are only listed
-_LISTED = 40
+_LISTED = 20
 _SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
 _REACH = 1e3  # factors of link speed and batch beyond which nobody can go
 _RANGE = re.compile(r"\\\{(.*?)\\\}")
+_STAGES = re.compile(r"(.*?)\s*\(stages? ([\d, -]+)\)\s*", re.DOTALL)
 
 
 def explain(plan: Plan, name: str) -> str:
     """Why the named argument or operation is sharded as it is, in at most 100 columns.
 
+    One match is explained, and the others are listed after it. A name is tried as each of these in turn, and the first
+    that matches anything decides:
+
+    1. the whole path of an argument, in either notation (`alpa_lite.paths`);
+    2. the last keys of a path: `mlp/up/kernel`;
+    3. the same without indices: `layers/mlp/up/kernel` for `layers/3/mlp/up/kernel`, `h/mlp/up/kernel` for `h_3/...`;
+    4. the name or the key of an operation;
+    5. a part of an operation's name, source line or scope, in upper or lower case.
+
+    In a path, `{0-11}` stands for any number and `{q,k}` for any of the names, as the printout writes them. After any
+    name, ` (stage 1)` or ` (stages 0-3)` leaves out the other stages of a pipeline.
+
+    Of several matches, one with alternatives is explained before one without; then an argument with fewer keys in its
+    path (a parameter before its optimizer moments), and an operation that costs more seconds; then the first in the
+    plan. Layers that share one decision, and stages with the same explanation, are one match.
+
     Args:
       plan: the plan.
-      name: the path of an argument, whole or its end, as `keystr` or the printout writes it (`h_3/mlp/up/kernel`,
-        `h_{0-11}/mlp/up/kernel`); or the name, source line or scope of an operation, whole or in part.
+      name: as above.
 
     Raises:
       PlanError: if nothing has that name; the message holds close matches.
     """
-    sites = _sites(plan)
-    leaves = _find_leaves(sites, name)
-    subjects = _of_leaves(leaves) if leaves else _of_operations(sites, name)
+    match = _STAGES.fullmatch(name)
+    wanted, stages = (match[1], _numbers(match[2])) if match else (name, None)
+    sites = [site for site in _sites(plan) if stages is None or site.number in stages]
+    leaves = _find_leaves(sites, wanted)
+    subjects = _of_leaves(leaves) if leaves else _of_operations(sites, wanted)
     if not subjects:
-        raise PlanError(_unknown(sites, name))
-    told = _told(subjects)
-    if len(told) > _IN_FULL:
-        return tables.plain(_listing(name, subjects))
-    return tables.plain(Group(*told))
+        raise PlanError(_unknown(_sites(plan), name))
+    first = min(subjects, key=_rank)
+    told = _identical(first, subjects)
+    rest = [subject for subject in subjects if subject not in told]
+    return tables.plain(Group(_told(told), *([_listing(name, rest)] if rest else [])))
 
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """A mesh with what was decided for it: the plan itself, or a stage of a pipeline with its own plan."""
+    """A mesh with the decisions for it: the plan itself, or a stage of a pipeline with its own plan."""
 
     plan: Plan
     stage: Stage
@@ -80,67 +98,110 @@ def _sites(plan: Plan) -> list[_Site]:
 
 @dataclass(frozen=True, eq=False)
 class _Subject:
-    """What is explained: an argument, an operation, or one that is not distributed."""
+    """A match: an argument or several that are sharded together, an operation, or one that is not distributed.
 
-    name: str
+    Attributes:
+      names: the stored paths of the arguments, or the operation's name.
+      leaf: of the arguments, the one that was asked for.
+    """
+
+    names: tuple[str, ...]
     site: _Site
     decision: Decision | None = None
     leaf: Leaf | None = None
     replicated: Replicated | None = None
 
+    @property
+    def name(self) -> str:
+        """The name in print, without the stage."""
+        return _title([self])
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers in a list of stages such as "0, 2-4"."""
+    ends = [tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")]
+    return {number for pair in ends if pair for number in range(pair[0], pair[-1] + 1)}
+
 
 def _find_leaves(sites: list[_Site], name: str) -> list[tuple[_Site, Leaf]]:
-    """The arguments of that path; exact matches win over ends of paths."""
+    """The arguments of that path, by the first of the rules of `explain` that matches any."""
     everything = [(site, leaf) for site in sites for leaf in site.stage.arguments]
-    exact = [item for item in everything if item[1].path == name]
-    if exact or not _words(name):
-        return exact
-    pattern = _pattern(name)
-    return [item for item in everything if pattern.search(_words(item[1].path))]
+    exact = set(paths.find(name, [leaf.path for _, leaf in everything]))
+    if exact:
+        return [item for item in everything if item[1].path in exact]
+    forms = [form for form in paths.spellings(name) if form]
+    for keys in (_keys, _keys_without_indices):
+        patterns = [re.compile(f"(?:^|/){keys(form)}$") for form in forms]
+        shown = ((item, paths.shown(item[1].path)) for item in everything)
+        found = [item for item, path in shown if any(pattern.search(path) for pattern in patterns)]
+        if found:
+            return found
+    return []
 
 
-def _told(subjects: list[_Subject]) -> list[RenderableType]:
-    """Every subject in full. What is the same in several stages but for numbers in its name is told once."""
-    found: dict[tuple[str, str], list[_Subject]] = {}
-    for subject in subjects:
-        body = tables.plain(Group(*_full(subject)))
-        found.setdefault((re.sub(r"\d+", "#", subject.name), body), []).append(subject)
-    out: list[RenderableType] = []
-    for alike in found.values():
-        name = grouping.template([name for subject in alike for name in _spelled(subject.name)])
-        stages = sorted({s.site.number for s in alike if s.site.number is not None})
-        first, *rest = _full(alike[0])
-        out.append(Group(tables.section(f"{name}{f' ({pipeline.named(stages)})' if stages else ''}", first), *rest))
-    return out
-
-
-def _spelled(name: str) -> list[str]:
-    """A name with a range of numbers as the names of its ends and of all between: "h_{3-5}" gives h_3, h_4, h_5."""
-    match = re.search(r"\{(\d+)-(\d+)\}|\{(\d+(?:,\d+)*)\}", name)
-    if match is None:
-        return [name]
-    numbers = range(int(match[1]), int(match[2]) + 1) if match[1] else match[3].split(",")
-    return [spelled for n in numbers for spelled in _spelled(f"{name[: match.start()]}{n}{name[match.end() :]}")]
-
-
-def _words(path: str) -> str:
-    """A path as its keys, each after a slash."""
-    return "".join(f"/{key}" for key in re.findall(r"[^\[\].'\"/]+", path))
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    """Matches paths, in the form of `_words`, that end with `name`; `{0-11}` and `{q,k}` match any of theirs."""
-    escaped = re.escape(_words(name)).replace(r"\-", "-")
+def _keys(form: str) -> str:
+    """A regular expression for a printed path; `{0-11}` matches any number, `{q,k}` any of the names."""
+    escaped = re.escape(form).replace(r"\-", "-")
 
     def choices(match: re.Match[str]) -> str:
         inner = match.group(1)
-        return r"\d+" if re.fullmatch(r"\d+(-|\\\\.\\\\.)\d+", inner) else f"({inner.replace(',', '|')})"
+        return r"\d+" if re.fullmatch(r"\d+(-|\\.\\.)\d+", inner) else f"(?:{inner.replace(',', '|')})"
 
-    return re.compile(_RANGE.sub(choices, escaped) + "$")
+    return _RANGE.sub(choices, escaped)
+
+
+def _keys_without_indices(form: str) -> str:
+    """As `_keys`, where a key that does not end with a number may be followed by one: `_3`, `3` or `/3`."""
+    return "/".join(
+        f"{_keys(key)}{'' if key[-1:].isdigit() else '(?:_?[0-9]+)?'}(?:/[0-9]+)*" for key in form.split("/")
+    )
+
+
+def _rank(subject: _Subject) -> tuple[bool, int, float]:
+    """Less for the match to be explained; see `explain`."""
+    decision, record = subject.decision, subject.decision or subject.replicated
+    told = decision is not None and decision.chosen is not None and len(decision.alternatives) > 1
+    if subject.leaf:
+        return not told, len(paths.tokens(subject.leaf.path)), 0.0
+    return not told, 0, -record.seconds if record else 0.0
+
+
+def _identical(first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
+    """The matches in other stages that differ from `first` in numbers of their names alone, and it itself."""
+
+    def body(subject: _Subject) -> str:
+        return tables.plain(Group(*_full(subject)))
+
+    def form(subject: _Subject) -> str:
+        return re.sub(r"\d+", "#", subject.names[0])
+
+    own = body(first)
+    return [s for s in subjects if s is first or (form(s) == form(first) and body(s) == own)]
+
+
+def _told(subjects: list[_Subject]) -> RenderableType:
+    """The explanation that matches in several stages share."""
+    head, *rest = _full(subjects[0])
+    return Group(tables.section(f"{_title(subjects)}{_stages(subjects)}", head), *rest)
+
+
+def _stages(subjects: list[_Subject]) -> str:
+    numbers = sorted({s.site.number for s in subjects if s.site.number is not None})
+    return f" ({pipeline.named(numbers)})" if numbers else ""
+
+
+def _title(subjects: list[_Subject]) -> str:
+    """The names of some matches as one: a range of layers for arguments that are decided together."""
+    names = list(dict.fromkeys(name for subject in subjects for name in subject.names))
+    if subjects[0].leaf is None:
+        return names[0]
+    rows = grouping.group((name, None) for name in names)
+    own = next(row for row in rows if subjects[0].leaf.path in row.members)
+    return own.path if len(rows) == 1 else f"{own.path} and {len(names) - len(own.members)} more"
 
 
 def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
-    """One subject for each decision that the arguments share, and for alike arguments without one."""
+    """One subject for each decision that the arguments share, and for identical arguments without a decision."""
     out: list[_Subject] = []
     for site in dict.fromkeys(site for site, _ in leaves):
         by_path = {path: decision for decision in site.plan.decisions for path in decision.paths}
@@ -149,23 +210,23 @@ def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
         for leaf in (leaf for other, leaf in leaves if other is site):
             decision = by_path.get(leaf.path)
             if decision:
-                decided.setdefault(decision.key, _Subject(decision.name, site, decision, leaf))
+                decided.setdefault(decision.key, _Subject(decision.paths, site, decision, leaf))
             else:
                 free[leaf.path] = leaf
         rows = grouping.group((path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for path, leaf in free.items())
-        out += [*decided.values(), *(_Subject(row.path, site, leaf=free[row.members[0]]) for row in rows)]
+        out += [*decided.values(), *(_Subject(row.members, site, leaf=free[row.members[0]]) for row in rows)]
     return out
 
 
 def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
     """Operations whose name or key is `name`, else those whose name or place contains it."""
-    operations = [_Subject(d.name, site, d) for site in sites for d in site.plan.decisions if not d.paths]
-    operations += [_Subject(r.name, site, replicated=r) for site in sites for r in site.plan.replicated]
-    exact = [s for s in operations if name == s.name or (s.decision and name == s.decision.key)]
+    operations = [_Subject((d.name,), site, d) for site in sites for d in site.plan.decisions if not d.paths]
+    operations += [_Subject((r.name,), site, replicated=r) for site in sites for r in site.plan.replicated]
+    exact = [s for s in operations if name in s.names or (s.decision and name == s.decision.key)]
     if exact or not name.strip():
         return exact
     wanted = name.lower()
-    return [s for s in operations if wanted in f"{s.name} {_where(s)}".lower()]
+    return [s for s in operations if wanted in f"{s.names[0]} {_where(s)}".lower()]
 
 
 def _where(subject: _Subject) -> str:
@@ -174,33 +235,38 @@ def _where(subject: _Subject) -> str:
 
 
 def _unknown(sites: list[_Site], name: str) -> str:
-    known = [leaf.path for site in sites for leaf in site.stage.arguments]
+    known = [paths.shown(leaf.path) for site in sites for leaf in site.stage.arguments]
     known += [d.name for site in sites for d in site.plan.decisions if not d.paths]
     known += [r.name for site in sites for r in site.plan.replicated]
-    by_form = {form.lower(): item for item in reversed(known) for form in (item, _words(item).lstrip("/"))}
+    by_form = {item.lower(): item for item in reversed(known)}
     ends = {"/".join(form.split("/")[-n:]): item for form, item in by_form.items() for n in range(1, 5)}
-    close = difflib.get_close_matches(name.lower(), [*by_form, *ends], n=20, cutoff=0.6)
+    close = difflib.get_close_matches(paths.spellings(name)[-1].lower(), [*by_form, *ends], n=20, cutoff=0.6)
     best = list(
         {re.sub(r"\d+", "#", item): item for item in reversed([by_form.get(f) or ends[f] for f in close])}.values()
     )
     best = best[::-1][:3]
     hint = (
-        f"Did you mean {' or '.join(best)}?" if best else "str(plan) lists the arguments and what is not distributed."
+        f"Did you mean {' or '.join(best)}?"
+        if best
+        else "str(plan) lists the arguments and the operations that are not distributed."
     )
     return f"no argument or operation of this plan is called {name!r}. {hint}"
 
 
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
-    """The subjects in one table; those that agree in all that it shows are one row."""
-    rows = Counter((subject.name, _where(subject), _choice(subject)) for subject in subjects)
-    out = tables.table("name, place and what was chosen", "", wide=0)
-    for (title, where, choice), count in list(rows.items())[:_LISTED]:
-        lines = [title, *(f"  {line}" for line in (where, choice) if line)]
+    """The subjects in one table; subjects for which it would show the same are one row."""
+    rows: dict[tuple[str, str, str], list[_Subject]] = {}
+    for subject in subjects:
+        rows.setdefault((subject.name, _where(subject), _choice(subject)), []).append(subject)
+    out = tables.table("", "", wide=0)
+    for (title, where, choice), same in list(rows.items())[:_LISTED]:
+        numbers = Counter(subject.site.number for subject in same)
+        lines = [f"{title}{_stages(same)}", *(f"  {line}" for line in (where, choice) if line not in ("", "argument"))]
+        count = max(numbers.values())
         tables.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
     if len(rows) > _LISTED:
         tables.add(out, f"and {len(rows) - _LISTED} more", "")
-    head = f"{len(subjects)} arguments or operations match {name!r}; name one of them for its alternatives."
-    return tables.section(head, out)
+    return tables.section(f"Other matches of {name.strip()!r} (give more of a name to have it explained)", out)
 
 
 def _choice(subject: _Subject) -> str:
@@ -213,7 +279,7 @@ def _choice(subject: _Subject) -> str:
 
 
 def _assignment(decision: Decision) -> str:
-    """The factors that are sharded, such as "64 over data, 3072 over model"."""
+    """The sharded factors, such as "64 over data, 3072 over model"."""
     parts = [
         f"{size:,} over {units.axes(axes)}"
         for size, axes in zip(decision.factors, decision.strategy, strict=True)
@@ -223,7 +289,7 @@ def _assignment(decision: Decision) -> str:
 
 
 def _full(subject: _Subject) -> list[RenderableType]:
-    """What there is to say: lines for below the name, and sections."""
+    """The explanation: lines for below the name, and sections."""
     lines: list[RenderableType] = []
     decision, stage = subject.decision, subject.site.stage
     if subject.leaf:
@@ -233,31 +299,34 @@ def _full(subject: _Subject) -> list[RenderableType]:
     elif decision:
         lines.append(f"operation at {decision.where}: {_choice(subject)}")
     if decision and decision.count > 1:
-        lines.append(f"decided once for {decision.count} alike ones; what stands below is for all of them together")
+        kind = "arguments" if subject.leaf else "operations"
+        lines.append(
+            f"{decision.count} identical {kind} share this decision; figures are totals over all {decision.count}"
+        )
     if subject.replicated:
         row = subject.replicated
-        size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} a step"
+        size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
         lines.append(f"not distributed: {row.reason}; at {row.where}; {size}")
         return [_lines(lines)]
     if decision is None or decision.chosen is None or len(decision.alternatives) < 2:
-        lines.append("no alternatives are known: the method fixed it, or there was no other strategy")
+        lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
         return [_lines(lines)]
     chosen = decision.chosen
     verdicts = tables.table("", "", wide=1)
     for letter, other in _lettered(decision):
         if other is not chosen:
             tables.add(verdicts, letter, _verdict(subject.site, other, chosen))
-    where = f"predicted, mesh {units.mesh(stage.mesh_shape, stage.axis_names)}"
-    whole = f"The whole step with each choice, the rest adapted to it ({where})"
-    scaled = "predicted, both steps otherwise as they are"
+    lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
+    whole = "Step time if this choice is forced and the others re-optimised"
+    scaled = "no other change to either step"
     if subject.site.number is not None:
-        whole = f"The stage with each choice, micro-batches one after another ({where})"
-        scaled = "predicted, for the stage by itself"
+        whole = "Stage time, micro-batches in sequence, if this choice is forced and the others re-optimised"
+        scaled = "for the stage alone, no other change"
     return [
         _lines(lines),
         tables.section(whole, _steps(decision)),
-        tables.section("The choice by itself, nothing else adapted", _local(decision)),
-        tables.section(f"What would have to change for another to win ({scaled})", verdicts),
+        tables.section("Cost of this choice alone, others unchanged", _local(decision)),
+        tables.section(f"What would make another choice win ({scaled})", verdicts),
     ]
 
 
@@ -267,13 +336,13 @@ def _lines(lines: list[RenderableType]) -> RenderableType:
 
 
 def _lettered(decision: Decision) -> list[tuple[str, Alternative]]:
-    """The alternatives, each with a letter; the chosen one is marked instead."""
+    """The alternatives, each with a letter; ">" marks the chosen one."""
     letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
     return [(">" if a is decision.chosen else next(letters), a) for a in decision.alternatives]
 
 
 def _steps(decision: Decision) -> RenderableType:
-    """What the whole step would be with each alternative."""
+    """The whole step with each alternative."""
     out = tables.table(
         "", "layout", "step", "compute", "communication", "sent", "peak", "fits", right=(2, 3, 4, 5, 6), wide=1
     )
@@ -287,8 +356,8 @@ def _steps(decision: Decision) -> RenderableType:
 
 
 def _local(decision: Decision) -> RenderableType:
-    """What each alternative costs where it stands."""
-    out = tables.table("", "layout", "compute", "reduce", "reshard", "a result", right=(2, 3, 4, 5), wide=1)
+    """The cost of each alternative itself."""
+    out = tables.table("", "layout", "compute", "reduce", "reshard", "result", right=(2, 3, 4, 5), wide=1)
     for letter, a in _lettered(decision):
         costs = (units.seconds(s) for s in (a.compute_seconds, a.communication_seconds, a.transfer_seconds))
         style = "bold" if a is decision.chosen else ""
@@ -310,36 +379,36 @@ def _verdict(site: _Site, other: Alternative, chosen: Alternative) -> str:
     if changes:
         parts.append("would win " + ", or ".join(changes))
     elif delta > _SAME * plan.step_seconds:
-        parts.append("batch size, link speed or memory alone does not make it win")
+        parts.append("no change of batch size, link speed or memory alone would make it faster")
     return "; ".join(parts) + "."
 
 
 def _difference(plan: Plan, other: Alternative, chosen: Alternative, delta: float) -> str:
-    """What the step with `other` costs more, and why."""
+    """How much slower the step with `other` is, and why."""
     if abs(delta) <= _SAME * plan.step_seconds:
-        return "the step takes as long: either would do"
+        return "the step takes equally long: either choice will do"
     if delta < 0:
         gap = plan.solver.objective - plan.solver.bound
-        reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the best"
+        reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the fastest"
         return f"the step takes {units.seconds(-delta)} less: {reason}"
-    more = f"{units.seconds(delta)} ({_share(delta, plan.step_seconds)}) more a step"
+    more = f"{units.seconds(delta)} ({_share(delta, plan.step_seconds)}) slower per step"
     compute = other.step.compute_seconds - chosen.step.compute_seconds
     causes = [
         f"{units.seconds(abs(value))} {'more' if value > 0 else 'less'} {name}"
-        for name, value in (("computing", compute), ("communicating", delta - compute))
+        for name, value in (("compute", compute), ("communication", delta - compute))
         if abs(value) > 0.01 * delta
     ]
     if len(causes) > 1:
         more += f" ({', '.join(causes)})"
     elif abs(compute) > 0.5 * delta:
-        more += ", computing"
+        more += ", from compute"
     else:
         sent = other.step.bytes_sent - chosen.step.bytes_sent
-        more += ", communicating"
-        more += f" {units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'}" if sent else ""
+        more += ", from communication"
+        more += f" ({units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'} sent)" if sent else ""
     least = other.bound_seconds - chosen.step.seconds
     if least > _SAME * plan.step_seconds and least < 0.9 * delta:
-        more += f"; at least {units.seconds(least)} more in any plan"
+        more += f"; at least {units.seconds(least)} slower in any plan"
     return more
 
 
@@ -350,12 +419,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
-    """What is known of an alternative with which no plan was found that fits."""
+    """The best known step of an alternative with which no plan was found that fits."""
     delta = step.seconds - (chosen.roomy or chosen.step).seconds
-    pace = f"{units.seconds(abs(delta))} a step {'more' if delta > 0 else 'less'} than the chosen one"
-    head = f"no plan with it was found that fits {units.nbytes(plan.memory_per_device)} per device"
-    return f"{head}; the fastest needs {units.nbytes(step.bytes_per_device)} and takes {pace}" + (
-        ": with that memory it would win" if delta < 0 else ": more memory does not make it win"
+    pace = f"{units.seconds(abs(delta))} {'slower' if delta > 0 else 'faster'} per step than the chosen one"
+    head = f"no plan found with this choice fits {units.nbytes(plan.memory_per_device)} per device"
+    return f"{head}; the fastest needs {units.nbytes(step.bytes_per_device)} and is {pace}" + (
+        ": with that memory it would win" if delta < 0 else ": more memory would not make it win"
     )
 
 
@@ -366,7 +435,7 @@ def _links(other: Outcome, chosen: Outcome) -> list[str]:
     at = _ratio(spent[0] - spent[1], rest[1] - rest[0])
     if at is None:
         return []
-    return [f"with links {'over' if at > 1 else 'under'} {units.factor(at)} as fast"]
+    return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"]
 
 
 def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
@@ -376,7 +445,7 @@ def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
     if at is None:
         return []
     named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
-    return [f"with a batch {'over' if at > 1 else 'under'} {units.factor(at)} as large{named}"]
+    return [f"with a batch {'more' if at > 1 else 'less'} than {units.factor(at)} as large{named}"]
 
 
 def _ratio(above: float, below: float) -> float | None:
@@ -391,9 +460,9 @@ def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
     out = []
     low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
     if low < 0.999 * high:
-        out.append(f"where {units.nbytes(high)} per device do not fit but {units.nbytes(low)} do")
+        out.append(f"if a device could hold {units.nbytes(low)} but not {units.nbytes(high)}")
     best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
     if other.roomy is not None and other.roomy.seconds < best * (1 - _SAME):
         less = units.seconds(best - other.roomy.seconds)
-        out.append(f"with {units.nbytes(other.roomy.bytes_per_device)} per device, by {less} a step")
+        out.append(f"with {units.nbytes(other.roomy.bytes_per_device)} per device, by {less} per step")
     return out

@@ -1,7 +1,8 @@
-"""Alike paths as one row: twelve layers that differ in an index read `['h_{0-11}']`, x 12.
+"""Similar paths as one row: twelve layers that differ in an index read `h_{0-11}`, x 12.
 
 Two steps. Paths that differ only in numbers, and agree in everything shown, become one row; the numbers that vary are
-written as a range. Then rows that differ in one key (`['q']`, `['k']`, `['v']`) become one row, `['{q,k,v}']`.
+written as a range. Then rows that differ in one key (`q`, `k`, `v`) become one row, `{q,k,v}`. Paths come in as they
+are stored and go out as they are printed (`alpa_lite.paths`).
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from alpa_lite.paths import shown, tokens
+
 _NUMBER = re.compile(r"\d+")
-_TOKEN = re.compile(r"\['[^']*'\]|\[[^\]]*\]|\.\w+|^[^.\[]+|.", re.DOTALL)
 _SHOWN = 5  # names in braces before the rest is only counted
 _NAME = 40  # characters of a name that fit its column
-_HEADING = 44  # characters of the beginning of a path, as `keystr` writes it; longer ones do without brackets
 _BRANCH = 3  # rows that are worth a heading
 
 
 @dataclass(frozen=True)
 class Row:
-    """Several alike paths.
+    """Several paths in one.
 
     Attributes:
-      tokens: the keys of the path, with ranges and braces where members differ.
-      members: the paths, in their order.
+      tokens: the keys of the path as they are stored, with ranges and braces where members differ.
+      members: the stored paths, in their order.
     """
 
     tokens: tuple[str, ...]
@@ -32,8 +33,8 @@ class Row:
 
     @property
     def path(self) -> str:
-        """The tokens as one text."""
-        return "".join(self.tokens)
+        """The row as it is printed, such as "state/params/h_{0-11}/w"."""
+        return shown(self.tokens)
 
 
 def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
@@ -57,22 +58,6 @@ def template(paths: list[str]) -> str:
     return _NUMBER.sub(lambda _: next(texts), first)
 
 
-def tokens(path: str) -> tuple[str, ...]:
-    """The keys of a path: "state['a'][0].mu" gives ("state", "['a']", "[0]", ".mu")."""
-    return tuple(_TOKEN.findall(path))
-
-
-def short(keys: Iterable[str]) -> str:
-    """Keys without their brackets and quotes: ("['a']", "[0]", ".mu") gives "a/0/mu"."""
-    return "/".join(key[2:-2] if key.startswith("['") else key.strip("[].") for key in keys)
-
-
-def heading(prefix: tuple[str, ...]) -> str:
-    """What the paths below a heading begin with; without brackets where it would be too long."""
-    text = "".join(prefix)
-    return text if len(text) <= _HEADING else short(prefix)
-
-
 def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """The tokens that all paths begin with."""
     prefix: list[str] = []
@@ -85,7 +70,7 @@ def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows whose paths begin alike.
+    """Rows whose paths have a common beginning.
 
     Attributes:
       prefix: the tokens that all begin with; at least one token of each row is left.
@@ -100,7 +85,7 @@ def sections(rows: Iterable[Row]) -> list[Section]:
     """Rows by the tree that they belong to: the parameters, the moments, the batch.
 
     A tree is told apart by the first key in which the paths of one argument differ. Where names are longer than a
-    column, its larger branches (the layers) become sections of their own.
+    column, its larger branches (the layers) become separate sections.
     """
     by_root: dict[str, list[Row]] = {}
     for row in rows:
@@ -113,7 +98,7 @@ def sections(rows: Iterable[Row]) -> list[Section]:
 
 
 def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
-    """Rows by their first key after `prefix`; those that end there are apart, under no key."""
+    """Rows by their first key after `prefix`; rows that end there are apart, under the empty key."""
     out: dict[str, list[Row]] = {}
     for row in rows:
         out.setdefault(row.tokens[len(prefix)] if len(row.tokens) > len(prefix) + 1 else "", []).append(row)
@@ -123,7 +108,7 @@ def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
 def _split(rows: list[Row]) -> list[Section]:
     """One section, or several if a name would be too long."""
     prefix = common_prefix(row.tokens[:-1] for row in rows)
-    if all(len(short(row.tokens[len(prefix) :])) <= _NAME for row in rows):
+    if all(len(shown(row.tokens[len(prefix) :])) <= _NAME for row in rows):
         return [Section(prefix, rows)]
     rest: list[Row] = []
     inner: list[Section] = []

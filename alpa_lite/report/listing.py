@@ -1,6 +1,6 @@
-"""The values that pass from pass to pass, as text: what a dump directory holds and what a bug report can quote.
+"""The values between passes as text, for dump directories and bug reports.
 
-One line an operation, a rule, a group, a strategy or an instruction. Values are `%number:type`.
+Each operation, rule, group, strategy or instruction is one line. Values are `%number:type`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from alpa_lite.passes.lowering.program import Body, LocalProgram, Loop, Reshard
 from alpa_lite.passes.programs.search import FoundPipeline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
+from alpa_lite.paths import shown
 from alpa_lite.report import units
 from alpa_lite.strategy import Factor, Rule
 
@@ -23,7 +24,7 @@ _LONGEST = 160  # characters of an operation's key
 
 
 def text(value: Any) -> str:
-    """Any value that a pass makes, as text; a value of another type as Python prints it."""
+    """Any value that a pass returns, as text; a value of another type as Python prints it."""
     match value:
         case Traced():
             return "\n".join((*_arguments(value), *graph_lines(value.graph)))
@@ -61,7 +62,7 @@ def rule_text(rule: Rule) -> str:
 
 def _arguments(traced: Traced) -> Iterator[str]:
     for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False):
-        yield f"%{value} {argument.path} ({argument.role})"
+        yield f"%{value} {shown(argument.path)} ({argument.role})"
     yield from (f"note: {note}" for note in traced.notes)
     yield ""
 
@@ -135,20 +136,20 @@ def _found(found: Found) -> Iterator[str]:
 
 
 def _pipeline(found: FoundPipeline) -> Iterator[str]:
-    """What the search of stages chose, and each stage as a step of its own."""
+    """The result of the stage search, and each stage as a separate step."""
     slices = found.slices
     yield from (f"note: {note}" for note in found.accumulated.notes)
     for number, layer in enumerate(found.layers.layers):
-        cost = f"{layer.flops:.3e} FLOPs, {layer.bytes_out} bytes behind it"
+        cost = f"{layer.flops:.3e} FLOPs, {layer.bytes_out} bytes cross the cut after it"
         yield f"layer {number}: {len(layer.ops)} operations, {cost}, {layer.fingerprint}"
-    yield f"{slices.schedule}, {slices.num_microbatches} micro-batches, {slices.virtual} stages a submesh"
+    yield f"{slices.schedule}, {slices.num_microbatches} micro-batches, {slices.virtual} stages per submesh"
     yield f"estimated {slices.seconds} s, bound {found.bound} s, simulated {found.seconds} s"
     for w in found.weighed:
         size = "" if w.bytes is None else f", {w.bytes:.0f} bytes"
         numbers = f"{w.num_stages} submeshes, {w.seconds} s{size}, bound {w.bound} s"
-        yield f"weighed {w.schedule} x {w.virtual}, {w.num_microbatches} micro-batches: {w.status}, {numbers}"
+        yield f"compared {w.schedule} x {w.virtual}, {w.num_microbatches} micro-batches: {w.status}, {numbers}"
     for mesh, (buffers, temporary) in enumerate(found.bytes):
-        devices = f"{slices.devices[mesh]} devices from {slices.first_devices[mesh]} on"
+        devices = f"{slices.devices[mesh]} devices, the first is {slices.first_devices[mesh]}"
         yield f"submesh {mesh}: {devices}, {buffers} + {temporary} bytes of {found.budget:.0f}"
     for number, (choice, stage) in enumerate(zip(slices.stages, found.stages, strict=True)):
         layers = f"layers {choice.first} to {choice.stop - 1}"
@@ -158,7 +159,7 @@ def _pipeline(found: FoundPipeline) -> Iterator[str]:
 
 
 def _executables(program: programs.Program) -> Iterator[str]:
-    """The executables of a pipeline, what buffers are, and the list of every submesh."""
+    """The executables of a pipeline, its transfers, and the instruction list of every submesh."""
     for number, item in enumerate(program.executables):
         yield f"executable {number}: {item.name}, submesh {item.mesh}, {item.seconds} s"
     for number, item in enumerate(program.transfers):

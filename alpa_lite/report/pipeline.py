@@ -1,12 +1,13 @@
-"""What the printout of a pipelined plan has besides: stages, the schedule, memory of submeshes, transfers.
+"""The sections that only the printout of a pipelined plan has: stages, schedule, memory of submeshes, transfers.
 
-Alike stages, those of the same mesh whose arguments differ in layer numbers alone, are one row or one section.
+Identical stages (on meshes of one shape, with arguments that differ in layer numbers alone) are one row or one section.
 
-Where the time goes is told for an average device. With n_m devices on submesh m, N in all, and stages s,
+Where the time goes is a mean over devices. With n_m devices on submesh m, N in all, and stages s,
 
     compute = sum_s n_m(s) compute_s / N,    idle = step - compute - communication within stages,
 
-so that the rows add up to the step. Transfers between submeshes run beside computation: what of them does not is idle.
+so that the rows add up to the step. Transfers between submeshes overlap with computation; where they
+do not, devices are idle.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _TRANSFER = re.compile(r"submesh (\d+) to (\d+), (.*)")
 
 
 def sections(plan: Plan, shape: PipelineShape) -> list[RenderableType]:
-    """All that is a pipeline's own, in the order of the printout."""
+    """All sections of a pipeline, in the order of the printout."""
     parts = overview(plan, shape)
-    for group in alike(plan):
+    for group in identical(plan):
         stages = [plan.stages[s] for s in group]
         parts.append(section(f"Shardings of {named(group)}{_each(group)}", sharding_table(*stages)))
     items = list(zip(plan.collectives, plan.collective_seconds, strict=True))
-    for group in alike(plan):
+    for group in identical(plan):
         rows = collective_rows(item for item in items if item[0].stage in group and item[0].kind != "transfer")
         if rows:
-            heading = f"Collectives per step within {named(group)}{', together' * (len(group) > 1)}"
+            heading = f"Collectives per step within {named(group)}{', total' * (len(group) > 1)}"
             parts.append(section(heading, collective_table(rows, _MAX_COLLECTIVES)))
     rows = transfer_rows(items)
     if rows:
-        parts.append(section("Transfers per step between submeshes, beside computation", _transfers(rows)))
+        parts.append(section("Transfers between submeshes per step (overlapped with compute)", _transfers(rows)))
     return parts
 
 
@@ -63,15 +64,15 @@ def overview(plan: Plan, shape: PipelineShape) -> list[RenderableType]:
     whole = units.seconds(plan.step_seconds)
     lines = (bars(_time_rows(plan, shape), plan.step_seconds), _bubble(plan, shape))
     return [
-        section(f"Predicted step: {whole}, of an average device", *lines),
-        section("Stages, seconds for one micro-batch", _stages(plan, shape)),
+        section(f"Predicted step: {whole} (mean over devices)", *lines),
+        section("Stages (times for one micro-batch)", _stages(plan, shape)),
         section("Schedule", timeline.draw(shape.timeline, width=98)),
         section("Memory per device", _memory(plan, shape)),
     ]
 
 
-def alike(plan: Plan) -> list[tuple[int, ...]]:
-    """The stages in groups: of the same mesh, layers and rematerialisation, arguments that differ in numbers alone."""
+def identical(plan: Plan) -> list[tuple[int, ...]]:
+    """Groups of identical stages: same mesh, layer count and rematerialisation, arguments equal but for numbers."""
     shape = plan.pipeline
     found: dict[object, list[int]] = {}
     for number, stage in enumerate(plan.stages):
@@ -83,17 +84,17 @@ def alike(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def named(group: Sequence[int], noun: str = "stage") -> str:
-    """Numbers of stages as text, such as "stages 1-6"."""
+    """Stage numbers as text, such as "stages 1-6"."""
     plural = "" if len(group) == 1 else "es" if noun.endswith("sh") else "s"
     return f"{noun}{plural} {units.runs(group, '-')}"
 
 
 def _each(group: Sequence[int]) -> str:
-    return ", alike; for one of them" if len(group) > 1 else ""
+    return " (identical; figures are for one of them)" if len(group) > 1 else ""
 
 
 def _layers(shape: PipelineShape, stage: int) -> tuple[int, int]:
-    """The first layer of a stage, and how many it has."""
+    """The first layer of a stage, and its number of layers."""
     bounds = [*shape.first_layers, shape.num_layers]
     return bounds[stage], bounds[stage + 1] - bounds[stage]
 
@@ -110,12 +111,12 @@ def sizes(plan: Plan, shape: PipelineShape) -> list[int]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the seconds of an average device go in a step.
+    """Where the seconds of a step go: means over devices.
 
     Attributes:
-      compute: with its stages' operations.
-      communication: in collectives within stages, by mesh axes, dearest first.
-      idle: waiting.
+      compute: in the operations of the stages.
+      communication: in collectives within stages, by mesh axes, the most expensive first.
+      idle: in waiting.
     """
 
     compute: float
@@ -124,7 +125,7 @@ class Spent:
 
 
 def spent(plan: Plan) -> Spent:
-    """Of any plan; one mesh does not idle."""
+    """Where the seconds of any plan go; one mesh is never idle."""
     shape = plan.pipeline
     devices = [plan.num_devices] if shape is None else sizes(plan, shape)
     mesh_of = (0,) if shape is None else shape.submeshes
@@ -148,25 +149,25 @@ def _time_rows(plan: Plan, shape: PipelineShape) -> list[tuple[str, float, str]]
 
 
 def _bubble(plan: Plan, shape: PipelineShape) -> str:
-    """What the schedule itself leaves idle, to tell it from unequal stages and transfers."""
+    """The idle share of the schedule itself, apart from that of unequal stages and transfers."""
     meshes, count = len(shape.first_devices), plan.num_microbatches
     bubble = schedules.bubble(
         plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=shape.virtual
     )
     share = units.percent(bubble, 3 * count * shape.virtual + bubble)
-    text = f"equal stages and free transfers would idle {share}; the rest is unequal stages, updates and waiting"
+    text = f"ideal bubble {share} (equal stages, free transfers); the rest is imbalance, updates and waiting"
     unequal = len(set(sizes(plan, shape))) > 1
-    return f"{text}; below, submeshes count alike, whatever their size" if unequal else text
+    return f"{text}; idle shares below are means over submeshes, whatever their size" if unequal else text
 
 
 def _stages(plan: Plan, shape: PipelineShape) -> RenderableType:
-    """A row for each group of alike stages."""
+    """A row for each group of identical stages."""
     events = shape.timeline.events
     kinds = [kind for kind in ("forward", "backward", "weight") if any(event.kind == kind for event in events)]
-    columns = ("stages", "layers", "devices", "mesh", "in flight", "remat", *kinds, "once a step")
+    columns = ("stages", "layers", "devices", "mesh", "in flight", "remat", *kinds, "once per step")
     out = table(*columns, right=(1, 2, 4, *range(6, 6 + len(kinds) + 1)))
     devices = sizes(plan, shape)
-    for group in alike(plan):
+    for group in identical(plan):
         stage, mesh_of = plan.stages[group[0]], shape.submeshes
         layers = [_layers(shape, s) for s in group]
         meshes = [mesh_of[s] for s in group]
@@ -192,13 +193,13 @@ def _stages(plan: Plan, shape: PipelineShape) -> RenderableType:
 def _seconds(
     shape: PipelineShape, stage: int, kinds: Sequence[str], combine: Callable[[list[float]], float]
 ) -> float:  # fmt: skip
-    """Of the events of one stage, combined."""
+    """The seconds of one stage's events of some kinds, combined."""
     found = [event.seconds for event in shape.timeline.events if event.stage == stage and event.kind in kinds]
     return combine(found) if found else 0.0
 
 
 def _runs(ranges: Iterable[tuple[int, int]]) -> str:
-    """Ranges of numbers, those that follow each other joined: (0, 3), (4, 7) is "0-7"."""
+    """Ranges of numbers, adjacent ones joined: (0, 3), (4, 7) is "0-7"."""
     out: list[list[int]] = []
     for first, last in sorted(set(ranges)):
         if out and out[-1][1] + 1 == first:
@@ -223,9 +224,9 @@ class SubmeshMemory:
 
     Attributes:
       params, gradients, optimizer: as of `Memory`.
-      in_flight: all other buffers between tasks: what is saved for backward passes, transfers, the batch.
-      temporaries: the most that one executable needs besides.
-      peak: of buffers, plus temporaries.
+      in_flight: all other buffers between tasks: values saved for backward passes, transfers, the batch.
+      temporaries: the most that one executable needs in addition to its buffers.
+      peak: the peak of the buffers, plus temporaries.
     """
 
     params: int
@@ -237,7 +238,7 @@ class SubmeshMemory:
 
 
 def memory(plan: Plan, shape: PipelineShape) -> list[SubmeshMemory]:
-    """Of each submesh."""
+    """The memory of each submesh."""
     out = []
     for mesh, (buffers, temporary) in enumerate(zip(shape.buffer_bytes, shape.temporary_bytes, strict=True)):
         stages = [stage.memory for stage, m in zip(plan.stages, shape.submeshes, strict=True) if m == mesh]
@@ -250,7 +251,7 @@ def memory(plan: Plan, shape: PipelineShape) -> list[SubmeshMemory]:
 
 
 def _memory(plan: Plan, shape: PipelineShape) -> RenderableType:
-    """A row for each submesh; those with equal numbers are one."""
+    """A row for each submesh; submeshes with equal numbers share a row."""
     found: dict[SubmeshMemory, list[int]] = {}
     for number, row in enumerate(memory(plan, shape)):
         found.setdefault(row, []).append(number)
@@ -264,7 +265,7 @@ def _memory(plan: Plan, shape: PipelineShape) -> RenderableType:
 
 
 def transfer_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveRow]:
-    """The transfers between submeshes, alike ones as one row; the two directions are apart."""
+    """The transfers between submeshes, identical ones as one row; the two directions are separate rows."""
     ways: dict[tuple[int, bool], list[tuple[Collective, float]]] = {}
     for collective, seconds in items:
         match = _TRANSFER.fullmatch(collective.where) if collective.kind == "transfer" else None
@@ -277,7 +278,7 @@ def transfer_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveR
 
 
 def _transfers(rows: Sequence[CollectiveRow]) -> RenderableType:
-    out = table("from and to, what", "bytes each", "count", "seconds on links", right=(1, 2, 3), wide=0)
+    out = table("transfer", "size each", "count", "time on links", right=(1, 2, 3), wide=0)
     for row in rows[:_MAX_TRANSFERS]:
         add(
             out,
@@ -295,7 +296,7 @@ def _transfers(rows: Sequence[CollectiveRow]) -> RenderableType:
 
 
 def replicated(plan: Plan) -> tuple[Replicated, ...]:
-    """What is not distributed, heaviest first; of a pipeline, in any of its stages, each with its number."""
+    """Operations that are not distributed, the largest first; for a pipeline those of all stages, with their stages."""
     if not plan.parts:
         return plan.replicated
     found: dict[Replicated, list[int]] = {}
@@ -310,7 +311,7 @@ def replicated(plan: Plan) -> tuple[Replicated, ...]:
 
 
 def meshes(plan: Plan) -> str:
-    """Meshes of all stages, alike neighbours joined: "stages 0-3: x=4; stage 4: x=2 y=2"."""
+    """The meshes of all stages, equal ones joined: "stages 0-3: x=4; stage 4: x=2 y=2"."""
     if plan.pipeline is None:
         stage = plan.stages[0]
         return units.mesh(stage.mesh_shape, stage.axis_names)
@@ -321,7 +322,7 @@ def meshes(plan: Plan) -> str:
 
 
 def layer_ranges(plan: Plan) -> str:
-    """The layers of each stage, such as "0-3, 4-7"; nothing for one mesh."""
+    """The layers of each stage, such as "0-3, 4-7"; "one mesh" without a pipeline."""
     shape = plan.pipeline
     if shape is None:
         return "one mesh"

@@ -28,10 +28,10 @@ DELAY = 1.0
 
 
 class Report:
-    """What `planning` yields. Quiet where nobody watches.
+    """The object that `planning` yields; silent unless a terminal shows it.
 
     Attributes:
-      finished: (stage, seconds) for each stage that is over, in order.
+      finished: (stage, seconds) for each finished stage, in order.
     """
 
     def __init__(self, title: str) -> None:
@@ -59,11 +59,11 @@ class Report:
 
 @contextmanager
 def planning(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
-    """Shows which stage is at work, on `stream` (standard error), once `delay` seconds have passed.
+    """Shows the running stage of planning, on `stream` (standard error), once `delay` seconds have passed.
 
     Args:
-      title: what is being done.
-      stream: where to show it; nothing shows unless it is a terminal.
+      title: the name of the work, at the beginning of the line.
+      stream: where to show it; nothing is shown unless it is a terminal.
       delay: seconds.
 
     Yields:

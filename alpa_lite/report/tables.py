@@ -1,6 +1,6 @@
 """The tables that reports are made of: primitives of a hundred columns, arguments with their shardings, collectives.
 
-Alike things are one row: twelve layers whose weights are sharded alike, or the same collective in each of them.
+Identical things are one row: twelve layers whose weights have one sharding, or the same collective in each of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from alpa_lite.paths import shown
 from alpa_lite.plan import Collective, Leaf, Stage
 from alpa_lite.report import grouping, units
 
@@ -32,7 +33,7 @@ def plain(content: RenderableType, width: int = WIDTH) -> str:
 
 
 def section(heading: str, *body: RenderableType) -> Group:
-    """A heading after an empty line, and what stands below it, indented. Texts in `body` are taken as they are."""
+    """A heading after an empty line, and `body` below it, indented. Texts in `body` are taken as they are."""
     lines = (Text(part) if isinstance(part, str) else part for part in body)
     return Group(Text(f"\n{heading}", style="bold"), Padding(Group(*lines), (0, 0, 0, 2)))
 
@@ -65,35 +66,35 @@ def bars(rows: Iterable[tuple[str, float, str]], whole: float) -> Table:
 
 
 def sharding_table(*stages: Stage) -> Table:
-    """The arguments of alike stages, alike ones as one row, below headings for what their paths begin with.
+    """The arguments of identical stages, identical ones as one row, below headings for the beginnings of their paths.
 
-    Counts and bytes are those of one of the stages.
+    Counts and bytes are for one of the stages.
     """
     leaves = {leaf.path: leaf for stage in stages for leaf in stage.arguments}
     rows = grouping.group(
         (leaf.path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for stage in stages for leaf in stage.arguments
     )
     shares = _Shares(leaves, stages[0], len(stages))
-    shown, hidden = _largest(rows, shares)
+    visible, hidden = _largest(rows, shares)
     out = table("argument", "", "type", "sharding", "per device", right=(1, 4), wide=0)
-    for part in grouping.sections(shown):
+    for part in grouping.sections(visible):
         alone = len(part.rows) == 1
         if not alone:
-            heading = grouping.heading(part.prefix)
+            heading = shown(part.prefix)
             total = units.nbytes(sum(shares.bytes(row) for row in part.rows))
             add(out, heading, "", "", "", total, style="bold")
         for row in part.rows:
-            name = grouping.heading(row.tokens) if alone else f"  {grouping.short(row.tokens[len(part.prefix) :])}"
+            name = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
             add(out, *_leaf_cells(name, row, shares))
     if hidden:
         size = sum(shares.bytes(row) for row in hidden)
-        add(out, "smaller ones", f"x {sum(shares.count(row) for row in hidden)}", "", "", units.nbytes(size))
+        add(out, "smaller arguments", f"x {sum(shares.count(row) for row in hidden)}", "", "", units.nbytes(size))
     return out
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """What one of several alike stages has of a row that stands for all of them."""
+    """The share of one stage in a row that stands for several identical stages."""
 
     leaves: dict[str, Leaf]
     stage: Stage
@@ -129,7 +130,7 @@ def _largest(rows: list[grouping.Row], shares: _Shares) -> tuple[list[grouping.R
 
 @dataclass
 class CollectiveRow:
-    """Alike collectives: the same kind, axes, bytes and place but for layer numbers."""
+    """Identical collectives: the same kind, axes, bytes and place, except for layer numbers."""
 
     kind: str
     axes: tuple[str, ...]
@@ -140,25 +141,25 @@ class CollectiveRow:
 
 
 def collective_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveRow]:
-    """Collectives with their seconds per step, alike ones as one row, dearest first."""
+    """Collectives with their seconds per step, identical ones as one row, the most expensive first."""
     found: dict[tuple, list[tuple[Collective, float]]] = {}
     for collective, seconds in items:
         key = (collective.kind, collective.axes, collective.bytes, re.sub(r"\d+", "#", collective.where))
         found.setdefault(key, []).append((collective, seconds))
     rows = []
-    for (kind, axes, size, _), alike in found.items():
-        where = grouping.template([c.where for c, _ in alike])
+    for (kind, axes, size, _), same in found.items():
+        where = grouping.template([c.where for c, _ in same])
         rows.append(
-            CollectiveRow(kind, axes, size, where, sum(c.count for c, _ in alike), sum(seconds for _, seconds in alike))
+            CollectiveRow(kind, axes, size, where, sum(c.count for c, _ in same), sum(seconds for _, seconds in same))
         )
     return sorted(rows, key=lambda row: -row.seconds)
 
 
 def collective_table(rows: Sequence[CollectiveRow], most: int) -> RenderableType:
-    """The `most` dearest rows, and the sum of all."""
+    """The `most` most expensive rows, and the sum of all."""
     if not rows:
         return Text("none")
-    out = table("kind", "axes", "bytes each", "count", "seconds", "where", right=(2, 3, 4), wide=5)
+    out = table("kind", "axes", "size each", "count", "time", "where", right=(2, 3, 4), wide=5)
     for row in rows[:most]:
         cells = (units.nbytes(row.bytes), f"x {row.count}", units.seconds(row.seconds), row.where)
         add(out, f"{row.kind}", units.axes(row.axes), *cells)

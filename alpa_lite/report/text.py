@@ -1,6 +1,6 @@
-"""A plan as text of a hundred columns: `str(plan)`, and what `alpa-lite show` prints in colour.
+"""A plan as text of a hundred columns: `str(plan)`, and in colour the output of `alpa-lite show`.
 
-What a pipeline has besides is in `report.pipeline`.
+The sections that only a pipeline has are in `report.pipeline`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def render(plan: Plan) -> str:
 
 
 def renderable(plan: Plan) -> Group:
-    """The plan as something that a Rich console prints."""
+    """The plan as a Rich renderable."""
     parts: list[RenderableType] = [header(plan)]
     if plan.pipeline is not None:
         parts += pipeline.sections(plan, plan.pipeline)
@@ -50,9 +50,11 @@ def renderable(plan: Plan) -> Group:
         parts.append(section("Collectives per step", collective_table(rows, _MAX_COLLECTIVES)))
     whole = pipeline.replicated(plan)
     if whole:
-        parts.append(section("Not distributed", _replicated(whole)))
+        parts.append(
+            section("Not distributed: computed whole on every device, or left to the compiler", _replicated(whole))
+        )
     if plan.candidates:
-        parts.append(section("Weighed against", _candidates(plan)))
+        parts.append(section("Plans compared", _candidates(plan)))
     parts.append(section("Solver", *_solver(plan)))
     remarks = (("Checked", plan.verification), ("Compiler rewrites", plan.rewrites), ("Notes", plan.notes))
     parts += [section(heading, *lines) for heading, lines in remarks if lines]
@@ -60,7 +62,7 @@ def renderable(plan: Plan) -> Group:
 
 
 def overview(plan: Plan) -> Group:
-    """The beginning of `renderable`: what is where, and where the time goes; of a pipeline its schedule and memory."""
+    """The beginning of `renderable`: where the time goes, and the memory; for a pipeline also stages and schedule."""
     if plan.pipeline is None:
         time = section(f"Predicted step: {units.seconds(plan.step_seconds)}", _time(plan))
         return Group(header(plan), time, section("Memory per device", _memory(plan, plan.stages[0])))
@@ -68,7 +70,7 @@ def overview(plan: Plan) -> Group:
 
 
 def header(plan: Plan) -> RenderableType:
-    """The two lines that a plan begins with: method and cluster; devices, stages, micro-batches and schedule."""
+    """The first two lines of a plan: method and cluster; devices, stages, micro-batches and schedule."""
     head = Text("Plan ", style="bold")
     head.append(plan.method, style="bold cyan")
     head.append(f" for {plan.cluster}", style="default not bold")
@@ -91,7 +93,7 @@ def header(plan: Plan) -> RenderableType:
 
 @dataclass
 class Cost:
-    """What collectives cost per step: seconds, bytes per device, executions."""
+    """The cost of collectives per step: seconds, bytes per device, executions."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -99,7 +101,7 @@ class Cost:
 
 
 def communication_by_axes(plan: Plan) -> dict[tuple[str, ...], Cost]:
-    """What the collectives over each set of mesh axes cost per step, dearest first."""
+    """The cost per step of the collectives over each set of mesh axes, the most expensive first."""
     out: dict[tuple[str, ...], Cost] = {}
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
         cost = out.setdefault(collective.axes, Cost())
@@ -135,7 +137,7 @@ def _memory(plan: Plan, stage: Stage) -> RenderableType:
 
 
 def _replicated(rows: Sequence[Replicated]) -> RenderableType:
-    out = table("operation", "", "bytes", "seconds", "why and where", right=(1, 2, 3), wide=4)
+    out = table("operation", "", "size", "time", "reason and place", right=(1, 2, 3), wide=4)
     for row in rows[:_MAX_REPLICATED]:
         count = f"x {row.count}" if row.count > 1 else ""
         cells = (count, units.nbytes(row.bytes), units.seconds(row.seconds), f"{row.reason}; {row.where}")
@@ -143,12 +145,14 @@ def _replicated(rows: Sequence[Replicated]) -> RenderableType:
     rest = rows[_MAX_REPLICATED:]
     if rest:
         size, seconds = sum(r.bytes * r.count for r in rest), sum(r.seconds for r in rest)
-        add(out, "lighter ones", f"x {sum(r.count for r in rest)}", units.nbytes(size), units.seconds(seconds), "")
+        add(
+            out, "smaller operations", f"x {sum(r.count for r in rest)}", units.nbytes(size), units.seconds(seconds), ""
+        )
     return out
 
 
 def _candidates(plan: Plan) -> RenderableType:
-    """The chosen one first, then by seconds. Those of pipelines are compared as the search of stages estimated them."""
+    """The chosen plan first, then by seconds. Pipelines are compared by the estimates of the stage search."""
     out = table("plan", "mesh" if plan.pipeline is None else "stages", "step", "memory", "", right=(2, 3), wide=0)
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
     chosen = order[0].step_seconds if plan.pipeline is not None and order[0].status == "chosen" else None
@@ -165,29 +169,35 @@ def _candidates(plan: Plan) -> RenderableType:
     return out
 
 
-_STATUS = {"cutoff": "cut off: cannot be faster", "optimal": "slower", "met": "not faster"}
+_STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
 
 
 def _status(candidate: Candidate, best: float) -> str:
-    """The status, with how much slower where that is known."""
+    """The status, and by how much the candidate is slower if that is known."""
     status, seconds = _STATUS.get(candidate.status, candidate.status), candidate.step_seconds
     if candidate.status in ("chosen", "cutoff") or seconds is None or seconds <= best or best <= 0:
         return status
     if candidate.status == "met":
-        return f"slower by {units.percent(seconds - best, best)} as far as searched"
+        return f"slower by {units.percent(seconds - best, best)} when its search stopped"
     return f"{status} by {units.percent(seconds - best, best)}"
 
 
 def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
-    gap = "no gap" if solver.gap == 0 else "gap under 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
-    costs = f"objective {units.seconds(solver.objective)}", f"bound {units.seconds(solver.bound)}", gap
-    effort = f"{solver.variables:,} variables" if solver.variables else "proved without an optimiser"
-    if plan.pipeline is not None and not solver.variables:
-        effort = "stages sharded without an optimiser"
+    gap = "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
+    costs = f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}", gap
+    spent = f"in {units.seconds(solver.seconds)}"
     if solver.status == "replayed":
-        costs, effort = costs[:1], "nothing was searched; priced"
-    lines = _filled(f"{solver.status}:", [*costs, f"{effort} in {units.seconds(solver.seconds)}"])
+        costs, effort = costs[:1], f"priced {spent}; nothing was searched"
+    elif solver.status == "fixed":
+        effort = "nothing to solve"
+    elif solver.variables:
+        effort = f"{solver.variables:,} variables {spent}"
+    elif plan.pipeline is not None:
+        effort = f"searched {spent}; the stages needed no integer program"
+    else:
+        effort = f"{'proven' if solver.status == 'optimal' else 'bounded'} by dual bounds {spent} (no LP needed)"
+    lines = _filled(f"{solver.status}:", [*costs, effort])
     if plan.planning_seconds:
         parts = [f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items()]
         lines += _filled(f"planned in {units.seconds(sum(plan.planning_seconds.values()))}:", parts)
@@ -195,7 +205,7 @@ def _solver(plan: Plan) -> list[str]:
 
 
 def _filled(head: str, parts: Sequence[str]) -> list[str]:
-    """Parts joined by commas, in lines that break between parts only."""
+    """Parts joined by commas, in lines that break only between parts."""
     lines = [head]
     for number, part in enumerate(parts):
         piece = part + ("," if number + 1 < len(parts) else "")

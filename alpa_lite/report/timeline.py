@@ -1,8 +1,8 @@
-"""Timelines to look at: as a trace that Perfetto opens, and as a drawing of a hundred columns.
+"""Timelines for people: a trace that Perfetto opens, and a drawing of a hundred columns.
 
 The trace is JSON in the trace-event format of Chrome's tracing. A timeline is a process of the trace, a submesh is a
-track of it, and what the submesh sends is a track below. Given the predicted and the executed timeline, one file holds
-both, one below the other, from the same start.
+track of it, and the transfers that the submesh sends are a track below. Given the predicted and the executed timeline,
+one file holds both, one below the other, from the same start.
 
 The drawing has a row for each submesh, and a cell for each task: the number of the micro-batch, and a shade for the
 kind of the task, so that it reads without colour too.
@@ -118,11 +118,11 @@ def _complete(event: Event, process: int, thread: int) -> dict:
 
 
 def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
-    """A drawing at most `width` columns wide: a row for each submesh, time to the right, and what the cells mean.
+    """A drawing at most `width` columns wide: a row for each submesh, time to the right, and a legend.
 
     A schedule is drawn at equal times: forward, gradients of inputs and gradients of parameters take one unit each, so
     a backward task that is not split takes two. Where all of it cannot be drawn legibly, the middle is left out, and
-    the last line says what. Transfers are not drawn.
+    the last line says how much. Transfers are not drawn.
 
     Args:
       what: a timeline, predicted or executed, or a schedule.
@@ -159,12 +159,12 @@ def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
 
 @dataclass(frozen=True)
 class _View:
-    """What part of the time is drawn, and how large.
+    """The part of the time that is drawn, and its scale.
 
     Attributes:
       scale: columns for each second.
-      windows: ranges of columns; more than one where something between them is left out.
-      total: the columns that everything would take.
+      windows: ranges of columns; more than one if columns between them are left out.
+      total: the number of columns without anything left out.
     """
 
     scale: float
@@ -180,9 +180,9 @@ class _View:
 
 
 def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
-    """Whole columns for the shortest kind of task where tasks are multiples of it; else all the room there is.
+    """Whole columns for the shortest kind of task if all tasks are multiples of it; else the full width.
 
-    At least enough for a number and a shade; the two ends, if that is too wide.
+    A task has room for a number and a shade at least; if the drawing is then too wide, only its two ends are drawn.
     """
     if not tasks:
         return _View(1.0, ((0, 0),), 0)
@@ -238,15 +238,12 @@ def _heading(what: Timeline | Schedule, timeline: Timeline) -> Text:
 
 
 def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
-    """Appends a sample of each kind of cell that is there, in lines of at most `width` columns."""
+    """Appends a sample of each kind of cell that occurs, in lines of at most `width` columns."""
     kinds = {event.kind for event in tasks}
-    samples = [
-        (f"{_LETTERS.get(kind, '3')}{shade}", _STYLES[kind][0], kind if kind in _LETTERS else f"{kind} 3")
-        for kind, shade in _SHADES.items()
-        if kind in kinds
-    ]
+    samples = [(_LETTERS.get(kind, shade), _STYLES[kind][0], kind) for kind, shade in _SHADES.items() if kind in kinds]
+    numbers = [("digits", "", "micro-batch")] if any(event.microbatch >= 0 for event in tasks) else []
     used = 0
-    for cell, style, meaning in [*samples, (_IDLE, "dim", "idle, at the right in all")]:
+    for cell, style, meaning in [*numbers, *samples, (_IDLE, "dim", "idle (total at the right)")]:
         size = len(cell) + 1 + len(meaning)
         separator = "" if not used else "  " if used + 2 + size <= width else "\n"
         used = size + (used + len(separator) if separator != "\n" else 0)
@@ -256,9 +253,9 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
 
 
 def _left_out(view: _View, tasks: list[Event]) -> str:
-    """What the gap hides: the share of the step, and the micro-batches of which nothing is seen."""
+    """What the gap hides: a share of the step, and the micro-batches that are not visible at all."""
     (_, left), (right, _) = view.windows
     seen = {event.microbatch for event in tasks if view.visible(event)}
     hidden = sorted({event.microbatch for event in tasks} - seen)
-    text = f"{_GAP.strip()} {units.percent(right - left, view.total)} of the step left out"
-    return f"{text}, and with it all of micro-batches {units.runs(hidden, ' to ')}" if hidden else text
+    text = f"{_GAP.strip()} {units.percent(right - left, view.total)} of the step is left out"
+    return f"{text}, with all of micro-batches {units.runs(hidden, ' to ')}" if hidden else text

@@ -28,7 +28,7 @@ def nbytes(value: float) -> str:
 
 
 def runs(numbers: Iterable[int], between: str) -> str:
-    """Ascending numbers as text, those that follow each other by their first and last: "3, 5-9" with "-" between."""
+    """Ascending numbers as text, consecutive ones by their first and last: "3, 5-9" with "-" between."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -48,7 +48,7 @@ def digits(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` of `whole` in percent; "<1 %" for what is small but not zero."""
+    """`part` of `whole` in percent; "<1 %" for a share that is small but not zero."""
     if whole <= 0:
         return "0 %"
     share = 100 * part / whole

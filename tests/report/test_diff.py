@@ -25,10 +25,10 @@ def test_changed_specs_are_grouped_and_nothing_else_is_listed() -> None:
     lines = printed.splitlines()
     (row,) = [line for line in lines if "mlp/up/kernel" in line]
     assert row.split()[1:] == ["x", "12", "P('data',", "'model')", "1.12", "MiB", "replicated", "9.00", "MiB"]
-    assert "196 of 591 arguments that both have lie otherwise" in printed
+    assert "196 of the 591 arguments in both plans are sharded differently" in printed
     assert "optimizer" in printed
     assert "+100 %" in printed
-    for absent in ("batch", "What they are for", "Collectives", "Predicted", "Decisions", "activations"):
+    for absent in ("batch", "Settings", "Collectives", "Predicted", "Decisions", "activations"):
         assert absent not in printed
 
 
@@ -63,6 +63,6 @@ def test_plans_of_different_programs() -> None:
     printed = gpt_plan().diff(small_plan())
     assert "devices  8 -> 2" in printed
     assert "mesh     data=4 model=2 -> x=2" in printed
-    assert "state: 589 leaves, before only" in printed
-    assert "params: 1 leaves, after only" in printed
+    assert "state: 589 leaves only in the 'before' plan" in printed
+    assert "params: 1 leaf only in the 'after' plan" in printed
     assert max(map(len, printed.splitlines())) <= 100

@@ -27,13 +27,13 @@ def test_fits_a_hundred_columns(plan: Plan) -> None:
 def test_says_how_the_step_is_divided() -> None:
     printed = str(pipeline_plan())
     assert "8 devices, 4 stages, 8 micro-batches, schedule 1f1b" in printed
-    rows = [line.split() for line in _section(printed, "Stages, seconds for one micro-batch")[1:]]
+    rows = [line.split() for line in _section(printed, "Stages (times for one micro-batch)")[1:]]
     assert rows[0][:5] == ["0", "0-2", "0-1", "data=2", "4"]
     assert rows[1][:5] == ["1-2", "3-8", "2-5", "data=2", "2-3"]
     assert rows[2][:5] == ["3", "9-11", "6-7", "data=2", "1"]
     assert rows[0][5:] == ["layer", "1.00", "ms", "2.00", "ms", "0", "s"]
     assert [line.split()[0] for line in _section(printed, "Memory per device")[1:]] == ["0", "1-2", "3"]
-    assert "Shardings of stages 1-2, alike; for one of them" in printed
+    assert "Shardings of stages 1-2 (identical; figures are for one of them)" in printed
     assert "stage 3: gpt.py:101" in printed
 
 
@@ -99,7 +99,7 @@ def test_diff_of_pipelines_says_what_moved() -> None:
     found = pipeline_plan().diff(pipeline_plan("interleaved-1f1b", 3))
     assert "schedule           1f1b -> interleaved-1f1b" in found
     assert "0-2, 3-5, 6-8, 9-11 -> 0, 1, 2," in found
-    assert "535 of 590 lie as before, but on other stages" in found
+    assert "535 of the 590 arguments in both plans moved to other stages with the same sharding" in found
     assert "The plans do not differ." in pipeline_plan().diff(pipeline_plan())
 
 
@@ -115,11 +115,40 @@ def test_diff_of_one_mesh_and_a_pipeline_has_a_row_for_all_layers() -> None:
 def test_explain_tells_what_alike_stages_share_once() -> None:
     plan = pipeline_plan()
     found = plan.explain("params/h_{0-11}/mlp/up/kernel")
-    assert "state['params']['h_{0-11}']['mlp']['up']['kernel'] (stages 0-3)" in found
-    assert found.count("What would have to change") == 1
-    assert "The stage with each choice, micro-batches one after another" in found
+    assert "state/params/h_{0-11}/mlp/up/kernel (stages 0-3)" in found
+    assert found.count("What would make another choice win") == 1
+    assert "Stage time, micro-batches in sequence, if this choice is forced" in found
     one = plan.explain("state['params']['h_4']['mlp']['up']['kernel']")
     assert "(stage 1)" in one.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp/up/kernel", "h/mlp/up/kernel", "params/h/mlp/up/kernel", "h_{0-11}/mlp/up/kernel"]
+)
+def test_explain_needs_neither_stage_nor_index(name: str) -> None:
+    found = pipeline_plan().explain(name)
+    assert found.splitlines()[0] == "state/params/h_{0-11}/mlp/up/kernel (stages 0-3)"
+    assert "> [None, model] 41.3 ms" in " ".join(found.split())
+    others = found.partition("Other matches of")[2]
+    assert ("state/opt/0/{mu,nu}/h_{3-5}/mlp/up/kernel (stage 1)" in others) == (not name.startswith("params"))
+
+
+def test_explain_tells_stages_apart_by_what_is_printed() -> None:
+    found = pipeline_plan().explain("mlp/up/kernel (stages 1-2)")
+    assert found.splitlines()[0] == "state/params/h_{3-8}/mlp/up/kernel (stages 1-2)"
+    listed = "state/opt/0/{mu,nu}/h_{3-5}/mlp/up/kernel (stage 1)"
+    assert listed in found
+    assert pipeline_plan().explain(listed).splitlines()[0] == listed
+
+
+def test_explain_explains_the_first_of_stages_that_differ() -> None:
+    plan = pipeline_plan()
+    product, weight = plan.parts[1].decisions
+    other = dataclasses.replace(weight, alternatives=weight.alternatives[:2])
+    parts = (plan.parts[0], dataclasses.replace(plan.parts[1], decisions=(product, other)), *plan.parts[2:])
+    found = dataclasses.replace(plan, parts=parts).explain("params/h/mlp/up/kernel")
+    assert found.splitlines()[0] == "state/params/h_{0..11}/mlp/up/kernel (stages 0, 2-3)"
+    assert "state/params/h_{3-5}/mlp/up/kernel (stage 1)" in found.partition("Other matches of")[2]
 
 
 def test_explain_counts_examples_of_the_whole_batch() -> None:

@@ -71,7 +71,7 @@ def test_small_leaves_are_folded_and_nothing_is_lost() -> None:
     )
     stage = dataclasses.replace(plan.stages[0], arguments=leaves)
     lines = str(dataclasses.replace(plan, stages=(stage,))).splitlines()
-    (folded,) = [line for line in lines if "smaller ones" in line]
+    (folded,) = [line for line in lines if "smaller arguments" in line]
     shown = [line for line in lines if "i8[" in line]
     assert int(folded.split()[3]) + len(shown) == 90
     assert any("i8[90]" in line for line in shown)

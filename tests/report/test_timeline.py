@@ -129,8 +129,8 @@ def test_a_schedule_by_hand() -> None:
         "1f1b: 2 submeshes, 3 micro-batches, idle 25 %",
         "submesh 0 0░1░····0▓▓▓2░1▓▓▓··2▓▓▓  25 %",
         "submesh 1 ··0░0▓▓▓1░1▓▓▓2░2▓▓▓····  25 %",
-        "3░ forward 3  3▓ backward 3",
-        "· idle, at the right in all",
+        "digits micro-batch  ░ forward  ▓ backward",
+        "· idle (total at the right)",
     ]
 
 
@@ -168,7 +168,7 @@ def test_the_middle_is_left_out_and_that_is_said() -> None:
     assert lines[1].endswith("▓63░60▓▓▓▓···61▓▓▓▓···62▓▓▓▓···63▓▓▓▓   4 %")
     assert all(line.count(" ⋯ ") == 1 for line in lines[1:5])
     said = lines[-1]
-    assert said == "⋯ 87 % of the step left out, and with it all of micro-batches 5 to 58"
+    assert said == "⋯ 87 % of the step is left out, with all of micro-batches 5 to 58"
     # 67 units of three columns each; 82 less the three of the gap are drawn.
     assert round(100 * (67 * 3 * 3 - (100 - 10 - 6 - 3)) / (67 * 3 * 3)) == 87
     shown = {int(n) for line in lines[1:5] for n in "".join(c if c.isdigit() else " " for c in line[10:-6]).split()}
