@@ -74,7 +74,8 @@ def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
         assert f"{devices} devices" in lines[1]
         assert not any("site-packages" in line or str(Path(__file__).parent) in line for line in lines)
     explained = invoke("explain", auto, "tokens/embedding")
-    assert "state['params']['tokens']['embedding']" in explained
+    assert explained.startswith("state/params/tokens/embedding\n")
+    assert "state/opt_state/0/{mu,nu}/tokens/embedding\n" in explained
     compared = invoke("diff", data, auto)
     assert "method" in compared
     assert invoke("diff", data, data).strip() == "The plans do not differ."

@@ -255,17 +255,18 @@ def _unknown(sites: list[_Site], name: str) -> str:
 
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
     """The subjects in one table; subjects for which it would show the same are one row."""
-    rows: dict[tuple[str, str, str], list[_Subject]] = {}
-    for subject in subjects:
-        rows.setdefault((subject.name, _where(subject), _choice(subject)), []).append(subject)
+    rows = []
+    for stage in dict.fromkeys(_stages([s]) for s in subjects):
+        chosen = {path: _choice(s) for s in subjects if s.leaf and _stages([s]) == stage for path in s.names}
+        rows += [(f"{row.path}{stage}", "", chosen[row.members[0]]) for row in grouping.group(chosen.items())]
+    rows += [(f"{s.name}{_stages([s])}", _where(s), _choice(s)) for s in subjects if not s.leaf]
+    counts = Counter(rows)
     out = tables.table("", "", wide=0)
-    for (title, where, choice), same in list(rows.items())[:_LISTED]:
-        numbers = Counter(subject.site.number for subject in same)
-        lines = [f"{title}{_stages(same)}", *(f"  {line}" for line in (where, choice) if line not in ("", "argument"))]
-        count = max(numbers.values())
+    for (title, where, choice), count in list(counts.items())[:_LISTED]:
+        lines = [title, *(f"  {line}" for line in (where, choice) if line)]
         tables.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
-    if len(rows) > _LISTED:
-        tables.add(out, f"and {len(rows) - _LISTED} more", "")
+    if len(counts) > _LISTED:
+        tables.add(out, f"and {len(counts) - _LISTED} more", "")
     return tables.section(f"Other matches of {name.strip()!r} (give more of a name to have it explained)", out)
 
 

@@ -194,7 +194,7 @@ def test_a_timeline_shows_its_seconds_and_what_is_no_task() -> None:
     assert report.units.seconds(example().seconds) in lines[0]
     assert cells(drawing, 2).startswith("P")
     assert "U" in cells(drawing, 0)
-    assert "P- prologue  U- update" in drawing
+    assert "P prologue  U update" in drawing
     assert "transfer" not in drawing
 
 
