@@ -125,7 +125,7 @@ def _check_memory(plan: Plan, given: Plan | None, options: Options) -> None:
     if given is not None and options.memory_per_device is not None and needed > options.memory_per_device:
         raise InfeasibleError(
             f"the given plan needs {needed:,} bytes per device, more than memory_per_device="
-            f"{options.memory_per_device:,}; leave that out, or plan anew without plan="
+            f"{options.memory_per_device:,}; leave that out, or plan again without plan="
         )
 
 

@@ -82,7 +82,7 @@ def test_a_step_without_a_batch_is_planned_all_the_same():
 @pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Zero(stage=3)])
 def test_a_batch_that_does_not_divide(method):
     text = message(alpa_lite.OptionError, args=arguments(batch=12), method=method)
-    names(text, "batch['x']", "12", "8 devices", "multiple of 8", "method='auto'")
+    names(text, "batch/x", "12", "8 devices", "multiple of 8", "method='auto'")
 
 
 def test_a_batch_that_does_not_divide_is_no_error_where_the_plan_is_free():
@@ -99,14 +99,27 @@ def test_a_mesh_shape_of_another_number_of_devices(method):
 
 def test_a_manual_path_that_does_not_exist():
     method = alpa_lite.Manual({"state['w3']": P("a")}, (8,), ("a",))
-    names(message(alpa_lite.OptionError, method=method), "state['w3']", "state['w1']")
+    names(message(alpa_lite.OptionError, method=method), "state['w3']", "state/w1")
+
+
+def test_a_manual_path_of_two_arguments_and_an_argument_of_two_paths():
+    state, batch = {"w1": {"a": f32(32, 64)}, "w1/a": f32(32, 64), "w2": f32(64, 32)}, {"x": f32(16, 32)}
+
+    def twins(state, batch):
+        return {"w1": {"a": state["w1/a"]}, "w1/a": state["w1"]["a"], "w2": state["w2"] + batch["x"].sum()}, 0.0
+
+    method = alpa_lite.Manual({"state/w1/a": P("a")}, (8,), ("a",))
+    text = message(alpa_lite.OptionError, twins, (state, batch), method=method)
+    names(text, "'state/w1/a'", "state['w1']['a'], state['w1/a']", "write one of these")
+    method = alpa_lite.Manual({"state/w1": P("a"), "state['w1']": P()}, (8,), ("a",))
+    names(message(alpa_lite.OptionError, method=method), "'state/w1' two specs", "\"state['w1']\"", "give one")
 
 
 def test_a_manual_spec_that_does_not_fit():
     for spec, part in ((P("a", None, None), "shape (12, 64)"), (P("a"), "12 does not divide")):
         state, batch = {"w1": f32(12, 64), "w2": f32(64, 12)}, {"x": f32(16, 12), "y": f32(16, 12)}
         method = alpa_lite.Manual({"state['w1']": spec}, (8,), ("a",))
-        names(message(alpa_lite.OptionError, args=(state, batch), method=method), "state['w1']", str(spec), part)
+        names(message(alpa_lite.OptionError, args=(state, batch), method=method), "state/w1", str(spec), part)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -114,7 +127,7 @@ def test_a_manual_spec_that_does_not_fit():
 
 def test_an_impossible_budget():
     text = message(alpa_lite.InfeasibleError, args=arguments(16, 512, 2048), memory_per_device=1000)
-    names(text, "memory_per_device=1000", "state['w1'] (4.2 MB)", "state['w2'] (4.2 MB)", "smallest budget that works")
+    names(text, "memory_per_device=1000", "state/w1 (4.2 MB)", "state/w2 (4.2 MB)", "smallest budget that works")
     names(text, "more devices", "jax.checkpoint", "smaller batch")
 
 
@@ -123,14 +136,14 @@ def test_an_impossible_budget():
 
 def test_a_plan_for_other_shapes():
     text = message(alpa_lite.PlanError, args=arguments(width=48), plan=make())
-    names(text, "state['w1'] is float32[48, 64], planned float32[32, 64]", "batch['x']", "Plan again")
+    names(text, "state/w1 is float32[48, 64], planned float32[32, 64]", "batch/x", "Plan again")
 
 
 def test_a_plan_for_other_dtypes():
     state, batch = arguments()
     batch["x"] = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
     text = message(alpa_lite.PlanError, args=(state, batch), plan=make())
-    names(text, "batch['x'] is bfloat16[16, 32], planned float32[16, 32]")
+    names(text, "batch/x is bfloat16[16, 32], planned float32[16, 32]")
 
 
 def test_a_plan_for_another_tree():
@@ -140,7 +153,7 @@ def test_a_plan_for_another_tree():
 
     state, batch = arguments()
     text = message(alpa_lite.PlanError, other, ({"a": state["w1"], "w2": state["w2"]}, batch), plan=make())
-    names(text, "state['a'] is not in the plan", "state['w1'] is in the plan but not given")
+    names(text, "state/a is not in the plan", "state/w1 is in the plan but was not passed")
 
 
 def test_a_plan_for_another_model_with_the_same_arguments():

@@ -141,11 +141,11 @@ def test_the_plan_says_what_was_cut(tmp_path):
     step = alpa_lite.parallelize(fun, num_microbatches=4, **options)
     plan = step.plan(*args)
     assert plan.num_microbatches == 4 and "4 micro-batches" in str(plan)
-    assert "4 micro-batches of 128 examples: dim 0 of batch['x'], dim 0 of batch['y']" in plan.notes
+    assert "4 micro-batches of 128 examples: dim 0 of batch/x, dim 0 of batch/y" in plan.notes
     whole = alpa_lite.parallelize(fun, **options).plan(*args)
     assert whole.num_microbatches == 1 and whole.fingerprint != plan.fingerprint
     assert "micro-batches" in whole.diff(plan)
-    assert "dot_general" in plan.explain("dot_general") and "state['b']" in plan.explain("state['b']")
+    assert "dot_general" in plan.explain("dot_general") and "state/b" in plan.explain("state['b']")
 
     plan.save(tmp_path / "plan.json")
     again = alpa_lite.parallelize(fun, plan=tmp_path / "plan.json", donate_argnums=())
@@ -230,7 +230,7 @@ def test_what_is_allowed_to_be_inexact_is_said():
     del got[2], want[2]  # the loss itself comes after the loop and is that of the whole batch
     compare(got, want)
     notes = step.plan(*args).notes
-    assert any(re.match(r"inexact, taken within each micro-batch: reduce_sum at .*:\d+", note) for note in notes)
+    assert any(re.match(r"inexact, computed within each micro-batch: reduce_sum at .*:\d+", note) for note in notes)
 
 
 @pytest.mark.slow
@@ -244,5 +244,5 @@ def test_batch_norm():
 def test_a_number_that_does_not_divide_the_batch():
     with pytest.raises(alpa_lite.MicrobatchError) as caught:
         plan_of(wide(), num_microbatches=3)
-    for part in ("num_microbatches=3", "batch['x']", "512 examples", "use one of [1, 2, 4"):
+    for part in ("num_microbatches=3", "batch/x", "512 examples", "use one of [1, 2, 4"):
         assert part in str(caught.value)

@@ -166,12 +166,14 @@ def test_a_refusal_names_what_was_taken_for_the_batch() -> None:
 
     args = weights(1), normal(2, 16, 16), normal(3, 16, 16)
     run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel(), num_microbatches=2)
-    with pytest.raises(MicrobatchError, match=r"Taken for the batch were base, batch; .*batch_argnums=\(i,\)"):
+    with pytest.raises(
+        MicrobatchError, match=r"The arguments base, batch were taken as the batch; .*batch_argnums=\(i,\)"
+    ):
         run.plan(*args)
     run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel(), num_microbatches=2, batch_argnums=2)
     with pytest.raises(MicrobatchError) as said:
         run.plan(*args)
-    assert "Taken for" not in str(said.value)
+    assert "taken as the batch" not in str(said.value)
 
 
 @pytest.mark.parametrize(

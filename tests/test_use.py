@@ -74,7 +74,7 @@ def test_submeshes_of_given_shapes_and_of_given_sizes(shapes: Any) -> None:
 @pytest.mark.parametrize(
     ("devices", "method", "used", "said"),
     [
-        (8, {"submesh_shapes": (2, 4)}, 6, "6 of 8 devices are used: submesh_shapes has no more"),
+        (8, {"submesh_shapes": (2, 4)}, 6, "6 of 8 devices are used: submesh_shapes names no more"),
         (3, {"num_stages": 2}, 3, ""),
         (5, {"num_stages": 2}, 5, ""),
     ],

@@ -120,7 +120,7 @@ def step_module(plan: Plan, traced: Traced, program: LocalProgram, *, shared: bo
 
 
 def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
-    """The plan with what the partitioner says of it.
+    """The plan with the result of the partitioner's check.
 
     With written collectives the check is exact, and a difference raises. With communication left to the compiler there
     is nothing to compare with: the plan then lists the collectives that the partitioner inserts.
@@ -133,7 +133,9 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         return replace(plan, verification=("one device: nothing to communicate",))
     if program.outside:
         names = ", ".join(sorted({op.name for op in program.outside}))
-        text = f"not checked: {names} run outside the regions and communicate as they like"
+        text = (
+            f"not checked: {names} run outside the shard_map regions, where the compiler decides what they communicate"
+        )
         return replace(plan, verification=(text,))
     module = step_module(plan, traced, program, shared=True)
     if plan.ingredients["communication"] == "explicit":
@@ -141,7 +143,7 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         loops = report.unknown_loops
         unknown = f"; of unknown trip count, counted once: {', '.join(loops)}" if loops else ""
         count = sum(c.count for c in plan.collectives)
-        text = f"Shardy: the {count} planned collectives are in the lowered program, and no other{unknown}"
+        text = f"Shardy: the {count} planned collectives are in the lowered program, and no others{unknown}"
         return replace(plan, verification=(text,))
     cost = MeshCost(plan.cluster, mesh)
     found = collectives_of_shardy(module, mesh)
@@ -153,19 +155,21 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
         collective_seconds=tuple(
             cost.collective(c.kind, axes, c.bytes) * c.count for c, axes in zip(found, whole, strict=True)
         ),
-        verification=("Shardy: these are the collectives that the partitioner inserts for the plan's shardings",),
+        verification=(
+            "Shardy: the listed collectives are those that the partitioner inserts for the plan's shardings",
+        ),
     )
 
 
 def verified_compiled(plan: Plan, traced: Traced, program: LocalProgram, compiled: Any) -> Plan:
-    """The plan with what the compiled program says of it: the compiler's rewrites by name, and its memory.
+    """The plan with the compiler's rewrites by name, and the memory of the compiled program.
 
     Args:
       compiled: the `jax.stages.Compiled` of the step.
 
     Raises:
-      VerificationError: if the compiled program communicates what neither the plan nor a known rewrite explains. With
-        communication left to the compiler, differences are listed instead.
+      VerificationError: if the compiled program has a collective that neither the plan nor a known rewrite explains.
+        With communication left to the compiler, differences are listed instead.
     """
     lines, rewrites = list(plan.verification), ()
     if program.mesh.size > 1 and not program.outside:
@@ -173,7 +177,7 @@ def verified_compiled(plan: Plan, traced: Traced, program: LocalProgram, compile
         report = compare_hlo(compiled.as_text(), program.mesh, plan.collectives, module)
         if plan.ingredients["communication"] == "explicit":
             report.raise_if_bad()
-            lines.append("compiled: the planned collectives, up to the rewrites that are listed")
+            lines.append("compiled: the planned collectives, apart from the listed rewrites")
         else:
             lines += [f"compiled, differs from the partitioner: {line}" for line in report.differences]
         rewrites = tuple(str(rewrite) for rewrite in report.rewrites)

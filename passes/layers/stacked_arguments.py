@@ -193,7 +193,7 @@ def arrangement(buffers: Sequence[Buffer], submeshes: Sequence[Submesh]) -> Arra
 
 
 def notes(stacked: Stacked | None, program: Program) -> tuple[str, ...]:
-    """What a call moves besides the program's transfers, to take stacked leaves apart and put them together."""
+    """The bytes that a call moves in addition to the program's transfers, to split stacked leaves and to join them."""
     if stacked is None:
         return ()
     found: dict[Arrangement, list[int]] = {}
@@ -205,9 +205,9 @@ def notes(stacked: Stacked | None, program: Program) -> tuple[str, ...]:
                 size = sum(math.prod(b.shape) * int(getattr(b.dtype, "itemsize", 4)) for b in own)
                 found.setdefault(arrangement(own, program.submeshes), []).append(size)
     texts: Mapping[Arrangement, str] = {
-        "in place": "stay where stages have them, as parts of one array: nothing is moved or copied",
-        "resharded": "change their layout within submeshes, since stages have them in different ones",
-        "spread": "are cut and sent between submeshes, since stages own unequal parts or have unequal submeshes",
+        "in place": "stay on the stages that hold them, as parts of one array: nothing is moved or copied",
+        "resharded": "change their layout within submeshes, since the layouts differ between stages",
+        "spread": "are cut and sent between submeshes, since stages hold unequal parts or have unequal submeshes",
     }
     return tuple(
         f"before and after a step, {len(sizes)} stacked arguments and results of {sum(sizes):,} bytes {texts[kind]}"

@@ -34,6 +34,7 @@ from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.ir.loops import reads, scan_op
 from alpa_lite.passes.microbatches.states import spec_of
 from alpa_lite.passes.tracing import conversion
+from alpa_lite.paths import shown
 
 SCOPE = "micro_batches"
 """The named scope of the loop, by which it is found in the new trace."""
@@ -73,9 +74,9 @@ class _Pair:
         ops = list(self.big.ops()), list(self.small.ops())
         shapes = [[(op.name, len(op.operands), len(op.results)) for op in some] for some in ops]
         if shapes[0] != shapes[1]:
-            raise Unlike("on one micro-batch the step does other operations than on the batch")
+            raise Unlike("on one micro-batch the step does not do the same operations as on the batch")
         if len(self.big.block.inputs) != len(self.small.block.inputs):
-            raise Unlike("on one micro-batch the step closes over other constants than on the batch")
+            raise Unlike("on one micro-batch the step does not close over the same constants as on the batch")
         self.other: dict[int, Op] = {}  # index of a small op -> the big one
         self.value: dict[int, int] = dict(zip(self.small.block.inputs, self.big.block.inputs, strict=True))
         for big, small in zip(*ops, strict=True):
@@ -101,7 +102,7 @@ class _Pair:
         """The dims in which a value differs between the traces."""
         a, b = (_value(self.small, small).shape, _value(self.big, big).shape)
         if len(a) != len(b):
-            raise Unlike("a value has other dims on one micro-batch than on the batch")
+            raise Unlike("a value has different dims on one micro-batch and on the batch")
         return [d for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n]
 
     def cut_dims(self, drawn: Iterable[int]) -> dict[int, int]:
@@ -260,7 +261,8 @@ class _Loop:
             if pair.grown(small, large):
                 shape = list(_value(pair.big, large).shape)
                 raise Unlike(
-                    f"it goes on with a sum over the batch, of shape {shape}, that is smaller on a micro-batch"
+                    f"it computes further with a sum over the batch, of shape {shape}, whose value is smaller on a "
+                    "micro-batch"
                 )
         carry, ys, late = self._scan(scan, env, batch)
         carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
@@ -351,7 +353,7 @@ class _Loop:
             shape = (*whole.shape[: grown[0]], -1, *whole.shape[grown[0] + 2 :])
             return jnp.reshape(whole, shape)[None], None
         if stacked.dtype == bool:
-            raise Unlike("a result is true or false of the whole batch")
+            raise Unlike("a result is a truth value of the whole batch")
         total = jnp.sum(stacked, 0, keepdims=True, dtype=stacked.dtype)
         one = total / self.parts if self.averaged[number] else total
         return one, one
@@ -368,21 +370,21 @@ class _Loop:
         added = {r for r, mean in zip(scan.results, self.averaged, strict=True) if not mean}
         late = set(self.late)
         averaged = {r for r, mean in zip(scan.results, self.averaged, strict=True) if mean}
-        paths = [output.path if output.role != "state" else "" for output in self.pair.one.outputs]
+        paths = [shown(output.path) if output.role != "state" else "" for output in self.pair.one.outputs]
 
         def named(results: set[int], besides: set[int]) -> str:
             reach = _reached(self.after, results) - late | besides
             return ", ".join(path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path)
 
-        notes = ["inexact: each micro-batch is a batch of its own"]
+        notes = ["inexact: each micro-batch is computed independently, as a whole batch"]
         if averaged:
             means = filter(None, ("gradients", named(averaged, late)))
             notes.append(f"averaged over micro-batches: {', '.join(means)}")
         if named(added - averaged, set()):
-            notes.append(f"added up over micro-batches: {named(added - averaged, set())}")
+            notes.append(f"summed over micro-batches: {named(added - averaged, set())}")
         own = {op.index for op in self.draws}
         if any(op.name in primitives.DRAWS and op.index not in own for op in walk(self.body)):
-            notes.append("random numbers that are drawn in the loop are the same in every micro-batch")
+            notes.append("random numbers drawn in the loop are the same in every micro-batch")
         return tuple(notes)
 
 

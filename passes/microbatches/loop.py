@@ -34,6 +34,7 @@ from alpa_lite.passes.microbatches import independent
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.tracing.arguments import SAID
+from alpa_lite.paths import shown, tokens
 from alpa_lite.strategy import Rule
 
 Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]
@@ -137,7 +138,7 @@ def _smaller(traced: Traced, parts: int, dims: Mapping[int, int], retrace: Retra
         number = min(shapes)
         raise MicrobatchError(
             f"num_microbatches={parts}: the step cannot be traced on one micro-batch, in which "
-            f"{traced.arguments[number].path} has shape {list(shapes[number])}: {error}; use num_microbatches=1"
+            f"{shown(traced.arguments[number].path)} has shape {list(shapes[number])}: {error}; use num_microbatches=1"
         ) from error
 
 
@@ -162,8 +163,8 @@ def _alone(
             *_loop_of_one(traced, rules, by_number), *_loop_of_one(small, small_rules, by_number), by_number, parts
         )
     except independent.Unlike as error:
-        raise MicrobatchError(f"{refusal}; nor can each micro-batch be a batch of its own: {error}") from error
-    notes = (_cut_note(traced, parts, size, dims), *notes, f"because {refusal}")
+        raise MicrobatchError(f"{refusal}; nor can each micro-batch be computed independently: {error}") from error
+    notes = (_cut_note(traced, parts, size, dims), *notes, f"the reason: {refusal}")
     return Accumulated(replace(traced, graph=graph), scan, parts, notes)
 
 
@@ -232,7 +233,7 @@ def _batch(traced: Traced) -> list[tuple[str, int, tuple[int, ...]]]:
     """Path, value and shape of each argument of the batch that is no scalar."""
     values = traced.graph.values
     return [
-        (argument.path, value, values[value].shape)
+        (shown(argument.path), value, values[value].shape)
         for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
         if argument.role == "batch" and values[value].shape
     ]
@@ -297,17 +298,18 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) ->
         text += f", and {_named(refused.op, graph)} needs its result for single examples"
     if allow_inexact:
         return MicrobatchError(f"{text}; use num_microbatches=1")
-    within = "compute it within each micro-batch" if refused.roots else "make each micro-batch a batch of its own"
+    within = "compute it within each micro-batch" if refused.roots else "compute each micro-batch independently"
     return MicrobatchError(f"{text}; use num_microbatches=1, or allow_inexact=True to {within}")
 
 
 def _refused_guess(refusal: MicrobatchError, traced: Traced) -> MicrobatchError:
     """The refusal; where several arguments were taken for the batch, they are named, since one may be a parameter."""
-    names = {argument.path.split("[")[0].split(".")[0] for argument in traced.arguments if argument.role == "batch"}
+    names = {tokens(argument.path)[0] for argument in traced.arguments if argument.role == "batch"}
     if len(names) < 2 or any(SAID in note for note in traced.notes):
         return refusal
     return MicrobatchError(
-        f"{refusal}. Taken for the batch were {', '.join(sorted(names))}; if one of them is none, name the batch with "
+        f"{refusal}. The arguments {', '.join(sorted(names))} were taken as the batch; if one of them is not, name "
+        "the batch with "
         "batch_argnums=(i,) or batch_argnames=(name,)"
     )
 
@@ -335,7 +337,10 @@ def _numbered(traced: Traced, dims: Mapping[int, int]) -> dict[int, int]:
 
 def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) -> str:
     shape_of = [traced.graph.values[value].shape for value in traced.graph.block.inputs]
-    cut = {f"dim {dim} of {traced.arguments[i].path}": shape_of[i][dim] for i, dim in _numbered(traced, dims).items()}
+    cut = {
+        f"dim {dim} of {shown(traced.arguments[i].path)}": shape_of[i][dim]
+        for i, dim in _numbered(traced, dims).items()
+    }
     if set(cut.values()) == {size}:
         number = "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
         return f"{number} of {size // parts} examples: {', '.join(cut)}"
@@ -346,8 +351,8 @@ def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) ->
 def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int]) -> tuple[str, ...]:
     notes = [_cut_note(traced, analysis.parts, size, dims)]
     ahead = dict.fromkeys(_named(op, traced.graph) for op in analysis.ahead)
-    notes += [f"computed for the whole batch before the micro-batches: {name}" for name in ahead]
+    notes += [f"computed once for the whole batch, before the micro-batches: {name}" for name in ahead]
     if analysis.parts > 1:
         inexact = dict.fromkeys(_named(analysis.sources[index], traced.graph) for index in sorted(analysis.local))
-        notes += [f"inexact, taken within each micro-batch: {name}" for name in inexact]
+        notes += [f"inexact, computed within each micro-batch: {name}" for name in inexact]
     return tuple(notes)

@@ -188,7 +188,7 @@ def _with_microbatches(
             step = cut(traced, rules, count)
         except MicrobatchError as refusal:
             raise InfeasibleError(f"{error} Micro-batches do not help: {refusal}") from error
-        note = f"{count} micro-batches: fewer do not fit into memory_per_device={budget:.0f} bytes"
+        note = f"{count} micro-batches: with fewer, the step does not fit into memory_per_device={budget:.0f} bytes"
         step = replace(step, traced=replace(step.traced, notes=(*step.traced.notes, note)))
         try:
             return meshed(step)
@@ -196,7 +196,8 @@ def _with_microbatches(
             less = again.smallest_budget
             if less is None or less >= needed:
                 raise InfeasibleError(
-                    f"{error} Micro-batches do not help: {count} of them need {less or needed:.0f} bytes per device."
+                    f"{error} Micro-batches do not help: {count} micro-batches need {less or needed:.0f} bytes per "
+                    "device."
                 ) from error
             tried, needed = count, less
 

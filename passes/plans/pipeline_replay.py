@@ -37,7 +37,8 @@ def replayed(
     assert shape is not None
     if cluster.num_devices != plan.cluster.num_devices:
         raise PlanError(
-            f"the plan is for a cluster of {plan.cluster.num_devices} devices, and there are {cluster.num_devices}; "
+            f"the plan is for a cluster of {plan.cluster.num_devices} devices, but the cluster given has "
+            f"{cluster.num_devices}; "
             "plan again for these."
         )
     accumulated = loop.accumulate(traced, rules, plan.num_microbatches, allow_inexact=allow_inexact, retrace=retrace)

@@ -83,10 +83,10 @@ def write(traced: Traced, found: FoundPipeline, cluster: Cluster, *, method: str
 
 
 def verified(plan: Plan, found: FoundPipeline) -> Plan:
-    """The plan with the partitioner's word on every segment of every stage, each checked exactly.
+    """The plan with the partitioner's result for every segment of every stage, each checked exactly.
 
     Raises:
-      VerificationError: a segment communicates otherwise than planned.
+      VerificationError: a segment does not communicate as planned.
     """
     checked = 0
     known: set[Any] = set()
@@ -108,14 +108,14 @@ def verified(plan: Plan, found: FoundPipeline) -> Plan:
     if not checked:
         return replace(plan, verification=("every stage has one device: nothing to communicate within a stage",))
     text = (
-        f"Shardy: each of {checked} distinct stage executables has the planned collectives in its lowered program, and "
-        "no other"
+        f"Shardy: each of {checked} distinct stage executables has the planned collectives in its lowered program and "
+        "no others"
     )
     return replace(plan, verification=(text,))
 
 
 def verified_compiled(plan: Plan, found: FoundPipeline, compiled: Sequence[Any]) -> Plan:
-    """The plan with what the compiled executables say of it: the compiler's rewrites by name, and their memory.
+    """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
     Args:
       compiled: the `jax.stages.Compiled` of each executable, in the program's order.
@@ -142,11 +142,13 @@ def verified_compiled(plan: Plan, found: FoundPipeline, compiled: Sequence[Any])
             rewrites += [f"{name}: {rewrite}" for rewrite in report.rewrites]
         memory = verification.memory_of(one, stage.temporary[segment])
         if memory is not None:
-            text = f"{memory.temporaries} bytes of temporaries in {name}, where {memory.predicted} were predicted"
+            text = f"{memory.temporaries} bytes of temporaries in {name}; the plan predicts {memory.predicted}"
             where = program.executables[number].mesh
             largest[where] = max(largest.get(where, (-1, "")), (memory.temporaries, text))
     if several:
-        lines.append(f"compiled: {several} stage executables have the planned collectives, up to the listed rewrites")
+        lines.append(
+            f"compiled: {several} stage executables have the planned collectives, apart from the listed rewrites"
+        )
     for where, (_, text) in sorted(largest.items()):
         lines.append(f"compiled: on submesh {where} at most {text}")
     return replace(plan, verification=tuple(lines), rewrites=tuple(rewrites))
@@ -258,7 +260,7 @@ def _solver(found: FoundPipeline, parts: Sequence[Plan]) -> Solver:
 def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
     out = []
     for weighed in found.weighed:
-        twice = f" with {weighed.virtual} stages a submesh" if weighed.virtual > 1 else ""
+        twice = f" with {weighed.virtual} stages per submesh" if weighed.virtual > 1 else ""
         name = f"{weighed.schedule}{twice}, {microbatches(weighed.num_microbatches)}"
         shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
         size = None if weighed.bytes is None else int(weighed.bytes)
@@ -267,7 +269,7 @@ def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
 
 
 def _notes(found: FoundPipeline) -> list[str]:
-    gap = "the gap compares the simulated step with the stage search's bound, on its own model of the same costs"
+    gap = "gap: simulated step against the stage search's lower bound; the two use different cost models"
     notes = [] if found.replayed else [gap]
     notes += stacked_arguments.notes(found.accumulated.traced.extra.get("stacked"), found.pipeline.program)
     return [*notes, found.over] if found.over else notes

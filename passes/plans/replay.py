@@ -22,6 +22,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.paths import shown
 from alpa_lite.plan import Candidate, Plan, spec_axes
 from alpa_lite.strategy import Rule, Solution
 
@@ -78,25 +79,28 @@ def replay(
 def _check(traced: Traced, plan: Plan, here: Mapping[str, str], cluster: Cluster) -> None:
     if plan.num_devices != cluster.num_devices:
         raise PlanError(
-            f"the plan is for {plan.num_devices} devices, and there are {cluster.num_devices}; plan again for these."
+            f"the plan is for {plan.num_devices} devices, but the cluster has {cluster.num_devices}; plan again for "
+            "this cluster."
         )
     if plan.ingredients.get("arguments") == here["arguments"]:
         return
     values, block = traced.graph.values, traced.graph.block
     found = {
-        a.path: (tuple(values[v].shape), str(values[v].dtype))
+        shown(a.path): (tuple(values[v].shape), str(values[v].dtype))
         for a, v in zip(traced.arguments, block.inputs, strict=False)
     }
-    planned = {leaf.path: (leaf.shape, leaf.dtype) for leaf in plan.stages[0].arguments}
+    planned = {shown(leaf.path): (leaf.shape, leaf.dtype) for leaf in plan.stages[0].arguments}
     lines = [f"{p} is not in the plan" for p in found if p not in planned]
-    lines += [f"{p} is in the plan but not given" for p in planned if p not in found]
+    lines += [f"{p} is in the plan but was not passed" for p in planned if p not in found]
     lines += [
         f"{p} is {found[p][1]}{list(found[p][0])}, planned {planned[p][1]}{list(planned[p][0])}"
         for p in found
         if p in planned and found[p] != planned[p]
     ]
-    shown = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
-    raise PlanError(f"the plan is for other arguments: {shown}. Plan again, or pass the arguments it was made for.")
+    listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
+    raise PlanError(
+        f"the plan is for other arguments: {listed}. Plan again, or pass the arguments for which it was made."
+    )
 
 
 def _differences(plan: Plan, here: Mapping[str, str]) -> str:

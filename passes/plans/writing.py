@@ -372,13 +372,17 @@ class _Layouts:
 def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:
     """A note on effects that lose their order, since JAX orders effects on one device only."""
     found = sorted({op.name for op in grouping.ops.values() if _jax.is_ordered(op.params)})
-    return (f"ordered effects run without their order: {', '.join(found)}",) if found and mesh.size > 1 else ()
+    return (
+        (f"ordered effects run in no particular order on several devices: {', '.join(found)}",)
+        if found and mesh.size > 1
+        else ()
+    )
 
 
 def _replicated(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
 ) -> tuple[Replicated, ...]:
-    """Operations that no rule describes, alike ones together, heaviest first."""
+    """Operations that no rule describes, identical ones together, the largest first."""
     values = traced.graph.values
     found: dict[Any, tuple[Op, int]] = {}
     for number in grouping.groups[0].ops:
@@ -392,7 +396,7 @@ def _replicated(
         size = sum(values[v].nbytes for v in tensors)
         if any(math.prod(values[v].shape) > 1 for v in tensors):
             seconds = cost.compute(0.0, size, None) * count
-            reason = "it cannot be inside a region: it takes and gives whole values"
+            reason = "it cannot run inside a shard_map region: it needs and returns whole values"
             if not needs_outside(op):
                 reason = rules[op.key].reason
             rows.append(Replicated(op.name, _jax.where(op.source), reason, size, seconds, count))

@@ -155,7 +155,7 @@ def search(
         if over <= 0:
             break
         room -= 1.05 * over  # the estimates of layers were too low by as much
-        logger.info("the program exceeds the budget by %s bytes: slicing again with as much less", over)
+        logger.info("the program exceeds the budget by %s bytes: slicing again with that much less", over)
         try:
             found = slicer.slice([coster.costs(count)], room)
         except InfeasibleError:
@@ -333,13 +333,13 @@ class _Slicer:
             return ""
         said = f"{used} of {total} devices are used: "
         if self.method.mesh_shapes is not None:
-            return f"{said}submesh_shapes has no more"
+            return f"{said}submesh_shapes names no more"
         if found.all_devices is not None:
             return f"{said}every pipeline on all of them is predicted to be slower"
         stages = "" if self.method.num_stages is None else f"{self.method.num_stages} "
         if found.infeasible is not None and found.infeasible.constraint == "devices":
             sizes = ", ".join(map(str, kinds))
-            return f"{said}{stages}submeshes of {sizes} devices, which are searched, cannot use all of them"
+            return f"{said}{stages}submeshes of the searched sizes ({sizes} devices) cannot use all devices"
         return f"{said}no pipeline was found on all of them"
 
     def realise(self, coster: _Coster, slices: StageSlices) -> FoundPipeline:
@@ -366,7 +366,7 @@ class _Slicer:
                 over = [sum(pair) - self.budget for pair in used]
                 if max(over) <= 0 or last:
                     break
-            logger.info("submeshes exceed the budget by %s bytes: memory is dearer to their stages", over)
+            logger.info("submeshes exceed the budget by %s bytes: memory becomes more expensive for their stages", over)
             prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
         return FoundPipeline(
             accumulated, coster.layering, slices, remat, stages, pipeline,

@@ -24,6 +24,7 @@ from alpa_lite.layout import Layout
 from alpa_lite.passes.programs.ends import end_buffers
 from alpa_lite.passes.stages.packing import Port, ports
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
+from alpa_lite.paths import shown
 from alpa_lite.program import (
     Buffer,
     Executable,
@@ -172,7 +173,9 @@ class _Writer:
                 if port.kind == "argument":
                     key = ("argument", port.number, mesh, kind[2])
                     if key not in placed:
-                        placed[key] = self._buffer(self._kind(mesh, kind), self.traced.arguments[port.number].path)
+                        placed[key] = self._buffer(
+                            self._kind(mesh, kind), shown(self.traced.arguments[port.number].path)
+                        )
                         self.inputs[port.number].append(placed[key])
                     self.top[number][register] = placed[key]
                     owned[port.number] = number, placed[key]

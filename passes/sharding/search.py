@@ -12,12 +12,16 @@ Under a binding memory budget the program is also solved with state gathered ane
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
+from alpa_lite import paths
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError, OptionError
@@ -28,6 +32,7 @@ from alpa_lite.passes.sharding import strategies, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
+from alpa_lite.paths import shown
 from alpa_lite.plan import Candidate
 from alpa_lite.strategy import Rule, Solution
 
@@ -233,7 +238,8 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
                 continue
             if shape[0] % mesh.size:
                 raise OptionError(
-                    f"argument {argument.path} has a batch of {shape[0]} (shape {shape}), which does not divide over "
+                    f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
+                    "divide over "
                     f"{mesh.size} devices; use a batch that is a multiple of {mesh.size}, or method='auto'."
                 )
             out[group] = (Layout((axes, *whole.dims[1:])),)
@@ -266,15 +272,9 @@ def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout
 
 
 def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
-    numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
     out: dict[int, tuple[Layout, ...]] = {}
-    for path, spec in method.specs:
-        if path not in numbers:
-            import difflib
-
-            near = difflib.get_close_matches(path, numbers, n=3, cutoff=0.3)
-            raise OptionError(f"Manual names {path!r}, which is no argument of the step; close are {near}.")
-        number = numbers[path]
+    for number, spec in _named(traced, method):
+        path = shown(traced.arguments[number].path)
         shape = traced.graph.values[traced.graph.block.inputs[number]].shape
         entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
         unknown = [a for axes in entries for a in axes if a not in mesh.axis_names]
@@ -294,8 +294,32 @@ def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMes
         if group:
             out[group] = (layout,)
         elif any(layout.dims):
-            raise OptionError(f"Manual shards {path!r}, a scalar; leave it out.")
+            raise OptionError(f"Manual gives a spec for {path!r}, which is a scalar; leave it out.")
     return out
+
+
+def _named(traced: Traced, method: Manual) -> Iterator[tuple[int, PartitionSpec]]:
+    """The number of each argument that `Manual` names in either notation, with its spec.
+
+    Raises:
+      OptionError: a path is that of no argument, or of several, or two paths are those of one argument.
+    """
+    numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
+    names: dict[int, str] = {}
+    for name, spec in method.specs:
+        found = paths.find(name, numbers)
+        if len(found) > 1:
+            raise OptionError(f"Manual names {name!r}, which is any of {', '.join(found)}; write one of these.")
+        if not found:
+            known = list(map(shown, numbers))
+            close = difflib.get_close_matches(paths.spellings(name)[-1], known, n=3, cutoff=0.3)
+            hint = f"similar arguments are {', '.join(close)}" if close else f"its arguments are {', '.join(known[:5])}"
+            raise OptionError(f"Manual names {name!r}, which is no argument of the step; {hint}.")
+        number = numbers[found[0]]
+        other = names.setdefault(number, name)
+        if other != name:
+            raise OptionError(f"Manual gives {shown(found[0])!r} two specs, as {other!r} and {name!r}; give one.")
+        yield number, spec
 
 
 def _infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> InfeasibleError:
@@ -308,12 +332,12 @@ def _infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluste
             if peak < smallest:
                 smallest, where = peak, _by(problem.mesh)
     values, inputs = traced.graph.values, traced.graph.block.inputs
-    sizes = [(values[v].nbytes, a.path) for v, a in zip(inputs, traced.arguments, strict=False)]
+    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     return InfeasibleError(
-        f"memory_per_device={budget:.0f} bytes is too little: the smallest budget that works is {math.ceil(smallest)} "
+        f"memory_per_device={budget:.0f} bytes is too small: the smallest budget that works is {math.ceil(smallest)} "
         f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes before they are sharded over "
         f"{cluster.num_devices} devices; the largest of them: {largest}. A larger budget, more devices, "
         f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit.",

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.errors import SignatureError
+from alpa_lite.paths import shown
 
 BatchArgnums = str | int | Sequence[int]
 
@@ -304,7 +305,8 @@ class _Matcher:
                     _type_text(side.types[i]) for side, i in ((self._inputs, argument), (self._outputs, number))
                 )
                 self.notes.append(
-                    f"{self._inputs.paths[argument]} is {before} but comes back as {after}: not kept as state"
+                    f"{shown(self._inputs.paths[argument])} is {before} but comes back as {after}: it is not kept as "
+                    "state"
                 )
 
     def bare(self, *, named_batch: bool) -> None:
@@ -357,7 +359,7 @@ def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
     return len(shape) > 0 and not is_key(shape, dtype)
 
 
-SAID = "as you said"
+SAID = "named by batch_argnums or batch_argnames"
 """Why arguments that the user named are the batch."""
 
 
@@ -381,7 +383,8 @@ def named_batch(
     unknown = sorted(names - set(trees))
     if unknown:
         raise SignatureError(
-            f"the batch is said to be {', '.join(unknown)}, but the traced arguments are {', '.join(trees)}"
+            f"batch_argnums or batch_argnames name {', '.join(unknown)}, but the traced arguments are "
+            f"{', '.join(trees)}"
         )
     return frozenset(i for name in names for i in trees[name].leaves)
 
@@ -397,15 +400,16 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
         why = SAID
     else:
         units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state)]
-        why = "neither returned, nor updated, nor static"
+        why = "the step neither returns nor updates {}"
     units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
     if not units:
-        return frozenset(), "no argument is a batch"
+        return frozenset(), "no argument was taken as the batch"
     leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]
     common = set(leading[0]).intersection(*leading[1:])
     if named is None and (not common or (len(units) > 1 and any(len(counter) > 1 for counter in leading))):
         listed = "; ".join(
-            f"{_path(inputs, unit)} with leading dims {sorted(c)}" for unit, c in zip(units, leading, strict=True)
+            f"{shown(_path(inputs, unit))} with leading dims {sorted(c)}"
+            for unit, c in zip(units, leading, strict=True)
         )
         raise SignatureError(
             f"cannot tell which argument is the batch: {listed}. Name it with batch_argnums=(i,) or "
@@ -423,7 +427,10 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
         if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
     )
     dims = f"leading dim {sizes[0]}" if common else f"leading dims {', '.join(map(str, sizes))}"
-    return leaves, f"batch: {', '.join(_path(inputs, unit) for unit in units)} ({dims}; {why})"
+    names = ", ".join(f"`{shown(_path(inputs, unit))}`" for unit in units)
+    one = len(units) == 1
+    why = why.format("it" if one else "them")
+    return leaves, f"{names} {'was' if one else 'were'} taken as the batch ({dims}): {why}"
 
 
 def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:

@@ -19,6 +19,7 @@ from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Graph, Traced
 from alpa_lite.passes.tracing import arguments, conversion, nnx_modules
 from alpa_lite.passes.tracing.arguments import BatchArgnums, Calling, Flat, Tree
+from alpa_lite.paths import shown
 
 
 def trace(
@@ -198,12 +199,13 @@ def _key_text(key: Any) -> str:
 
 
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
-    """Shape (or a given one), dtype and weak type of a leaf; where it lies is not the program's business."""
+    """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
     try:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     except TypeError as error:
         raise SignatureError(
-            f"{path} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or static_argnames"
+            f"{shown(path)} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or "
+            "static_argnames"
         ) from error
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
@@ -224,8 +226,8 @@ def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
     if plain and len(arrays) > 1 and all(i in state for tree in plain for i in tree.leaves):
         names = ", ".join(tree.key for tree in arrays)
         raise SignatureError(
-            f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none is known to be "
-            "the batch. Name it with batch_argnums=(i,), or say batch_argnums=() if there is none"
+            f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none can be "
+            "recognised as the batch. Name the batch with batch_argnums=(i,), or give batch_argnums=() if there is none"
         )
 
 

@@ -188,6 +188,6 @@ def test_collectives_in_a_scan_count_once_for_each_trip():
         {"a": shape((1024, 65536), jnp.float32), "b": shape((65536, 1024), jnp.float32)},
         {"x": shape((64, 1024), jnp.float32)},
     )
-    method = alpa_lite.Manual({"state['a']": P(None, "x"), "state['b']": P("x")}, (8,), ("x",))
+    method = alpa_lite.Manual({"state/a": P(None, "x"), "state['b']": P("x")}, (8,), ("x",))
     plan = alpa_lite.make_plan(step, *args, cluster=Cluster.preset("h100", nodes=1), method=method)
     assert [(c.kind, c.bytes, c.count) for c in plan.collectives] == [("all_reduce", 64 * 1024 * 4, trips)]

@@ -1,4 +1,4 @@
-"""Micro-batches as batches of their own: what a step that looks across the batch does on each of them, averaged."""
+"""Independent micro-batches: the results of a step that looks across the batch on each of them, averaged."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def test_each_micro_batch_is_a_batch_of_its_own(name: str, parts: int) -> None:
     want = mean([step(args[0], one) for one in parts_of(args[1], parts)])
     got = outputs(found, step, args)
     close(got, want)
-    assert "inexact: each micro-batch is a batch of its own" in found.notes
-    assert "averaged over micro-batches: gradients, result[1]" in found.notes
-    assert any("test_accumulation_alone.py" in note for note in found.notes)
+    assert "inexact: each micro-batch is computed independently, as a whole batch" in found.notes
+    assert "averaged over micro-batches: gradients, result/1" in found.notes
+    assert any("test_independent.py" in note for note in found.notes)
 
 
 def test_what_is_added_up_stays_a_sum_and_regularisers_count_once() -> None:
@@ -216,7 +216,7 @@ def test_the_batch_may_be_another_dim() -> None:
     step, args = step_of(loss), (weights(), of(batch()))
     want = mean([step(args[0], one) for one in parts_of(args[1], 2, dim=1)])
     got = accumulated(step, args, 2)
-    assert "dim 1 of one['x']" in got.notes[0]
+    assert "dim 1 of one/x" in got.notes[0]
     close(outputs(got, step, args), want)
 
 
@@ -239,15 +239,15 @@ def test_what_no_micro_batch_can_give_is_refused() -> None:
     def fixed(params: Any, one: Any) -> Any:
         return step_of(lambda p, b: by_labels(p, {"x": b["x"].reshape(BATCH, WIDTH), "y": b["y"]}))(params, one)
 
-    refused(pairs, r"dot_general at .*batch of its own: a result has a value for each pair")
-    refused(truth, "true or false")
-    refused(other, "other operations than on the batch")
-    refused(fixed, r"cannot be traced on one micro-batch, in which one\['mask'\] has shape \[4\]: .*reshape")
+    refused(pairs, r"dot_general at .*computed independently: a result has a value for each pair")
+    refused(truth, "a truth value of the whole batch")
+    refused(other, "does not do the same operations as on the batch")
+    refused(fixed, r"cannot be traced on one micro-batch, in which one/mask has shape \[4\]: .*reshape")
 
 
 def test_without_consent_the_error_says_what_would_help() -> None:
     step, args = step_of(by_labels), (weights(), batch())
-    with pytest.raises(MicrobatchError, match=r"test_accumulation_alone.py.*allow_inexact=True to make each"):
+    with pytest.raises(MicrobatchError, match=r"test_independent.py.*allow_inexact=True to compute each"):
         alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.local(), num_microbatches=2)
     with pytest.raises(MicrobatchError, match="use num_microbatches=1"):
         accumulated(step, args, 2, retrace=False)
@@ -261,7 +261,7 @@ def test_on_eight_devices(method: Any) -> None:
     parallel = alpa_lite.parallelize(step, method=method, num_microbatches=2, allow_inexact=True)
     plan = parallel.plan(*args)
     assert plan.num_microbatches == 2
-    assert "inexact: each micro-batch is a batch of its own" in plan.notes
+    assert "inexact: each micro-batch is computed independently, as a whole batch" in plan.notes
     close(parallel(*args), want)
     again = alpa_lite.parallelize(step, plan=plan, allow_inexact=True)
     close(again(*args), want)

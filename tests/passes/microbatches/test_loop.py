@@ -184,7 +184,7 @@ def test_inexact_load_balance():
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (3, ["num_microbatches=3", "batch['x']", "16 examples", "[1, 2, 4, 8, 16]"]),
+        (3, ["num_microbatches=3", "batch/x", "16 examples", "[1, 2, 4, 8, 16]"]),
         (0, ["num_microbatches=0", "positive"]),
     ],
 )
@@ -241,8 +241,8 @@ def test_the_update_is_outside_of_the_loop():
 
 def test_denominators_are_computed_once_and_said():
     _, found = accumulated(*steps.masked(), 4)
-    assert any("whole batch before" in note and "reduce_sum" in note for note in found.notes)
-    assert found.notes[0].startswith("4 micro-batches of 4 examples: dim 0 of batch['mask']")
+    assert any("whole batch, before" in note and "reduce_sum" in note for note in found.notes)
+    assert found.notes[0].startswith("4 micro-batches of 4 examples: dim 0 of batch/mask")
 
 
 def test_narrow_sums_are_accumulated_in_float32():

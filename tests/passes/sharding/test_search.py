@@ -233,7 +233,7 @@ def product_step(state, batch):
 
 def product_plan(mesh: tuple[int, ...], x: P, w: P) -> alpa_lite.Plan:
     cluster = Cluster.preset("h100", nodes=math.prod(mesh) // 8)
-    method = alpa_lite.Manual({"batch['x']": x, "state['w']": w}, mesh, XYZ[: len(mesh)])
+    method = alpa_lite.Manual({"batch['x']": x, "state/w": w}, mesh, XYZ[: len(mesh)])
     return alpa_lite.make_plan(
         product_step, {"w": f32(SIDE, SIDE)}, {"x": f32(SIDE, SIDE)}, cluster=cluster, method=method
     )

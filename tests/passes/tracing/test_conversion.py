@@ -341,7 +341,7 @@ def all_keys() -> list[str]:
 def test_keys_do_not_depend_on_the_process():
     code = (
         "import jax; jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_num_cpu_devices', 8);"
-        "import tests.passes.test_conversion as t; print('\\n'.join(t.all_keys()))"
+        "import tests.passes.tracing.test_conversion as t; print('\\n'.join(t.all_keys()))"
     )
     environment = dict(os.environ, PYTHONHASHSEED="7", PYTHONPATH=os.pathsep.join([os.getcwd(), *sys.path]))
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
