@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    "ir", "tracing", "factors", "local", "microbatches", "sharding", "layers", "lowering", "stages", "programs",
+    "ir", "tracing", "factors", "local", "microbatches", "layers", "sharding", "lowering", "stages", "programs",
     "checks", "plans",
 )  # fmt: skip
 """The rooms of `passes/`, each importing only from those before it."""

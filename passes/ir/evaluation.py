@@ -17,6 +17,7 @@ from jax import lax
 
 from alpa_lite import _jax
 from alpa_lite.graph import Block, Graph, Lit, Op
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 Place = Callable[[int, Any], Any]
 """Called with a value's number and its array, once it is computed; what it returns takes the array's place."""
@@ -78,12 +79,11 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
         case "scan":
             return _scan(op, operands, bodies[0])
         case "while":
-            first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
-            split = first + second
+            cond_consts, body_consts, start = WhileView(op).taken(operands)
             return lax.while_loop(
-                lambda carry: bodies[0]([*operands[:first], *carry])[0],
-                lambda carry: bodies[1]([*operands[first:split], *carry]),
-                list(operands[split:]),
+                lambda carry: bodies[0]([*cond_consts, *carry])[0],
+                lambda carry: bodies[1]([*body_consts, *carry]),
+                list(start),
             )
         case "cond":
             branches = [lambda *inputs, body=body: body(inputs) for body in bodies]
@@ -92,18 +92,18 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
 
 
 def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    consts, carries = op.params["num_consts"], op.params["num_carry"]
-    split = consts + carries
+    view = ScanView(op)
+    consts, start, xs = view.taken(operands)
 
-    def step(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-        out = body([*operands[:consts], *carry, *xs])
-        return out[:carries], out[carries:]
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        out = view.given(body([*consts, *carry, *xs]))
+        return out.carry, out.ys
 
     carry, ys = lax.scan(
         step,
-        list(operands[consts:split]),
-        list(operands[split:]),
-        length=op.params["length"],
+        start,
+        xs,
+        length=view.length,
         reverse=op.params["reverse"],
         unroll=op.params["unroll"],
     )

@@ -1,8 +1,198 @@
-"""Scans and operands of operations: what every pass that walks a graph asks first."""
+"""Loops by the roles of what they take and give: the one place that counts `num_consts`, `num_carry` and their like.
+
+A scan takes constants, what its first iteration carries, and what it scans over; it gives what its last iteration
+carries, and what its iterations stack. The inputs and outputs of its body are in the same order:
+
+    operands, body inputs    consts, carry, xs
+    results, body outputs    carry, ys
+
+`ScanView` cuts any sequence that is parallel to one of them: values, states, layouts, arrays, registers.
+"""
 
 from __future__ import annotations
 
-from alpa_lite.graph import Op, Traced
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.passes.ir import flow, primitives
+
+T = TypeVar("T")
+
+
+class Taken(NamedTuple, Generic[T]):
+    """What a scan takes, or its body does."""
+
+    consts: tuple[T, ...]
+    carry: tuple[T, ...]
+    xs: tuple[T, ...]
+
+
+class Given(NamedTuple, Generic[T]):
+    """What a scan gives, or its body does."""
+
+    carry: tuple[T, ...]
+    ys: tuple[T, ...]
+
+
+class Carried(NamedTuple):
+    """One value that a scan carries: what it starts as, the body's input and output, and what it ends as."""
+
+    start: Atom
+    input: int
+    output: Atom
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScanView:
+    """A scan by its parts."""
+
+    op: Op
+
+    @property
+    def body(self) -> Block:
+        """What one iteration does."""
+        return self.op.bodies[0]
+
+    @property
+    def num_consts(self) -> int:
+        """The number of constants."""
+        return self.op.params["num_consts"]
+
+    @property
+    def num_carry(self) -> int:
+        """The number of carried values."""
+        return self.op.params["num_carry"]
+
+    @property
+    def length(self) -> int:
+        """The number of iterations."""
+        return int(self.op.params["length"])
+
+    def taken(self, items: Sequence[T]) -> Taken[T]:
+        """A sequence that is parallel to the operands, in parts."""
+        first = self.num_consts + self.num_carry
+        return Taken(tuple(items[: self.num_consts]), tuple(items[self.num_consts : first]), tuple(items[first:]))
+
+    def given(self, items: Sequence[T]) -> Given[T]:
+        """A sequence that is parallel to the results, in parts."""
+        return Given(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
+
+    @cached_property
+    def operands(self) -> Taken[Atom]:
+        """The operands in parts."""
+        return self.taken(self.op.operands)
+
+    @cached_property
+    def inputs(self) -> Taken[int]:
+        """The body's inputs in parts."""
+        return self.taken(self.body.inputs)
+
+    @cached_property
+    def outputs(self) -> Given[Atom]:
+        """The body's outputs in parts."""
+        return self.given(self.body.outputs)
+
+    @cached_property
+    def results(self) -> Given[int]:
+        """The results in parts."""
+        return self.given(self.op.results)
+
+    @property
+    def consts(self) -> list[tuple[Atom, int]]:
+        """(operand, body input) of each constant."""
+        return list(zip(self.operands.consts, self.inputs.consts, strict=True))
+
+    @property
+    def carries(self) -> list[Carried]:
+        """What is carried."""
+        parts = self.operands.carry, self.inputs.carry, self.outputs.carry, self.results.carry
+        return list(map(Carried._make, zip(*parts, strict=True)))
+
+    @property
+    def xs(self) -> list[tuple[Atom, int]]:
+        """(operand, body input) of each value that is scanned over."""
+        return list(zip(self.operands.xs, self.inputs.xs, strict=True))
+
+    @property
+    def ys(self) -> list[tuple[Atom, int]]:
+        """(body output, result) of each stacked result."""
+        return list(zip(self.outputs.ys, self.results.ys, strict=True))
+
+    @cached_property
+    def accumulators(self) -> Mapping[int, tuple[Op, int]]:
+        """Carry number -> (the op that adds to it, what it adds), for carries to which values are added alone."""
+        return {n: (op, added) for n, (op, added) in self.additions.items() if isinstance(added, int)}
+
+    @cached_property
+    def additions(self) -> Mapping[int, tuple[Op, Atom]]:
+        """Carry number -> (the op that adds to it, what it adds), for carries that nothing but an addition reads."""
+        uses, makers = flow.uses(self.body), flow.producers(self.body.ops)
+        found: dict[int, tuple[Op, Atom]] = {}
+        for number, (value, out) in enumerate(zip(self.inputs.carry, self.outputs.carry, strict=True)):
+            op = makers.get(out) if isinstance(out, int) else None
+            if op is not None and op.name in primitives.ADDS and uses[value] == 1 and value in op.operands:
+                (added,) = [atom for atom in op.operands if atom != value]
+                found[number] = op, added
+        return found
+
+    def rebuilt(
+        self,
+        ops: Iterable[Op],
+        consts: Sequence[tuple[Atom, int]],
+        carries: Sequence[Carried],
+        xs: Sequence[tuple[Atom, int]],
+        ys: Sequence[tuple[Atom, int]],
+        **params: Any,
+    ) -> Op:
+        """The scan with another body and other parts, in the form that the properties of these names have.
+
+        Its key is written when it is numbered. `params` replace parameters, such as the length.
+        """
+        inputs = (*(v for _, v in consts), *(c.input for c in carries), *(v for _, v in xs))
+        outputs = (*(c.output for c in carries), *(a for a, _ in ys))
+        return replace(
+            self.op,
+            params={**self.op.params, "num_consts": len(consts), "num_carry": len(carries), **params},
+            operands=(*(a for a, _ in consts), *(c.start for c in carries), *(a for a, _ in xs)),
+            results=(*(c.end for c in carries), *(v for _, v in ys)),
+            bodies=(Block(inputs, tuple(ops), outputs),),
+            key=None,
+        )
+
+
+class WhileTaken(NamedTuple, Generic[T]):
+    """What a while takes."""
+
+    cond_consts: tuple[T, ...]
+    body_consts: tuple[T, ...]
+    carry: tuple[T, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class WhileView:
+    """A while by its parts: the inputs of each block are its own constants, then what is carried."""
+
+    op: Op
+
+    def taken(self, items: Sequence[T]) -> WhileTaken[T]:
+        """A sequence that is parallel to the operands, in parts."""
+        first = self.op.params["cond_nconsts"]
+        split = first + self.op.params["body_nconsts"]
+        return WhileTaken(tuple(items[:first]), tuple(items[first:split]), tuple(items[split:]))
+
+    def cond(self, items: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+        """A sequence that is parallel to the condition's inputs: constants, carried."""
+        count = self.op.params["cond_nconsts"]
+        return tuple(items[:count]), tuple(items[count:])
+
+    def body(self, items: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+        """A sequence that is parallel to the body's inputs: constants, carried."""
+        count = self.op.params["body_nconsts"]
+        return tuple(items[:count]), tuple(items[count:])
 
 
 def scan_op(traced: Traced, scan: int) -> Op:
@@ -17,8 +207,3 @@ def scan_op(traced: Traced, scan: int) -> Op:
                 raise ValueError(f"scan={scan} is the op {op.name}; pass the index of the scan over micro-batches")
             return op
     raise ValueError(f"scan={scan} is not the index of an op of the top block")
-
-
-def reads(op: Op) -> tuple[int, ...]:
-    """The values among an op's operands."""
-    return tuple([atom for atom in op.operands if isinstance(atom, int)])

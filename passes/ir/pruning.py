@@ -18,6 +18,7 @@ from typing import Any
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 
 def prune(graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None) -> Graph:
@@ -67,32 +68,29 @@ def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...
 
 def _scan(op: Op, used: list[bool]) -> Op:
     """Removes carries, stacked results, constants and scanned inputs that are not read."""
-    (body,) = op.bodies
-    consts, carries = op.params["num_consts"], op.params["num_carry"]
-    carry, live = _carried(body, body.inputs[consts : consts + carries], used[:carries], used[carries:])
-    outputs = [*carry, *used[carries:]]
-    inputs = [value in live for value in body.inputs]
-    inputs[consts : consts + carries] = carry
-    if all(inputs) and all(outputs):
-        return _with(op, (Block(body.inputs, _live_ops(body.ops, body.outputs)[0], body.outputs),))
-    pruned = _body(body, inputs, outputs)
-    params = dict(op.params, num_consts=sum(inputs[:consts]), num_carry=sum(carry))
+    view = ScanView(op)
+    used_carry, ys = view.given(used)
+    carry, live = _carried(view.body, view.inputs.carry, used_carry, ys)
+    consts, _, xs = view.taken([value in live for value in view.body.inputs])
+    inputs, outputs = (*consts, *carry, *xs), (*carry, *ys)
+    params = dict(op.params, num_consts=sum(consts), num_carry=sum(carry))
+    pruned = _body(view.body, inputs, outputs)
     return _with(op, (pruned,), params, _select(op.operands, inputs), _select(op.results, outputs))
 
 
 def _while(op: Op, used: list[bool]) -> Op:
     """Removes carries that neither the condition nor a live carry reads, and unused constants."""
     cond, body = op.bodies
-    cond_consts, body_consts = op.params["cond_nconsts"], op.params["body_nconsts"]
+    view = WhileView(op)
     cond_ops, cond_live = _live_ops(cond.ops, cond.outputs)
-    wanted = [u or value in cond_live for u, value in zip(used, cond.inputs[cond_consts:], strict=True)]
-    carry, live = _carried(body, body.inputs[body_consts:], wanted, [])
-    cond_inputs = [*(value in cond_live for value in cond.inputs[:cond_consts]), *carry]
-    body_inputs = [*(value in live for value in body.inputs[:body_consts]), *carry]
-    keep_cond, keep_body = sum(cond_inputs[:cond_consts]), sum(body_inputs[:body_consts])
-    params = dict(op.params, cond_nconsts=keep_cond, body_nconsts=keep_body)
-    bodies = (Block(_select(cond.inputs, cond_inputs), cond_ops, cond.outputs), _body(body, body_inputs, carry))
-    operands = _select(op.operands, [*cond_inputs[:cond_consts], *body_inputs[:body_consts], *carry])
+    cond_consts, seen = view.cond([value in cond_live for value in cond.inputs])
+    wanted = [returned or asked for returned, asked in zip(used, seen, strict=True)]
+    carry, live = _carried(body, view.body(body.inputs)[1], wanted, [])
+    body_consts, _ = view.body([value in live for value in body.inputs])
+    params = dict(op.params, cond_nconsts=sum(cond_consts), body_nconsts=sum(body_consts))
+    kept = Block(_select(cond.inputs, (*cond_consts, *carry)), cond_ops, cond.outputs)
+    bodies = (kept, _body(body, (*body_consts, *carry), carry))
+    operands = _select(op.operands, (*cond_consts, *body_consts, *carry))
     return _with(op, bodies, params, operands, _select(op.results, carry))
 
 

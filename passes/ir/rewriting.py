@@ -13,8 +13,8 @@ from typing import Any
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.loops import reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,12 @@ class Rewriter:
         self.values.append(self.values[like] if isinstance(like, int) else like)
         return len(self.values) - 1
 
+    def shaped(self, like: int, shape: tuple[int, ...]) -> int:
+        """A new value number, of the type of another value but of a shape of its own."""
+        before = self.values[like]
+        same = before.shape == shape
+        return self.fresh(before if same else replace(before, shape=shape, aval=before.aval.update(shape=shape)))
+
     def index(self, origin: int | None = None, *, is_copy: bool = False) -> int:
         """A new op index."""
         self._index += 1
@@ -82,7 +88,7 @@ class Rewriter:
         return replace(
             op,
             index=self.index(op.index, is_copy=True),
-            operands=tuple(renamed.get(a, a) if isinstance(a, int) else a for a in op.operands),
+            operands=tuple([renamed_atom(a, renamed) for a in op.operands]),
             results=tuple(map(self.fresh, op.results)),
             bodies=bodies,
             source=op.source if source is None else source,
@@ -97,7 +103,7 @@ class Rewriter:
             renamed.update(zip(op.results, made.results, strict=True))
             ops.append(made)
         inputs = tuple(i for v in block.inputs if isinstance(i := renamed[v], int))
-        return Block(inputs, tuple(ops), tuple(renamed[a] if isinstance(a, int) else a for a in block.outputs))
+        return Block(inputs, tuple(ops), tuple([renamed_atom(a, renamed) for a in block.outputs]))
 
     def barrier(self, values: Sequence[int], source: Any) -> tuple[Op, dict[int, int]]:
         """An `optimization_barrier` on some values, and what each is called after it."""
@@ -120,6 +126,11 @@ class Rewriter:
         )
 
 
+def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Atom:
+    """What an atom is called; itself if it has no other name."""
+    return names.get(atom, atom) if isinstance(atom, int) else atom
+
+
 def with_body(op: Op, body: Block) -> Op:
     """A scan with another body of the same inputs and outputs; its key is written when it is numbered."""
     return replace(op, bodies=(body,), key=None)
@@ -134,4 +145,4 @@ def renamed_op(op: Op, names: Mapping[int, Atom]) -> Op:
     """An op with some operands renamed; itself if it reads none of them."""
     if names.keys().isdisjoint(reads(op)):
         return op
-    return replace(op, operands=tuple(names.get(a, a) if isinstance(a, int) else a for a in op.operands))
+    return replace(op, operands=tuple([renamed_atom(a, names) for a in op.operands]))

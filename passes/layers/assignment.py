@@ -27,11 +27,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import reads
-from alpa_lite.passes.layers.forward import accumulators
+from alpa_lite.passes.ir.flow import producers, reach, reads, users
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.types import Assignment, Layering
 
 
@@ -83,11 +85,8 @@ class _Assigner:
         top = layering.traced.graph.block.ops
         at = top.index(self.scan)
         self.before, self.after = top[:at], top[at + 1 :]
-        self.defined = {value: op for op in (*self.body.ops, *top) for value in op.results}
-        self.users: dict[int, list[Op]] = {}
-        for op in (*self.body.ops, *self.before, *self.after):
-            for value in dict.fromkeys(reads(op)):
-                self.users.setdefault(value, []).append(op)
+        self.defined = producers((*self.body.ops, *top))
+        self.users = users((*self.body.ops, *self.before, *self.after))
         self.inner: dict[int, list[int]] = {}  # operand of the scan -> inputs of its body
         for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
             if isinstance(outer, int):
@@ -98,9 +97,8 @@ class _Assigner:
             stage = sum(number >= first for first in cuts)
             self.stage.update((index, stage) for index in layer.ops)
         self.backward = [op for op in self.body.ops if op.index not in layering.forward]
-        consts, carries = self.scan.params["num_consts"], self.scan.params["num_carry"]
-        self.consts, self.carries = consts, carries
-        self.sums = accumulators(self.body, consts, carries)
+        self.view = ScanView(self.scan)
+        self.sums = self.view.accumulators
         self.available: dict[int, tuple[int, ...]] = {}
         self.dissolved: set[int] = set()
         self.split_sums: list[tuple[int, tuple[tuple[int, int], ...]]] = []
@@ -137,20 +135,14 @@ class _Assigner:
 
     def stages_of(self, op: Op, among: set[int] | None = None) -> set[int]:
         """Where an op runs: one stage, or for a free op those of its users, followed through other free ops."""
-        found: set[int] = set()
-        seen: set[int] = set()
-        stack = [op]
-        while stack:
-            top = stack.pop()
-            for user in (u for value in top.results for u in self.users.get(value, ())):
-                if user.index in seen or (among is not None and user.index not in among):
-                    continue
-                seen.add(user.index)
-                if user.index in self.layering.free:
-                    stack.append(user)
-                elif user.index in self.stage:
-                    found.add(self.stage[user.index])
-        return found
+
+        def read_by(op: Op) -> list[Op]:
+            found = (user for value in op.results for user in self.users.get(value, ()))
+            return [user for user in found if among is None or user.index in among]
+
+        reached = reach(read_by(op), lambda user: read_by(user) if user.index in self.layering.free else ())
+        bound = (user.index for user in reached if user.index not in self.layering.free)
+        return {self.stage[index] for index in bound if index in self.stage}
 
     def follow_users(self, ops: Iterable[Op], users: Iterable[Op]) -> None:
         """Free ops run where those of `users` are that read them: shared if on several stages."""
@@ -171,9 +163,9 @@ class _Assigner:
         Of the batch, masks are made wherever they are used: these users do not draw the gradient products of others.
         """
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
-        for value in self.body.inputs[: self.consts]:
+        for value in self.view.inputs.consts:
             self.available[value] = self.forward_users(value, forward)
-        for value in self.body.inputs[self.consts + self.carries :]:
+        for value in self.view.inputs.xs:
             heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free}
             self.available[value] = self.forward_users(value, heavy or forward)
         for op in self.body.ops:
@@ -308,9 +300,8 @@ class _Assigner:
 
     def rise(self, before: Mapping[int, int]) -> None:
         """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
-        alone: dict[
-            int, int
-        ] = {}  # op -> the only sum that its results reach, -1 for the only way out; none of several
+        # op -> the only sum that its results reach, -1 for the only way out; none of several
+        alone: dict[int, int] = {}
         several: set[int] = set()
         adding = {op.index: number for number, (op, _) in self.sums.items()}
         placed = {op.index for op in self.backward}
@@ -452,19 +443,14 @@ def _meet(kept: Sequence[tuple[int, ...]], highest: int) -> int:
 
 def _same_shape_groups(ops: Iterable[Op], values: Sequence[Value]) -> dict[int, int]:
     """Value -> group: values of more than one element that elementwise operations combine."""
-    parent: dict[int, int] = {}
-
-    def find(value: int) -> int:
-        while parent.setdefault(value, value) != value:
-            parent[value] = parent[parent[value]]
-            value = parent[value]
-        return value
-
+    groups = DisjointSet()
     for op in ops:
         if len(op.results) != 1 or not values[op.results[0]].shape:
             continue
         shape = values[op.results[0]].shape
         for value in reads(op):
             if values[value].shape == shape:
-                parent[find(value)] = find(op.results[0])
-    return {value: find(value) for value in list(parent)}
+                groups.add(value)
+                groups.add(op.results[0])
+                groups.merge(value, op.results[0])
+    return {value: groups[value] for value in groups}

@@ -28,7 +28,7 @@ import numpy as np
 
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import reads
 from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is alike on all accelerators.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.passes import factors
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import producers, reads
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
 from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
@@ -160,7 +160,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
         wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
     stage_of = layering_stages.stages(layers, cuts)
     saved = rematerialisation.choices(layers)
-    made = {v: op for op in layers.body.ops if op.index in layers.forward for v in op.results}
+    made = producers(op for op in layers.body.ops if op.index in layers.forward)
     own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
     again = {number for number, choice in enumerate(remat) if choice != "none"}
     kept = {

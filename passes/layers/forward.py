@@ -15,6 +15,7 @@ result is then cheaper to move than its operands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Op, Traced, Value
+from alpa_lite.graph import Op, Traced, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir.flow import needed, producers, reach, reads, values_in
+from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.strategy import Rule
 
 PARAM, INPUT, ACTIVE = 1, 2, 3
@@ -61,18 +63,14 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
     walk = _Walk(traced, kinds, opaque)
     top = traced.graph.block.ops
     walk.run(top[: top.index(op)], frozenset())
-    consts, carries = op.params["num_consts"], op.params["num_carry"]
-    body = op.bodies[0]
-    sums = accumulators(body, consts, carries)
-    for position, value in enumerate(body.inputs):
-        operand = op.operands[position]
-        is_carry = consts <= position < consts + carries
-        kinds[value] = ACTIVE if is_carry else kinds.get(operand, 0) if isinstance(operand, int) else 0
-        if is_carry and position - consts in sums:
-            kinds[value] = 0
+    view = ScanView(op)
+    for number, value in enumerate(view.inputs.carry):
+        kinds[value] = 0 if number in view.accumulators else ACTIVE
+    for operand, value in (*view.consts, *view.xs):
+        kinds[value] = kinds.get(operand, 0) if isinstance(operand, int) else 0
         if kinds[value] == PARAM:
             walk.param_of[value] = frozenset({value})
-    walk.run(body.ops, frozenset(o.index for o in body.ops) - forward)
+    walk.run(view.body.ops, frozenset(o.index for o in view.body.ops) - forward)
     kinds.update((result, ACTIVE) for result in op.results)
     walk.run(top[top.index(op) + 1 :], frozenset())
     return Split(forward, frozenset(walk.free), kinds, walk.param_of)
@@ -109,8 +107,8 @@ class _Walk:
         """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
         if op.name in primitives.SELECTIONS:
             return False
-        size = max((_elements(self.values[v].shape) for v in reads(op) if self.kinds.get(v) == PARAM), default=0)
-        return sum(_elements(self.values[v].shape) for v in op.results) < size
+        size = max((math.prod(self.values[v].shape) for v in reads(op) if self.kinds.get(v) == PARAM), default=0)
+        return sum(math.prod(self.values[v].shape) for v in op.results) < size
 
 
 def is_expensive(op: Op) -> bool:
@@ -124,60 +122,26 @@ def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:
     marks = {o.index: _jax.derivative(o.source) for o in body.ops}
     if "transpose" not in marks.values():
         return _by_order(op, values)
-    defined = {value: o for o in body.ops for value in o.results}
-    needed = {o.index for o in body.ops if marks[o.index] == "jvp"}
-    for o in reversed(body.ops):
-        if o.index in needed:
-            needed.update(defined[v].index for v in reads(o) if v in defined)
-    backward: set[int] = set()
+    makers = producers(body.ops)
+
+    def read(o: Op) -> list[Op]:
+        return [makers[value] for value in reads(o) if value in makers]
+
+    forward = reach([o for o in body.ops if marks[o.index] == "jvp"], read)
+    backward: set[Op] = set()
     for o in body.ops:
-        if o.index in needed:
-            continue
-        reads_backward = any(v in defined and defined[v].index in backward for v in reads(o))
-        if marks[o.index] == "transpose" or reads_backward:
-            backward.add(o.index)
-    return frozenset(o.index for o in body.ops if o.index not in backward)
+        if o not in forward and (marks[o.index] == "transpose" or not backward.isdisjoint(read(o))):
+            backward.add(o)
+    return frozenset(o.index for o in body.ops if o not in backward)
 
 
 def _by_order(op: Op, values: Sequence[Value]) -> frozenset[int]:
     """The split of a body without marks: up to the last op that a scalar or a stacked result needs."""
-    body, carries = op.bodies[0], op.params["num_carry"]
-    outputs = [(number, value) for number, value in enumerate(body.outputs) if isinstance(value, int)]
-    live = {value for number, value in outputs if number >= carries or not values[value].shape}
-    if not live:
-        return frozenset(o.index for o in body.ops)
-    last = -1
-    for o in reversed(body.ops):
-        if live.intersection(o.results):
-            last = max(last, o.index)
-            live.update(reads(o))
-    return frozenset(o.index for o in body.ops if o.index <= last)
-
-
-def accumulators(body: Block, consts: int, carries: int) -> dict[int, tuple[Op, int]]:
-    """Carry number -> (the op that adds to it, the contribution), for carries that are only added to."""
-    uses: dict[int, int] = {}
-    for op in body.ops:
-        for value in reads(op):
-            uses[value] = uses.get(value, 0) + 1
-    for atom in body.outputs:
-        if isinstance(atom, int):
-            uses[atom] = uses.get(atom, 0) + 1
-    defined = {value: op for op in body.ops for value in op.results}
-    found: dict[int, tuple[Op, int]] = {}
-    for number in range(carries):
-        carry, out = body.inputs[consts + number], body.outputs[number]
-        op = defined.get(out) if isinstance(out, int) else None
-        if op is None or op.name not in primitives.ADDS or uses.get(carry) != 1 or carry not in op.operands:
-            continue
-        others = [atom for atom in op.operands if atom != carry]
-        if len(others) == 1 and isinstance(others[0], int):
-            found[number] = op, others[0]
-    return found
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
+    view = ScanView(op)
+    carry, ys = map(values_in, view.outputs)
+    returned = [*ys, *(v for v in carry if not values[v].shape)]
+    if not returned:
+        return frozenset(o.index for o in view.body.ops)
+    makers = producers(view.body.ops)
+    last = max((makers[v].index for v in needed(returned, makers) if v in makers), default=-1)
+    return frozenset(o.index for o in view.body.ops if o.index <= last)

@@ -18,7 +18,8 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Traced
-from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir.flow import producers, reads
+from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.layers import cuts
 from alpa_lite.passes.layers.cuts import Atom
 from alpa_lite.passes.layers.forward import Split, is_expensive, split
@@ -99,7 +100,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
     the backward pass reads keeps its place.
     """
     forward = [op for op in ops if op.index in parts.forward]
-    defined = {value: op for op in forward for value in op.results}
+    defined = producers(forward)
     reduces = {
         op.index: parts.param_of[op.results[0]]
         for op in forward

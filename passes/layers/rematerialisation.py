@@ -27,7 +27,8 @@ from typing import Literal
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir.flow import producers, reach, reads
+from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
 from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.layers.types import Layering
@@ -70,7 +71,7 @@ def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
     """The values to save for each choice, as `rematerialise` takes them with the layers of `layering`."""
     layer_of = {index: number for number, layer in enumerate(layering.layers) for index in layer.ops}
     forward = [op for op in layering.body.ops if op.index in layering.forward]
-    made = {value: op for op in forward for value in op.results}
+    made = producers(forward)
     crossing = {
         value
         for op in forward
@@ -106,13 +107,12 @@ class _Body:
     ) -> None:
         self.rewriter = rewriter
         self.body: Block = scan.bodies[0]
-        self.consts = frozenset(self.body.inputs[: scan.params["num_consts"]])
+        self.consts = frozenset(ScanView(scan).inputs.consts)
         self.backward, self.saved, self.free, self.stages = backward, saved, free, stages
         self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
-        self.made = {v: op for op in self.body.ops if op.index in self.layer_of for v in op.results}
-        self.makers = {v: op.index for op in self.body.ops for v in op.results}
+        self.made = producers(op for op in self.body.ops if op.index in self.layer_of)
         self.ties = ties(self.body.ops)
-        self.entering: dict[int, dict[int, None]] = {}
+        self.entering: dict[int, set[int]] = {}
         self.after: dict[int, Mapping[int, int]] = {}
         self.copied: dict[tuple[int | None, int], Atom] = {}  # see `place`
         self.out: list[Op] = []
@@ -137,11 +137,10 @@ class _Body:
 
     def forward_first(self) -> list[Op]:
         """The ops, those before all others that layers consist of or need: a barrier reads only what is made."""
-        first = set(self.layer_of)
-        for op in reversed(self.body.ops):
-            if op.index in first:
-                first.update(self.makers[v] for v in reads(op) if v in self.makers)
-        return sorted(self.body.ops, key=lambda op: op.index not in first)
+        makers = producers(self.body.ops)
+        layers = [op for op in self.body.ops if op.index in self.layer_of]
+        first = reach(layers, lambda op: [makers[v] for v in reads(op) if v in makers])
+        return sorted(self.body.ops, key=lambda op: op not in first)
 
     def is_again(self, value: int) -> bool:
         """Whether a value is made again for the backward pass."""
@@ -177,18 +176,15 @@ class _Body:
 
     def find_entering(self) -> None:
         """For each layer, the values that enter its copies from outside, constants excepted."""
-        stack = [v for op in self.body.ops if op.index in self.backward for v in self.needs(op) if self.is_again(v)]
-        seen: set[int] = set()
-        while stack:
-            op = self.made[stack.pop()]
-            if op.index in seen:
-                continue
-            seen.add(op.index)
-            for value in self.needs(op):
-                if self.is_again(value):
-                    stack.append(value)
-                elif value not in self.consts and op.index not in self.free:
-                    self.entering.setdefault(self.layer_of[op.index], {})[value] = None
+
+        def again(op: Op) -> list[Op]:
+            return [self.made[v] for v in self.needs(op) if self.is_again(v)]
+
+        wanted = [made for op in self.body.ops if op.index in self.backward for made in again(op)]
+        for op in reach(wanted, again):
+            for value in () if op.index in self.free else self.needs(op):
+                if not self.is_again(value) and value not in self.consts:
+                    self.entering.setdefault(self.layer_of[op.index], set()).add(value)
 
     def make(self, wanted: Op, user: Op) -> None:
         """Copies an op for another, after copies of what it needs."""

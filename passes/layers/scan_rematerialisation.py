@@ -15,12 +15,12 @@ computed again. (`rematerialisation` does the same for operations outside of sca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced, walk
-from alpa_lite.passes.ir.loops import reads, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, substituted, with_body
+from alpa_lite.passes.ir.flow import producers, reach, reads, values_in
+from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_op, substituted, with_body
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 
 
@@ -61,11 +61,10 @@ def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:
     """The stacked results of a forward scan that backward scans alone read, and that a choice computes again."""
     if op.name != "scan" or choice == "none" or any(o.has_effects for o in walk(op.bodies[0])):
         return frozenset()
-    carries = op.params["num_carry"]
-    inner = op.bodies[0]
-    makers = {v: o for o in inner.ops for v in o.results}
+    view = ScanView(op)
+    makers = producers(view.body.ops)
     found = set()
-    for value, atom in zip(op.results[carries:], inner.outputs[carries:], strict=True):
+    for atom, value in view.ys:
         users = [o for o in body.ops if value in reads(o)]
         if not users or value in body.outputs or not all(_scans(o, value) for o in users):
             continue
@@ -80,103 +79,75 @@ def _scans(op: Op, value: int) -> bool:
     """Whether an op reads a value as what it scans over, and in no other way."""
     if op.name != "scan":
         return False
-    first = op.params["num_consts"] + op.params["num_carry"]
-    return value not in op.operands[:first]
+    consts, carry, _ = ScanView(op).operands
+    return value not in (*consts, *carry)
 
 
 def _forward(rewriter: Rewriter, op: Op, gone: Mapping[int, Op], choice: Choice) -> tuple[Op, dict[int, int]]:
     """The forward scan without the results that are gone; it stacks its carries, and what else is saved."""
-    consts, carries, length = op.params["num_consts"], op.params["num_carry"], op.params["length"]
-    inner = op.bodies[0]
-    kept = [(value, atom) for value, atom in zip(op.results, inner.outputs, strict=True) if value not in gone]
-    stacks = {atom: value for value, atom in kept[carries:] if isinstance(atom, int)}
-    for value in (*inner.inputs[consts : consts + carries], *_needed(op, gone, choice)):
+    view = ScanView(op)
+    ys = [(atom, value) for atom, value in view.ys if value not in gone]
+    stacks = {atom: value for atom, value in ys if isinstance(atom, int)}
+    for value in (*view.inputs.carry, *_needed(view, gone, choice)):
         if value not in stacks:
-            before = rewriter.values[value]
-            shape = (length, *before.shape)
-            stacks[value] = rewriter.fresh(replace(before, shape=shape, aval=before.aval.update(shape=shape)))
-            kept.append((stacks[value], value))
-    body = Block(inner.inputs, inner.ops, tuple(atom for _, atom in kept))
-    return replace(op, results=tuple(value for value, _ in kept), bodies=(body,), key=None), stacks
+            stacks[value] = rewriter.shaped(value, (view.length, *rewriter.values[value].shape))
+            ys.append((value, stacks[value]))
+    return view.rebuilt(view.body.ops, view.consts, view.carries, view.xs, ys), stacks
 
 
-def _needed(op: Op, gone: Mapping[int, Op], choice: Choice) -> list[int]:
+def _needed(view: ScanView, gone: Mapping[int, Op], choice: Choice) -> list[int]:
     """The values of the body that the selective choice keeps, and that computing again begins with."""
-    inner = op.bodies[0]
-    makers = {v: o for o in inner.ops for v in o.results}
-    pending = [a for r, a in zip(op.results, inner.outputs, strict=True) if r in gone and isinstance(a, int)]
-    found: dict[int, None] = {}
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if value in seen or value not in makers:
-            continue
-        seen.add(value)
-        if choice == "selective" and is_kept(makers[value]):
-            found[value] = None
-        else:
-            pending += reads(makers[value])
-    return list(found)
+    makers = producers(view.body.ops)
+
+    def begins(value: int) -> bool:
+        return value in makers and choice == "selective" and is_kept(makers[value])
+
+    wanted = values_in(atom for atom, value in view.ys if value in gone)
+    reached = reach(wanted, lambda value: () if begins(value) or value not in makers else reads(makers[value]))
+    return [value for value in reached if begins(value)]
 
 
 def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], stacks: Mapping[int, int]) -> Op:
     """A backward scan that computes the body of `maker` again."""
-    consts, carries = op.params["num_consts"], op.params["num_carry"]
-    inner, again = op.bodies[0], maker.bodies[0]
-    first, carried = maker.params["num_consts"], maker.params["num_carry"]
-    groups = [
-        list(zip(inner.inputs[a:b], op.operands[a:b], strict=True))
-        for a, b in ((0, consts), (consts, consts + carries), (consts + carries, len(op.operands)))
-    ]
+    view, again = ScanView(op), ScanView(maker)
+    consts, xs = view.consts, view.xs
     renamed: dict[int, Atom] = {}  # of the forward body
 
-    def entering(value: int, atom: Atom, group: list[tuple[int, Atom]]) -> int:
-        known = next((v for v, a in group if isinstance(a, int) and a == atom), None)
+    def entering(value: int, atom: Atom, group: list[tuple[Atom, int]]) -> None:
+        known = next((v for a, v in group if isinstance(a, int) and a == atom), None)
         if known is None:
             known = rewriter.fresh(value)
-            group.append((known, atom))
+            group.append((atom, known))
         renamed[value] = known
-        return known
 
-    for position, value in enumerate(again.inputs):
-        if position < first:
-            entering(value, maker.operands[position], groups[0])
-        elif position < first + carried:
-            entering(value, stacks[value], groups[2])
-        else:
-            entering(value, maker.operands[position], groups[2])
+    for atom, value in again.consts:
+        entering(value, atom, consts)
+    for value in again.inputs.carry:
+        entering(value, stacks[value], xs)
+    for atom, value in again.xs:
+        entering(value, atom, xs)
     source = _jax.rematted(op.source)
     ops: list[Op] = []
-    begun = [v for i in range(carried) if isinstance(v := renamed[again.inputs[first + i]], int)]
+    begun = values_in(renamed[value] for value in again.inputs.carry)
     if begun:  # a scan of one iteration is no loop: XLA would find both bodies to be the same
         barrier, after = rewriter.barrier(begun, source)
         ops.append(barrier)
         renamed = {v: after.get(a, a) if isinstance(a, int) else a for v, a in renamed.items()}
     for value, stack in stacks.items():
-        if value not in again.inputs:  # saved: not computed again
-            entering(value, stack, groups[2])
-    for inner_op in again.ops:
+        if value not in again.body.inputs:  # saved: not computed again
+            entering(value, stack, xs)
+    for inner_op in again.body.ops:
         copy = rewriter.copy(inner_op, renamed, _jax.rematted(inner_op.source))
         ops.append(copy)
         renamed = dict(zip(inner_op.results, copy.results, strict=True)) | renamed
-    made = dict(zip(maker.results, again.outputs, strict=True))
-    names: dict[int, Atom] = {}
-    scanned = []
-    for value, atom in groups[2]:
-        if isinstance(atom, int) and gone.get(atom) is maker:
-            output = made[atom]
-            names[value] = renamed[output] if isinstance(output, int) else output
-        else:
-            scanned.append((value, atom))
-    for inner_op in inner.ops:
-        operands = tuple(names.get(a, a) if isinstance(a, int) else a for a in inner_op.operands)
-        ops.append(replace(inner_op, operands=operands))
-    outputs = tuple(names.get(a, a) if isinstance(a, int) else a for a in inner.outputs)
-    pairs = [*groups[0], *groups[1], *scanned]
-    return replace(
-        op,
-        params=dict(op.params, num_consts=len(groups[0])),
-        operands=tuple(atom for _, atom in pairs),
-        bodies=(Block(tuple(value for value, _ in pairs), tuple(ops), outputs),),
-        key=None,
-    )
+    made = {result: output for output, result in again.ys}
+    is_gone = [isinstance(atom, int) and gone.get(atom) is maker for atom, _ in xs]
+    names = {
+        value: renamed_atom(made[atom], renamed)
+        for (atom, value), here in zip(xs, is_gone, strict=True) if here and isinstance(atom, int)
+    }  # fmt: skip
+    scanned = [pair for pair, here in zip(xs, is_gone, strict=True) if not here]
+    ops += [renamed_op(inner_op, names) for inner_op in view.body.ops]
+    carries = [one._replace(output=renamed_atom(one.output, names)) for one in view.carries]
+    ys = [(renamed_atom(atom, names), result) for atom, result in view.ys]
+    return view.rebuilt(ops, consts, carries, scanned, ys)

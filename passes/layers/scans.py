@@ -25,12 +25,13 @@ from typing import Any
 from jax import lax
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Atom, Block, Lit, Op, Traced, Value
+from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir.flow import producers, reads, values_in
+from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
 from alpa_lite.passes.layers import stacked_arguments
-from alpa_lite.passes.layers.forward import accumulators, forward_ops
+from alpa_lite.passes.layers.forward import forward_ops
 from alpa_lite.passes.layers.types import Layering
 from alpa_lite.strategy import Rule
 
@@ -72,14 +73,13 @@ def layer_scans(traced: Traced, scan: int) -> tuple[Op, ...]:
     A stacked parameter may be cast, or otherwise changed, before it is scanned.
     """
     op = scan_op(traced, scan)
-    body = op.bodies[0]
+    view = ScanView(op)
     forward = forward_ops(op, traced.graph.values)
-    constant = set(body.inputs[: op.params["num_consts"]])
+    constant = set(view.inputs.consts)
     found = []
-    for inner in body.ops:
+    for inner in view.body.ops:
         if inner.name == "scan" and inner.index in forward and inner.params["length"] > 1:
-            scanned = inner.operands[inner.params["num_consts"] + inner.params["num_carry"] :]
-            if any(isinstance(a, int) and a in constant for a in scanned):
+            if not constant.isdisjoint(ScanView(inner).operands.xs):
                 found.append(inner)
         elif reads(inner) and constant.issuperset(reads(inner)):
             constant.update(inner.results)
@@ -168,7 +168,7 @@ class _Walk:
 
     def __init__(self, rewriter: Rewriter, rules: Mapping[object, Rule], block: Block) -> None:
         self.rewriter, self.rules, self.source_block = rewriter, rules, block
-        self.defined = {value: op for op in block.ops for value in op.results}
+        self.defined = producers(block.ops)
         self.out: list[Op] = []
         self.pieces: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # made in pieces, or asked for in pieces
         self.joined: set[int] = set()  # values in pieces that exist whole too
@@ -233,9 +233,7 @@ class _Walk:
 
     def fresh(self, value: int, size: int) -> int:
         """A new value like another, but for the size of dim 0."""
-        before = self.rewriter.values[value]
-        shape = (size, *before.shape[1:])
-        return self.rewriter.fresh(Value(shape, before.dtype, before.aval.update(shape=shape)))
+        return self.rewriter.shaped(value, (size, *self.rewriter.values[value].shape[1:]))
 
     # -- splitting ------------------------------------------------------------------------------------------------
 
@@ -308,9 +306,9 @@ class _Body(_Walk):
     ) -> None:
         super().__init__(rewriter, rules, scan.bodies[0])
         self.scan, self.bounds = scan, bounds
-        self.consts, self.carries = scan.params["num_consts"], scan.params["num_carry"]
-        self.inputs = {value: number for number, value in enumerate(self.source_block.inputs)}
-        self.sums = accumulators(self.source_block, self.consts, self.carries)
+        view = ScanView(scan)
+        sums = [value for number, value in enumerate(view.inputs.carry) if number in view.accumulators]
+        self.divisible = frozenset((*view.inputs.consts, *sums))
         self.asked_for: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
 
     def run(self) -> None:
@@ -326,15 +324,12 @@ class _Body(_Walk):
         """The bounds of a scan that reads what a cut scan stacked."""
         if op.name != "scan":
             return None
-        scanned = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
-        return next((self.pieces[a][0] for a in scanned if isinstance(a, int) and a in self.pieces), None)
+        scanned = values_in(ScanView(op).operands.xs)
+        return next((self.pieces[v][0] for v in scanned if v in self.pieces), None)
 
     def asked(self, value: int, bounds: Bounds) -> tuple[int, ...] | None:
         """Constants come in as pieces, and so do sums (their addition, which asks, is done in pieces)."""
-        number = self.inputs.get(value)
-        if number is None or number >= self.consts + self.carries:
-            return None
-        if number >= self.consts and number - self.consts not in self.sums:
+        if value not in self.divisible:
             return None
         parts = tuple(self.fresh(value, high - low) for low, high in itertools.pairwise(bounds))
         self.asked_for[value] = bounds, parts
@@ -342,39 +337,39 @@ class _Body(_Walk):
 
     def cut(self, op: Op, bounds: Bounds) -> None:
         """One scan as several: the carry goes from one to the next."""
-        consts, carries = op.params["num_consts"], op.params["num_carry"]
+        view = ScanView(op)
+        consts, carry, xs = view.operands
+        finals, ys = view.results
         scanned: list[tuple[Atom, ...]] = []
-        for atom in op.operands[consts + carries :]:
+        for atom in xs:
             is_value = isinstance(atom, int)
             scanned.append(self.parts(atom, bounds, op.source) if is_value else (atom,) * (len(bounds) - 1))
-        for value in op.operands[: consts + carries]:
-            if isinstance(value, int):
-                self.whole(value, op.source)
-        carry = list(op.operands[consts : consts + carries])
+        for value in values_in((*consts, *carry)):
+            self.whole(value, op.source)
         spans = list(enumerate(itertools.pairwise(bounds)))
-        stacked: list[dict[int, int]] = [{} for _ in op.results[carries:]]
+        stacked: list[dict[int, int]] = [{} for _ in ys]
         if op.params["reverse"]:
             spans.reverse()
         for place, (number, (low, high)) in enumerate(spans):
             is_last = place == len(spans) - 1
-            carried = list(op.results[:carries]) if is_last else [self.rewriter.fresh(v) for v in op.results[:carries]]
-            ys = [self.fresh(v, high - low) for v in op.results[carries:]]
+            carried = finals if is_last else tuple(map(self.rewriter.fresh, finals))
+            some = [self.fresh(v, high - low) for v in ys]
             unroll = op.params["unroll"]
             piece = replace(
                 op,
                 index=self.rewriter.index(op.index),
                 params=dict(op.params, length=high - low, unroll=min(unroll, high - low)),
-                operands=(*op.operands[:consts], *carry, *(parts[number] for parts in scanned)),
-                results=(*carried, *ys),
+                operands=(*consts, *carry, *(parts[number] for parts in scanned)),
+                results=(*carried, *some),
                 bodies=op.bodies if place == 0 else (self.rewriter.copy_block(op.bodies[0]),),
                 key=None,
             )
             self.spans[piece.index] = op.index, low, high
             self.out.append(piece)
-            carry = list(carried)
-            for column, value in zip(stacked, ys, strict=True):
+            carry = carried
+            for column, value in zip(stacked, some, strict=True):
                 column[number] = value
-        for value, column in zip(op.results[carries:], stacked, strict=True):
+        for value, column in zip(ys, stacked, strict=True):
             self.pieces[value] = bounds, tuple(column[number] for number in sorted(column))
 
 
@@ -408,47 +403,39 @@ class _Top(_Walk):
 
     def micro_batches(self) -> None:
         """The scan over micro-batches, with constants and sums in pieces where its body asks for them."""
-        body, scan = self.body, self.scan
+        body, scan, view = self.body, self.scan, ScanView(self.scan)
         body.run()
-        consts, carries = body.consts, body.carries
-        inner, outer = body.source_block, scan.operands
-        groups: list[list[tuple[int, Atom]]] = [[], [], []]  # constants, carries, scanned: (inside, outside)
-        outs: list[Atom] = []
-        results: list[int] = []
-        for number, (value, atom) in enumerate(zip(inner.inputs, outer, strict=True)):
-            kind = 0 if number < consts else 1 if number < consts + carries else 2
-            asked = body.asked_for.get(value)
-            if asked is not None:
-                bounds, parts = asked
-                if isinstance(atom, Lit):
-                    raise AssertionError("a stacked value is no literal")
-                groups[kind] += zip(parts, self.parts(atom, bounds, scan.source), strict=True)
-            if asked is None or kind == 0:
-                if isinstance(atom, int):
-                    self.whole(atom, scan.source)
-                groups[kind].append((value, atom))
-            if kind == 1:
-                out = inner.outputs[number - consts]
-                if asked is not None and isinstance(out, int):
-                    made = body.parts(out, asked[0], scan.source)
-                    outs += made
-                    whole = scan.results[number - consts]
-                    parts = tuple(map(self.rewriter.fresh, made))
-                    self.pieces[whole] = asked[0], parts
-                    results += parts
-                else:
-                    outs.append(body.whole(out, scan.source) if isinstance(out, int) else out)
-                    results.append(scan.results[number - consts])
-        for atom, result in zip(inner.outputs[carries:], scan.results[carries:], strict=True):
-            outs.append(body.whole(atom, scan.source) if isinstance(atom, int) else atom)
-            results.append(result)
-        pairs = [pair for group in groups for pair in group]
-        block = Block(tuple(value for value, _ in pairs), tuple(body.out), tuple(outs))
-        params = dict(scan.params, num_consts=len(groups[0]), num_carry=len(groups[1]))
-        operands = tuple(atom for _, atom in pairs)
-        self.out.append(
-            replace(scan, params=params, operands=operands, results=tuple(results), bodies=(block,), key=None)
-        )
+        source = scan.source
+
+        def outside(atom: Atom) -> Atom:
+            return self.whole(atom, source) if isinstance(atom, int) else atom
+
+        def inside(atom: Atom) -> Atom:
+            return body.whole(atom, source) if isinstance(atom, int) else atom
+
+        def in_pieces(atom: Atom, bounds: Bounds) -> tuple[int, ...]:
+            assert isinstance(atom, int), "a stacked value is no literal"
+            return self.parts(atom, bounds, source)
+
+        consts: list[tuple[Atom, int]] = []
+        for atom, value in view.consts:
+            if value in body.asked_for:
+                bounds, parts = body.asked_for[value]
+                consts += zip(in_pieces(atom, bounds), parts, strict=True)
+            consts.append((outside(atom), value))  # pruned where nothing reads it whole
+        carries: list[Carried] = []
+        for one in view.carries:
+            if one.input not in body.asked_for or not isinstance(one.output, int):
+                carries.append(Carried(outside(one.start), one.input, inside(one.output), one.end))
+                continue
+            bounds, parts = body.asked_for[one.input]
+            made = body.parts(one.output, bounds, source)
+            ends = tuple(map(self.rewriter.fresh, made))
+            self.pieces[one.end] = bounds, ends
+            carries += map(Carried, in_pieces(one.start, bounds), parts, made, ends)
+        xs = [(outside(atom), value) for atom, value in view.xs]
+        ys = [(inside(atom), result) for atom, result in view.ys]
+        self.out.append(view.rebuilt(body.out, consts, carries, xs, ys))
 
 
 def _sized(op: Op, size: int) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +23,7 @@ from jax import lax
 
 from alpa_lite.graph import Argument, Atom, Block, Op, Traced, Value
 from alpa_lite.passes.ir import pruning
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import producers, reads, users, values_in
 from alpa_lite.program import Buffer, Program, Submesh
 
 Bounds = tuple[int, ...]
@@ -80,16 +81,9 @@ def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block,
     """
     block = pruning.live_block(block)  # what is dead may still mention whole leaves
     count = len(traced.arguments)
-    made = {value: op for op in block.ops for value in op.results}
-    readers: dict[int, list[Op]] = {}
-    for op in block.ops:
-        for value in reads(op):
-            readers.setdefault(value, []).append(op)
+    made, readers = producers(block.ops), users(block.ops)
     new_value = {argument: output for output, argument in traced.state}
-    returned: dict[Atom, int] = {}
-    for atom in block.outputs:
-        if isinstance(atom, int):
-            returned[atom] = returned.get(atom, 0) + 1
+    returned = Counter(values_in(block.outputs))
     inputs: list[int] = []
     taken: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # output -> its parts
     renamed: dict[int, int] = {}
@@ -100,7 +94,7 @@ def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block,
         slices = _slices(readers.get(value, []), values[value])
         parts = None if slices is None else _concatenated(made, block, output, values)
         fits = slices is not None and (output is None or itself or (parts is not None and parts[0] == slices[0]))
-        if not fits or returned.get(value, 0) > itself:
+        if not fits or returned[value] > itself:
             arguments.append(Pieces((len(inputs),)))
             inputs.append(value)
             continue

@@ -18,7 +18,6 @@ micro-batch instead (`local`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -26,7 +25,8 @@ import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.rows import aligned_form
@@ -101,8 +101,7 @@ class Analysis:
             self.state[value] = sliced(batch[value]) if value in batch else WHOLE
             if value not in bound:
                 self.free.add(value)
-        atoms = [*(a for op in graph.block.ops for a in op.operands), *graph.block.outputs]
-        self._uses = Counter(a for a in atoms if not isinstance(a, Lit))
+        self._uses = flow.uses(graph.block)
         for op in graph.block.ops:
             self._top(op)
 
@@ -434,11 +433,9 @@ class Analysis:
             self._decide(op, found)
         return [self.of(a) for a in block.outputs]
 
-    def _fixed_point(
-        self, op: Op, carry: list[State], run: Any, outside: Sequence[Atom]
-    ) -> Failure | tuple[list[State], list[State]]:
+    def _fixed_point(self, op: Op, start: Sequence[State], run: Any) -> Failure | tuple[list[State], list[State]]:
         """Runs a body until the states of what it carries are stable. Returns those, and those of its other outputs."""
-        count = len(carry)
+        carry, count = list(start), len(start)
         while True:
             outputs = run(carry)
             if isinstance(outputs, Failure):
@@ -453,56 +450,47 @@ class Analysis:
             carry = found
 
     def _scan(self, op: Op, states: Sequence[State]) -> Decision | Failure:
-        (body,) = op.bodies
-        consts, carries = op.params["num_consts"], op.params["num_carry"]
-        split = consts + carries
-        if any(s == sliced(0) for s in states[split:]):
-            return self._map(op, states)
-        xs = [shifted(s, -1) for s in states[split:]]
-        atoms = [*op.operands[:consts], *[None] * carries, *op.operands[split:]]
+        view = ScanView(op)
+        consts, start, stacked = view.taken(states)
+        if sliced(0) in stacked:
+            return self._map(view, states)
+        xs = [shifted(s, -1) for s in stacked]
+        atoms = [*view.operands.consts, *[None] * view.num_carry, *view.operands.xs]
 
         def run(carry: list[State]) -> Failure | list[State]:
-            return self._body(body, [*states[:consts], *carry, *xs], atoms)
+            return self._body(view.body, [*consts, *carry, *xs], atoms)
 
-        found = self._fixed_point(op, list(states[consts:split]), run, op.operands[consts:split])
+        found = self._fixed_point(op, start, run)
         if isinstance(found, Failure):
             return found
         carry, ys = found
         results = (*carry, *(shifted(s, 1) for s in ys))
-        self._pass_roots(op, body.outputs)
-        operands = (*states[:consts], *carry, *states[split:])
+        self._pass_roots(op, view.body.outputs)
+        operands = (*consts, *carry, *stacked)
         return Decision("scan", operands, results, inner=(*carry, *ys), length=op.params["length"])
 
-    def _map(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def _map(self, view: ScanView, states: Sequence[State]) -> Decision | Failure:
         """A scan over the examples: a micro-batch scans over its own, if all that it carries are sums over examples."""
-        (body,) = op.bodies
-        consts, carries = op.params["num_consts"], op.params["num_carry"]
-        split = consts + carries
+        op, (consts, start, xs) = view.op, view.taken(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
-        if op.params["length"] % self.parts or any(s not in (WHOLE, sliced(0)) for s in states[split:]):
+        if view.length % self.parts or not {WHOLE, sliced(0)}.issuperset(xs):
             return failure
-        if any(s.kind in ("sliced", "partial") for s in states[:consts]):
+        if any(s.kind in ("sliced", "partial") for s in consts):
             return Failure(op, "it loops over the examples of the batch, and each needs all of them", self._roots(op))
-        uses = Counter(a for inner in body.ops for a in inner.operands if not isinstance(a, Lit))
-        uses.update(a for a in body.outputs if not isinstance(a, Lit))
+        uses = flow.uses(view.body)
         carried = []
-        for value, out, state in zip(body.inputs[consts:split], body.outputs, states[consts:split], strict=False):
-            if isinstance(out, Lit):
-                return failure
-            add = self.producers[out][0] if out in self.producers else None
-            if out == value and uses[value] == 1 and state.kind in ("whole", "inner"):
+        for number, (carry, state) in enumerate(zip(view.carries, start, strict=True)):
+            added = number in view.additions and isinstance(carry.output, int) and uses[carry.output] == 1
+            if carry.output == carry.input and uses[carry.input] == 1 and state.kind in ("whole", "inner"):
                 carried.append(state)
-            elif add and add.name in primitives.ADDS and value in add.operands and uses[value] == uses[out] == 1:
-                if state.kind == "sliced":
-                    return failure
+            elif added and state.kind != "sliced":
                 carried.append(PARTIAL)
             else:
                 return failure
-        count = len(op.operands) - split
-        operands = (*states[:consts], *carried, *[sliced(0)] * count)
-        results = (*carried, *[sliced(0)] * (len(op.results) - carries))
+        operands = (*consts, *carried, *[sliced(0)] * len(xs))
+        results = (*carried, *[sliced(0)] * len(view.results.ys))
         self.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
-        return Decision("map", operands, results, length=op.params["length"] // self.parts)
+        return Decision("map", operands, results, length=view.length // self.parts)
 
     def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
         for value, atom in zip(op.results, outputs, strict=True):
@@ -511,15 +499,16 @@ class Analysis:
 
     def _while(self, op: Op, states: Sequence[State]) -> Decision | Failure:
         cond, body = op.bodies
-        first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
-        split = first + second
-        nothing: list[Atom | None] = [None] * (len(states) - split)
+        view = WhileView(op)
+        cond_consts, body_consts, start = view.taken(states)
+        cond_atoms, body_atoms, _ = view.taken(op.operands)
+        nothing: list[Atom | None] = [None] * len(start)
 
         whether = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # any example goes on
         each = cond if whether is None else _without(cond, whether)
 
         def run(carry: list[State]) -> Failure | list[State]:
-            asked = self._body(each, [*states[:first], *carry], [*op.operands[:first], *nothing])
+            asked = self._body(each, [*cond_consts, *carry], [*cond_atoms, *nothing])
             if isinstance(asked, Failure):
                 return asked
             if whether is not None:  # examples do not see how long others run: a micro-batch ends with its own
@@ -528,14 +517,14 @@ class Analysis:
                 asked = [one]
             if asked[0].kind in ("sliced", "partial"):
                 return Failure(op, "its length depends on the examples of the batch", self._roots(op))
-            return self._body(body, [*states[first:split], *carry], [*op.operands[first:split], *nothing])
+            return self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
 
-        found = self._fixed_point(op, list(states[split:]), run, op.operands[split:])
+        found = self._fixed_point(op, start, run)
         if isinstance(found, Failure):
             return found
         carry, _ = found
         self._pass_roots(op, body.outputs)
-        return Decision("while", (*states[:split], *carry), tuple(carry), inner=tuple(carry))
+        return Decision("while", (*cond_consts, *body_consts, *carry), tuple(carry), inner=tuple(carry))
 
     def _cond(self, op: Op, states: Sequence[State]) -> Decision | Failure:
         if states[0].kind in ("sliced", "partial"):

@@ -22,6 +22,7 @@ the same operations in the same order; where their shapes differ, a dim is deriv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,14 +31,15 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
-from alpa_lite.passes.ir import evaluation, primitives
-from alpa_lite.passes.ir.loops import reads, scan_op
+from alpa_lite.passes.ir import evaluation, primitives, pruning
+from alpa_lite.passes.ir.flow import made_of, made_of_all, producers, reads
+from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.microbatches.states import spec_of
 from alpa_lite.passes.tracing import conversion
 from alpa_lite.paths import shown
 
 SCOPE = "micro_batches"
-"""The named scope of the loop, by which it is found in the new trace."""
+"""The named scope of the loop."""
 
 
 class Unlike(Exception):
@@ -125,13 +127,12 @@ class _Loop:
         scan, block = pair.scans[1], pair.small.block
         at = block.ops.index(scan)
         self.before, self.after = block.ops[:at], block.ops[at + 1 :]
-        self.batch = _reached(self.before, {block.inputs[i] for i in dims})
+        self.batch = made_of(self.before, {block.inputs[i] for i in dims})
         self.inside = [op for op in self.before if not self.batch.isdisjoint(op.results)]
         self.random = {v for op in self.before if op.name in primitives.DRAWS for v in op.results}
-        self.random = _reached(self.before, self.random)
+        self.random = made_of(self.before, self.random)
         (self.body,) = scan.bodies
-        self.carries: int = scan.params["num_carry"]
-        self.first: int = scan.params["num_consts"]
+        self.view = ScanView(scan)
         self.averaged = self._averaged()
         self.sliced = self._sliced()
         self.draws, self.drawn = self._drawn()
@@ -148,11 +149,11 @@ class _Loop:
             if argument.role == "state" and _is_float(pair.small.values[value])
         }
         inner = dict(zip(self.body.inputs, scan.operands, strict=True))
-        of_state = _reached(self.before, state)
+        of_state = made_of(self.before, state)
         of_state |= {v for v, a in inner.items() if a in of_state}
         of_batch = self.batch | {v for v, a in inner.items() if a in self.batch}
-        of_state = _reached(self.body.ops, of_state)
-        of_batch = _reached(self.body.ops, of_batch)
+        of_state = made_of(self.body.ops, of_state)
+        of_batch = made_of(self.body.ops, of_batch)
 
         def divides(op: Op) -> bool:
             if pair.literals_differ(op):
@@ -163,10 +164,10 @@ class _Loop:
             return not pair.grown(by, pair.value[by])  # examples are divided by values of their own for other reasons
 
         normed = {v for op in self.before if divides(op) for v in op.results}
-        normed = _reached(self.before, normed)
+        normed = made_of(self.before, normed)
         normed |= {v for v, a in inner.items() if a in normed}
         normed |= {v for op in self.body.ops if divides(op) for v in op.results}
-        normed = _reached(self.body.ops, normed)
+        normed = made_of(self.body.ops, normed)
         later: set[int] = set()  # what is divided after the loop
         for op in reversed(self.after):
             if not later.isdisjoint(op.results) or pair.literals_differ(op):
@@ -187,7 +188,7 @@ class _Loop:
     def _drawn(self) -> tuple[list[Op], dict[int, int]]:
         """The same of values that the loop makes of random keys alone: the ops, and value -> the dim that is cut."""
         scan = self.pair.scans[1]
-        carried = set(self.body.inputs[self.first : self.first + self.carries])
+        carried = set(self.view.inputs.carry)
         inputs = list(zip(self.body.inputs, scan.operands, strict=True))
         known = {v for v, a in inputs if v not in carried and not (isinstance(a, int) and a in self.batch)}
         random = {v for v, a in inputs if v in known and isinstance(a, int) and a in self.random}
@@ -217,9 +218,9 @@ class _Loop:
             for result, small, big in zip(scan.results, self.body.outputs, pair.scans[0].bodies[0].outputs, strict=True)
             if not pair.grown(small, big)
         }
-        once = _computed(self.after, known)
-        each = _computed(self.after, {*known, *inputs, *scan.results, *(v for op in self.inside for v in op.results)})
-        reached = _reached(self.after, set(scan.results))
+        once = made_of_all(self.after, known)
+        each = made_of_all(self.after, {*known, *inputs, *scan.results, *(v for op in self.inside for v in op.results)})
+        reached = made_of(self.after, set(scan.results))
         outputs = zip(pair.one.outputs, pair.small.block.outputs, pair.big.block.outputs, strict=True)
         return [
             small
@@ -234,13 +235,16 @@ class _Loop:
         big = self.pair.big
         specs = [spec_of(big.values[v]) for v in big.block.inputs[: len(self.pair.whole.arguments)]]
         graph = conversion.graph_of(jax.make_jaxpr(self._run)(*specs))
-        found = [op.index for op in graph.block.ops if op.name == "scan" and SCOPE in str(op.source.name_stack)]
-        if len(found) != 1:
+        *outputs, mark = graph.block.outputs
+        scan = next(op.index for op in graph.block.ops if mark in op.results)
+        graph, origin = pruning.prune_tracked(replace(graph, block=replace(graph.block, outputs=tuple(outputs))))
+        found = [new for new, before in origin.items() if before == scan]
+        if not found:
             raise Unlike("nothing that the step returns depends on its batch")
         return graph, found[0], self._notes()
 
     def _run(self, *leaves: Any) -> list[Any]:
-        """The flat results."""
+        """The flat results, and a result of the loop alone."""
         pair, (big_scan, scan) = self.pair, self.pair.scans
         whole = dict(zip(pair.big.block.inputs, [*leaves, *pair.big.constants], strict=True))
         env: dict[int, Any] = {
@@ -257,20 +261,20 @@ class _Loop:
         inner = self._inner(big_scan, whole) if self.drawn else {}
         batch |= {value: _blocks(whole[pair.value[value]], dim, self.parts) for value, dim in self.sliced.items()}
         batch |= {value: _blocks(inner[pair.value[value]], dim, self.parts) for value, dim in self.drawn.items()}
-        for small, large in zip(self.body.outputs[: self.carries], big_scan.bodies[0].outputs, strict=False):
+        for small, large in zip(self.view.outputs.carry, ScanView(big_scan).outputs.carry, strict=True):
             if pair.grown(small, large):
                 shape = list(_value(pair.big, large).shape)
                 raise Unlike(
                     f"it computes further with a sum over the batch, of shape {shape}, whose value is smaller on a "
                     "micro-batch"
                 )
-        carry, ys, late = self._scan(scan, env, batch)
+        carry, ys, late, mark = self._scan(scan, env, batch)
         carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
         results: list[Any] = []
         known = list(carry)
         for i, (small, large) in enumerate(zip(self.body.outputs, big_scan.bodies[0].outputs, strict=True)):
-            if i >= self.carries:
-                joined, single = self._joined(i, ys[i - self.carries], small, large)
+            if i >= self.view.num_carry:
+                joined, single = self._joined(i, ys[i - self.view.num_carry], small, large)
                 known.append(joined)
                 results.append(single)
         env.update(zip(scan.results, [*carry, *results], strict=True))
@@ -278,40 +282,43 @@ class _Loop:
         env = {value: x for value, x in env.items() if x is not None}
         _evaluate(self.after, env, partly=True)
         _evaluate(pair.big.block.ops[at + 1 :], whole)
-        made = {v: env[v] for v in _reached(self.after, set(scan.results)) if v in env}
+        made = {v: env[v] for v in made_of(self.after, set(scan.results)) if v in env}
         made |= {v: jnp.mean(x, 0, dtype=x.dtype) for v, x in zip(self.late, late, strict=True)}
-        return [
-            self._output(a, b, made, whole)
-            for a, b in zip(pair.small.block.outputs, pair.big.block.outputs, strict=True)
-        ]
+        outputs = zip(pair.small.block.outputs, pair.big.block.outputs, strict=True)
+        return [*(self._output(a, b, made, whole) for a, b in outputs), mark]
 
     def _inner(self, scan: Op, whole: Mapping[int, Any]) -> dict[int, Any]:
         """What the loop of length one over the whole batch makes of random keys alone."""
         (body,) = scan.bodies
+        scanned = self.view.num_consts + self.view.num_carry
         own: dict[int, Any] = {}
         for number, (value, atom) in enumerate(zip(body.inputs, scan.operands, strict=True)):
             x = atom.value if isinstance(atom, Lit) else whole[atom]
-            own[value] = x[0] if number >= self.first + self.carries else x
+            own[value] = x[0] if number >= scanned else x
         _evaluate([self.pair.other[op.index] for op in self.draws], own)
         return own
 
     def _scan(
         self, scan: Op, env: Mapping[int, Any], batch: Mapping[int, Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """What the micro-batches add up to, what each returns besides, and the values of `late`, both stacked."""
+    ) -> tuple[Sequence[Any], Sequence[Any], list[Any], Any]:
+        """What the micro-batches add up to, what each returns also, and the values of `late`, both stacked.
+
+        Last, a stacked result that nothing reads: it tells which scan this is.
+        """
+        view = self.view
         numbers = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
 
         def read(atom: Atom, own: Mapping[int, Any]) -> Any:
             return atom.value if isinstance(atom, Lit) else own[atom]
 
-        def step(carry: Any, given: Any) -> Any:
-            number, blocks = given
+        def step(carry: Any, turn: Any) -> Any:
+            number, blocks = turn
             own = {**env, **blocks}
             _evaluate(self.inside, own)
             # What is added to a sum once is added in the first micro-batch, and to a mean in each.
             own |= {v: jnp.reshape(number, (1,)) for v in numbers if v in own}
-            consts = [read(a, own) for a in scan.operands[: self.first]]
-            xs = [read(a, own)[0] for a in scan.operands[self.first + self.carries :]]
+            consts = [read(a, own) for a in view.operands.consts]
+            xs = [read(a, own)[0] for a in view.operands.xs]
             inner = dict(zip(self.body.inputs, [*consts, *carry, *xs], strict=True))
             inner |= {v: blocks[v] for v in self.drawn}
             _evaluate([op for op in self.body.ops if not (op.results and inner.keys() >= set(op.results))], inner)
@@ -320,20 +327,21 @@ class _Loop:
             if self.late:
                 mine = own | dict(zip(scan.results, self._alone(inner, out), strict=True))
                 _evaluate(self.after, mine, partly=True)
-            return out[: self.carries], (out[self.carries :], [mine[v] for v in self.late])
+            given = view.given(out)
+            return given.carry, (given.ys, [mine[v] for v in self.late], lax.add(number, np.int32(1)))
 
-        first = [read(a, env) for a in scan.operands[self.first : self.first + self.carries]]
+        first = tuple(read(a, env) for a in view.operands.carry)
         count = np.zeros(self.parts, np.int32) if any(self.averaged) else np.arange(self.parts, dtype=np.int32)
         with jax.named_scope(SCOPE):
-            carry, (ys, late) = lax.scan(step, first, (count, dict(batch)), length=self.parts)
-        return carry, ys, late
+            carry, (ys, late, mark) = lax.scan(step, first, (count, dict(batch)), length=self.parts)
+        return carry, ys, late, mark
 
     def _alone(self, inner: Mapping[int, Any], out: Sequence[Any]) -> list[Any]:
         """The results that a loop over this micro-batch alone has: what it adds to each carry, and stacks of one."""
-        makers = {v: op for op in self.body.ops for v in op.results}
+        makers = producers(self.body.ops)
         found = []
         for i, (atom, x) in enumerate(zip(self.body.outputs, out, strict=True)):
-            carried = self.body.inputs[self.first + i] if i < self.carries else None
+            carried = self.view.inputs.carry[i] if i < self.view.num_carry else None
             op = makers.get(atom) if isinstance(atom, int) else None
             if carried is None:
                 x = x[None]
@@ -373,7 +381,7 @@ class _Loop:
         paths = [shown(output.path) if output.role != "state" else "" for output in self.pair.one.outputs]
 
         def named(results: set[int], besides: set[int]) -> str:
-            reach = _reached(self.after, results) - late | besides
+            reach = made_of(self.after, results) - late | besides
             return ", ".join(path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path)
 
         notes = ["inexact: each micro-batch is computed independently, as a whole batch"]
@@ -395,24 +403,6 @@ def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -
             continue
         operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
         env.update(zip(op.results, evaluation.bind(op, operands), strict=True))
-
-
-def _computed(ops: Sequence[Op], known: set[int]) -> set[int]:
-    """What `_evaluate` has after it ran ops partly."""
-    found = set(known)
-    for op in ops:
-        if found.issuperset(reads(op)):
-            found.update(op.results)
-    return found
-
-
-def _reached(ops: Sequence[Op], values: set[int]) -> set[int]:
-    """These values, and what ops make of them, directly or through others."""
-    found = set(values)
-    for op in ops:
-        if not found.isdisjoint(reads(op)):
-            found.update(op.results)
-    return found
 
 
 def _blocks(x: Any, dim: int, parts: int) -> Any:

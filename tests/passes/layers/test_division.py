@@ -13,7 +13,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import check
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice

@@ -17,7 +17,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import cuts as layering_cuts
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.layering import layering

@@ -13,7 +13,7 @@ import pytest
 
 from alpa_lite.graph import check
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.loops import reads
+from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import choices, rematerialise

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import MicrobatchError
@@ -243,6 +244,23 @@ def test_what_no_micro_batch_can_give_is_refused() -> None:
     refused(truth, "a truth value of the whole batch")
     refused(other, "does not do the same operations as on the batch")
     refused(fixed, r"cannot be traced on one micro-batch, in which one/mask has shape \[4\]: .*reshape")
+
+
+def test_scopes_of_the_step_may_have_the_name_of_the_loop() -> None:
+    inner = step_of(by_diagonal)
+
+    def step(params: Any, one: Any) -> Any:
+        with jax.named_scope("micro_batches"):
+            new, value = inner(params, one)
+            norm, _ = lax.scan(lambda total, w: (total + (w * w).sum(), None), 0.0, jnp.stack(new["a"]))
+        return new, value, norm
+
+    args = weights(), batch()
+    found = accumulated(step, args, 4)
+    (scan,) = [op for op in found.traced.graph.block.ops if op.index == found.scan]
+    assert scan.params["length"] == 4 and len(scan.results) > 1
+    want, value = mean([inner(args[0], one) for one in parts_of(args[1], 4)])
+    close(outputs(found, step, args), (want, value, sum((w * w).sum() for w in want["a"])))
 
 
 def test_without_consent_the_error_says_what_would_help() -> None:

@@ -1,0 +1,81 @@
+"""Data flow within a block: who makes a value, who reads it, and what can be reached from it.
+
+Every function takes operations, or a block, in program order; none looks into bodies, which are closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
+
+from alpa_lite.graph import Atom, Block, Op
+
+T = TypeVar("T", bound=Hashable)
+
+
+def values_in(atoms: Iterable[Atom]) -> tuple[int, ...]:
+    """The atoms that are values, in order; literals are left out."""
+    return tuple([atom for atom in atoms if isinstance(atom, int)])
+
+
+def reads(op: Op) -> tuple[int, ...]:
+    """The values among an op's operands."""
+    return values_in(op.operands)
+
+
+def producers(ops: Iterable[Op]) -> dict[int, Op]:
+    """Value -> the op that makes it."""
+    return {value: op for op in ops for value in op.results}
+
+
+def users(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """Value -> the ops that read it, each once, in program order; values that nobody reads are left out."""
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in dict.fromkeys(reads(op)):
+            found.setdefault(value, []).append(op)
+    return found
+
+
+def uses(block: Block) -> Counter[int]:
+    """How often each value of a block is read, its outputs included."""
+    return Counter(values_in([*(atom for op in block.ops for atom in op.operands), *block.outputs]))
+
+
+def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
+    """These values, and what ops make of any of them, directly or through others."""
+    found = set(values)
+    for op in ops:
+        if not found.isdisjoint(reads(op)):
+            found.update(op.results)
+    return found
+
+
+def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
+    """These values, and what ops make of nothing else."""
+    found = set(values)
+    for op in ops:
+        if found.issuperset(reads(op)):
+            found.update(op.results)
+    return found
+
+
+def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """What `following` leads to from `start`, which is included; each once, in the order of the visit.
+
+    The visit goes on with what was found last, so that it takes memory for what waits, and no recursion.
+    """
+    found: dict[T, None] = {}
+    waiting = list(start)
+    while waiting:
+        item = waiting.pop()
+        if item not in found:
+            found[item] = None
+            waiting.extend(following(item))
+    return found
+
+
+def needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
+    """These values, and all that the ops of `makers` read to make them."""
+    return reach(values, lambda value: reads(makers[value]) if value in makers else ())
