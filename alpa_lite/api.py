@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import os
 import time
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from alpa_lite import collecting
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.graph import Traced
@@ -67,7 +67,7 @@ def compile_step(
         static_argnums=options.static_argnums, static_argnames=options.static_argnames,
     )  # fmt: skip
     inexact = {"allow_inexact": options.allow_inexact, "retrace": lambda shapes: trace(shapes=shapes)}
-    with _seldom_collecting(), progress.planning() as show, dump.stages(options.dump_dir) as write:
+    with collecting.seldom(), progress.planning() as show, dump.stages(options.dump_dir) as write:
         with clock.lap("tracing", show):
             traced = trace()
             write("graph", traced.graph)
@@ -139,21 +139,6 @@ def _parts(options: Options, given: Plan | None) -> int:
             )
         return given.num_microbatches if given.pipeline is None else 1
     return asked if isinstance(asked, int) and not isinstance(options.method, Pipeline) else 1
-
-
-@contextlib.contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    """Collects cycles a hundred times less often: planning makes millions of small objects that live until its end.
-
-    Looking through them again and again takes a fifth of the planning time, and frees next to nothing.
-    """
-    before = gc.get_threshold()
-    if gc.isenabled() and before[0]:
-        gc.set_threshold(max(before[0], 100_000), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _pipelined(
