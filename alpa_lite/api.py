@@ -11,14 +11,15 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import collecting
@@ -32,7 +33,7 @@ from alpa_lite.passes.lowering import lowering
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.plans import choice, pipeline_replay, pipelines, replay, writing
 from alpa_lite.passes.programs.search import FoundPipeline
-from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.tracing import calls, tracing
 from alpa_lite.plan import Plan
 from alpa_lite.report import dump, progress, timeline
 from alpa_lite.runtime import executor, pipeline
@@ -231,10 +232,18 @@ def make_plan(
     return compile_step(fun, args, kwargs, checked, checked.cluster).plan
 
 
+SIGNATURES = 32
+"""The most signatures that a step keeps plans and executables for; a call with another one drops the one that was used
+longest ago, which is planned again if it comes back. A step whose shapes go on changing would otherwise fill the memory
+of the host: each entry holds the graph, the plan and the compiled code. Training has a handful of signatures (training
+and evaluation, the last batch, a static flag), buckets of sequence lengths some more, each a power of two."""
+
+
 class ParallelStep:
     """A step that plans once for each signature of its arguments and then runs on every device.
 
-    Call it like the function that it was made from.
+    Call it like the function that it was made from, in any thread. It keeps what it made for the last `SIGNATURES`
+    signatures: structure, shapes and dtypes of the arguments, and values of those that are static.
     """
 
     def __init__(self, fun: Callable[..., Any], options: Options):
@@ -243,15 +252,16 @@ class ParallelStep:
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._options = options
-        self._compiled: dict[Any, Compiled] = {}
-        self._executables: dict[Any, AnyExecutable] = {}
+        self._planned: OrderedDict[Any, _Planned] = OrderedDict()  # the last used at the end
+        self._lock = threading.Lock()  # of `_planned`
         self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: plans first if the arguments have a new signature, and places what is not placed."""
-        if self._current is not None:
+        current = self._current
+        if current is not None:
             try:
-                return self._current(*args, **kwargs)
+                return current(*args, **kwargs)
             except executor.NewSignature:
                 pass
             except Exception:
@@ -261,14 +271,15 @@ class ParallelStep:
             name = getattr(self._fun, "__name__", "the step")
             logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
             return self._fun(*args, **kwargs)
-        self._current = self._executable(args, kwargs)
-        return self._current(*args, **kwargs)
+        # Other threads may call the step, too: what is `_current` by now is not asked again.
+        self._current = current = self._executable(args, kwargs)
+        return current(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments like these: arrays or `jax.ShapeDtypeStruct`s. Nothing is executed."""
         if self._options.verify == "hlo":
             self._executable(args, kwargs)  # compiling is what this check needs
-        return self._compile(args, kwargs)[1].plan
+        return self._compiled(args, kwargs).plan
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments as arrays sharded as the plan wants them. Never aliases the caller's buffers."""
@@ -308,29 +319,72 @@ class ParallelStep:
         """The cluster that plans are made for."""
         return _cluster(self._options)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Compiled]:
-        key = _signature(args, kwargs)
-        if key not in self._compiled:
-            self._compiled[key] = compile_step(self._fun, args, kwargs, self._options, self.cluster)
-        return key, self._compiled[key]
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        """The planned step for arguments with the signature of these."""
+        with self._entry(args, kwargs) as entry:
+            return self._planned_step(entry, args, kwargs)
 
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
-        key, compiled = self._compile(args, kwargs)
-        if key not in self._executables:
-            traced, program, plan = compiled.traced, compiled.program, compiled.plan
-            if isinstance(program, FoundPipeline):
-                stages = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
-                if self._options.verify == "hlo":
-                    plan = pipelines.verified_compiled(plan, program, stages.compile())
-                    self._compiled[key] = replace(compiled, plan=plan)
-                self._executables[key] = stages
-                return stages
-            executable = executor.load(traced, program, plan, donate=self._options.donate_argnums)
-            if self._options.verify == "hlo":
-                plan = verification.verified_compiled(plan, traced, program, executable.compiled())
-                self._compiled[key] = replace(compiled, plan=plan)
-            self._executables[key] = executable
-        return self._executables[key]
+        """The executable for arguments with the signature of these."""
+        with self._entry(args, kwargs) as entry:
+            if entry.executable is None:
+                compiled = self._planned_step(entry, args, kwargs)
+                entry.compiled, entry.executable = _loaded(compiled, self._options)
+            return entry.executable
+
+    def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        if entry.compiled is None:
+            entry.compiled = compile_step(self._fun, args, kwargs, self._options, self.cluster)
+        return entry.compiled
+
+    @contextlib.contextmanager
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Planned]:
+        """What is kept for the signature of a call, for one thread at a time. Drops the signatures used longest ago.
+
+        What `_current` runs counts as used just before. An entry that is dropped while a thread works on it, or runs
+        its executable, lives until that thread is done.
+        """
+        options = self._options
+        call = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
+        key = call.signature(args, kwargs), self.cluster
+        with self._lock:
+            running = [k for k, one in self._planned.items() if one.executable is self._current is not None]
+            entry = self._planned.setdefault(key, _Planned())
+            for used in (*running, key):
+                self._planned.move_to_end(used)
+            while len(self._planned) > SIGNATURES:
+                self._planned.popitem(last=False)
+        with entry.lock:
+            try:
+                yield entry
+            finally:
+                if entry.compiled is None:  # planning failed: nothing is worth keeping
+                    with self._lock:
+                        if self._planned.get(key) is entry:
+                            del self._planned[key]
+
+
+class _Planned:
+    """What a step keeps for one signature; whoever makes it holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.compiled: Compiled | None = None
+        self.executable: AnyExecutable | None = None
+
+
+def _loaded(compiled: Compiled, options: Options) -> tuple[Compiled, AnyExecutable]:
+    """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
+    traced, program, plan = compiled.traced, compiled.program, compiled.plan
+    if isinstance(program, FoundPipeline):
+        stages = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
+        if options.verify == "hlo":
+            plan = pipelines.verified_compiled(plan, program, stages.compile())
+        return replace(compiled, plan=plan), stages
+    executable = executor.load(traced, program, plan, donate=options.donate_argnums)
+    if options.verify == "hlo":
+        plan = verification.verified_compiled(plan, traced, program, executable.compiled())
+    return replace(compiled, plan=plan), executable
 
 
 def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -338,27 +392,16 @@ def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return jax.config.jax_disable_jit or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
 
 
-@functools.cache
-def _local_cluster() -> Cluster:
-    return Cluster.local()
+@functools.lru_cache(maxsize=1)
+def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
+    """The cluster of the devices that are here, described once for as long as they are the same."""
+    return Cluster.local(devices)
 
 
 def _cluster(options: Options) -> Cluster:
     if isinstance(options.cluster, Cluster):
         return options.cluster
-    return _local_cluster()
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What plans are cached by: structure, shapes, dtypes, and the values of what is no array."""
-
-    def kind(leaf: Any) -> Any:
-        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, np.generic)):
-            return tuple(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
-        return type(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
-
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    return structure, tuple(kind(leaf) for leaf in leaves)
+    return _local_cluster(tuple(jax.devices()))
 
 
 class _Clock:

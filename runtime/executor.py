@@ -8,9 +8,9 @@ device, and for one on the mesh, because the sharding is part of an array's type
 
 What a call must make sure of:
 
-1. *The signature is the planned one.* The structure is compared with the traced one; shapes and dtypes are compared by
-   the executable itself, which refuses others; weak types, which it does not look at, are compared here. Each of them
-   raises `NewSignature`, and the caller plans anew.
+1. *The signature is the planned one* (`tracing.calls`). Its form is compared where something is static, its structure
+   with the traced one; shapes and dtypes are compared by the executable itself, which refuses others; weak types, which
+   it does not look at, are compared here. Each of them raises `NewSignature`, and the caller plans for the new one.
 2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that are not placed as planned are copied
    (`placement`), and so is an array that occurs twice, since no buffer can be donated twice (JAX 0.10 crashes on it).
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,22 +41,32 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.errors import AlpaLiteError, OptionError, PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
-from alpa_lite.passes.tracing.arguments import Calling
+from alpa_lite.passes.tracing.calls import Calling, is_weak, leaf_type
 from alpa_lite.plan import Plan
 from alpa_lite.runtime import callbacks, placement
 
 Donate = str | int | Sequence[int]
 
 
-class NewSignature(Exception):
-    """The arguments do not have the structure, shapes and dtypes that the step was planned for."""
+class NewSignature(AlpaLiteError):
+    """The arguments do not have the signature that the step was planned for (`tracing.calls`).
+
+    `ParallelStep` then plans for theirs, so that no caller of it sees this error.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"this executable was planned for another signature: {what}")
+
+
+FORM = "the number of arguments, the keywords or a static argument"
+STRUCTURE = "the structure of the arguments"
 
 
 def load(
@@ -156,8 +167,10 @@ class Executable:
         self._canary_output = following[-1] if following else None
         self._executable: Any = None
         self._constants: tuple[jax.Array, ...] = ()
-        self._canary: weakref.ref[Any] | None = None  # to the last of what the last call returned for donated arguments
-        self._last: Sequence[Any] = ()  # all others of them
+        self._compiling = threading.Lock()
+        # What the last call returned for donated arguments: a reference to the last of them, and all others. Threads
+        # replace it as a whole.
+        self._own: tuple[weakref.ref[Any], Sequence[Any]] | None = None
         self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given anew
         self._kept_weak = [self._spec(i).weak_type for i in self._kept]
 
@@ -169,7 +182,7 @@ class Executable:
         """
         if self._match is not None:
             if not self._match(args, kwargs):
-                raise NewSignature
+                raise NewSignature(FORM)
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
             out = self._out_tree.unflatten(self._run(self._leaves_along(args, kwargs)))
@@ -194,11 +207,11 @@ class Executable:
           NewSignature: the arguments are not what the step was planned for.
         """
         if not self._calling.matches(args, kwargs):
-            raise NewSignature
+            raise NewSignature(FORM)
 
         def placed(leaves: list[Any]) -> list[Any]:
             if len(leaves) != len(self._in_shardings):
-                raise NewSignature
+                raise NewSignature(STRUCTURE)
             self._check(range(len(leaves)), leaves)
             return placement.copies(leaves, self._in_shardings)
 
@@ -209,23 +222,28 @@ class Executable:
 
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step. Its inputs are (donated arguments, other arguments, constants), each flat."""
-        if self._executable is None:
-            constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
-            groups = (self._pick_donated, self._pick_kept)  # lists or tuples: also of shardings and of types
-            jitted = jax.jit(
-                self._grouped(),
-                in_shardings=(*(pick(self._in_shardings) for pick in groups), tuple(self._constant_shardings)),
-                out_shardings=self._out_shardings,
-                donate_argnums=0,
-                keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
-            )
-            specs = list(map(self._spec, range(len(self._in_shardings))))
-            shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
-            self._executable = jitted.lower(*(pick(specs) for pick in groups), shapes).compile()
-            if self._failures is not None:
-                self._look = self._looking(self._failures)
-            self._constants = tuple(constants)
-        return self._executable
+        with self._compiling:
+            if self._executable is None:
+                self._executable = self._compile()
+            return self._executable
+
+    def _compile(self) -> jax.stages.Compiled:
+        constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
+        groups = (self._pick_donated, self._pick_kept)  # lists or tuples: also of shardings and of types
+        jitted = jax.jit(
+            self._grouped(),
+            in_shardings=(*(pick(self._in_shardings) for pick in groups), tuple(self._constant_shardings)),
+            out_shardings=self._out_shardings,
+            donate_argnums=0,
+            keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
+        )
+        specs = list(map(self._spec, range(len(self._in_shardings))))
+        shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
+        compiled = jitted.lower(*(pick(specs) for pick in groups), shapes).compile()
+        if self._failures is not None:
+            self._look = self._looking(self._failures)
+        self._constants = tuple(constants)
+        return compiled
 
     def hlo(self) -> str:
         """The optimised HLO text."""
@@ -274,7 +292,7 @@ class Executable:
     def _leaves(self, pure: Any) -> list[Any]:
         leaves, tree = jax.tree_util.tree_flatten(pure)
         if tree != self._in_tree:
-            raise NewSignature
+            raise NewSignature(STRUCTURE)
         return leaves
 
     def _leaves_along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -295,7 +313,7 @@ class Executable:
         if donated and not self._is_last(donated):
             donated = self._settled(donated)
         if list(map(is_weak, kept)) != self._kept_weak:
-            raise NewSignature
+            raise NewSignature("whether a dtype is weak")
         executable = self._executable or self.compiled()
         try:
             out = executable(donated, kept, self._constants)
@@ -304,23 +322,21 @@ class Executable:
         if self._look is not None:
             out = list(self._look(out))
         if self._canary_output is not None:
-            self._last = self._pick_following(out)
-            self._canary = weakref.ref(out[self._canary_output], self._forget)
+            self._own = weakref.ref(out[self._canary_output], self._forget), self._pick_following(out)
         return out
 
     def _is_last(self, donated: Sequence[Any]) -> bool:
         """Whether the arrays to donate are, one by one, those that the last call returned."""
-        return (
-            self._canary is not None and self._canary() is donated[-1] and all(map(operator.is_, self._last, donated))
-        )
+        own = self._own
+        return own is not None and own[0]() is donated[-1] and all(map(operator.is_, own[1], donated))
 
     def _forget(self, canary: weakref.ref[Any]) -> None:
-        if canary is self._canary:
-            self._canary, self._last = None, ()
+        if self._own is not None and self._own[0] is canary:
+            self._own = None
 
     def _settled(self, donated: Sequence[Any]) -> Sequence[Any]:
         """The arrays to donate, in buffers that are ours."""
-        self._canary, self._last = None, ()
+        self._own = None
         self._check(self._donated, donated)
         ready = placement.settle(donated, [self._in_shardings[i] for i in self._donated])
         return ready if isinstance(donated, list) else tuple(ready)  # the executable tells them apart
@@ -352,21 +368,13 @@ def _last(function: Callable[..., Any], argument: Any, *others: Any) -> Any:
 
 def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:
     """Raises NewSignature unless a leaf has the shape (or a given one), dtype and weak type of an abstract value."""
+    wanted = (aval.shape if shape is None else shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
     try:
-        have = jax.typeof(leaf)
+        have = leaf_type(leaf)
     except TypeError:
-        raise NewSignature from None
-    weak = bool(getattr(aval, "weak_type", False))
-    if (have.shape, have.dtype, is_weak(leaf)) != (aval.shape if shape is None else shape, aval.dtype, weak):
-        raise NewSignature
-
-
-def is_weak(leaf: Any) -> bool:
-    """Whether the dtype of an array or scalar yields to that of what it meets (the `weak_type` of `jax.typeof`)."""
-    weak = getattr(leaf, "weak_type", None)
-    if weak is None:
-        return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
-    return weak
+        raise NewSignature(f"a {type(leaf).__name__} in place of an array") from None
+    if have != wanted:
+        raise NewSignature(f"an argument's (shape, dtype, weak) is {have} and was {wanted}")
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -19,6 +19,7 @@ arrays that were donated before are gone, and all others can be used.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ from alpa_lite.passes.stages import functions, segments
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.program import Free, Program, Run, Send, describe, order
 from alpa_lite.runtime import callbacks, placement
-from alpa_lite.runtime.executor import NewSignature, check_leaf, mesh_of
+from alpa_lite.runtime.executor import FORM, STRUCTURE, NewSignature, check_leaf, mesh_of
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.runtime.transfer import Mover
@@ -90,8 +91,10 @@ class PipelineExecutable:
         state = {argument for argument, _, _ in self._state}
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
         self._failures = callbacks.Failures()
-        self._canary: weakref.ref[Any] | None = None  # to the last state leaf that the last call returned
-        self._last: list[Any] = []  # the others
+        self._compiling = threading.Lock()
+        # The state that the last call returned: a reference to its last leaf, and the others. Threads replace it as a
+        # whole.
+        self._own: tuple[weakref.ref[Any], list[Any]] | None = None
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class PipelineExecutable:
         """
         if self._match is not None:
             if not self._match(args, kwargs):
-                raise NewSignature
+                raise NewSignature(FORM)
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
             return self._traced.out_tree.unflatten(self._run(self._leaves((args, kwargs))))
@@ -115,7 +118,7 @@ class PipelineExecutable:
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments on the submeshes that read them first, in buffers of their own. As `Executable.place`."""
         if not self._calling.matches(args, kwargs):
-            raise NewSignature
+            raise NewSignature(FORM)
         new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), self._copies)
         whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
         positional = tuple(whole[i] for i in range(len(args)))
@@ -171,9 +174,14 @@ class PipelineExecutable:
 
     def compile(self) -> list[Any]:
         """The `jax.stages.Compiled` of each executable. Also writes the flat list of steps that a call walks."""
-        if self._compiled:
+        with self._compiling:
+            if not self._compiled:
+                self._compiled = self._compile_all()
             return self._compiled
+
+    def _compile_all(self) -> list[Any]:
         program = self._program
+        self._steps, self._items = [], []
         first_run = {item.executable: item for items in program.lists for item in items if isinstance(item, Run)}
         made = [self._compile(number, first_run[number]) for number in range(len(program.executables))]
         self._empty = self._kept({
@@ -200,8 +208,7 @@ class PipelineExecutable:
                 case _:
                     continue  # a receive: the controller has issued the whole transfer where it was sent
             self._items.append(item)
-        self._compiled = [compiled for compiled, _, _ in made]
-        return self._compiled
+        return [compiled for compiled, _, _ in made]
 
     def _compile(self, number: int, run: Run) -> tuple[Any, Callable[..., Any], bool]:
         """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
@@ -275,7 +282,7 @@ class PipelineExecutable:
     def _leaves(self, pure: Any) -> list[Any]:
         leaves, tree = jax.tree_util.tree_flatten(pure)
         if tree != self._traced.in_tree:
-            raise NewSignature
+            raise NewSignature(STRUCTURE)
         return leaves
 
     def _copies(self, leaves: list[Any]) -> list[Any]:
@@ -299,7 +306,7 @@ class PipelineExecutable:
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All buffers at the start of a step on copies of the arguments."""
         if not self._calling.matches(args, kwargs):
-            raise NewSignature
+            raise NewSignature(FORM)
         pure = self._calling.traced(args, kwargs)
         if self._calling.modules:
             with nnx_modules.updating(self):
@@ -372,12 +379,10 @@ class PipelineExecutable:
 
     def _is_last(self, leaves: Sequence[Any]) -> bool:
         """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
-        if self._canary is None:
+        own, arguments = self._own, self._state
+        if own is None or own[0]() is not leaves[arguments[-1][0]]:
             return False
-        arguments = self._state
-        if self._canary() is not leaves[arguments[-1][0]]:
-            return False
-        if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, self._last, strict=False)):
+        if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, own[1], strict=False)):
             return False
         others = {id(leaves[i]) for i in self._rest}
         return not any(id(leaves[i]) in others for i, _, _ in arguments)
@@ -385,18 +390,17 @@ class PipelineExecutable:
     def _remember(self, outputs: Sequence[Any]) -> None:
         if self._state:
             *rest, (_, _, last) = self._state
-            self._last = [outputs[output] for _, _, output in rest]
-            self._canary = weakref.ref(outputs[last], self._forget)
+            self._own = weakref.ref(outputs[last], self._forget), [outputs[output] for _, _, output in rest]
 
-    def _forget(self, canary: weakref.ref[Any] | None) -> None:
-        if canary is self._canary:
-            self._canary, self._last = None, []
+    def _forget(self, canary: weakref.ref[Any]) -> None:
+        if self._own is not None and self._own[0] is canary:
+            self._own = None
 
     def _check(self, places: Sequence[int], leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless these leaves have the planned shapes, dtypes and weak types."""
         values, block = self._traced.graph.values, self._traced.graph.block
         if len(leaves) != len(self._program.inputs):
-            raise NewSignature
+            raise NewSignature(STRUCTURE)
         for i in places:
             check_leaf(leaves[i], values[block.inputs[i]].aval)
 
@@ -408,7 +412,7 @@ class PipelineExecutable:
         leaves = self._apart(leaves)
         env = self._placed(leaves)
         leaves.clear()
-        self._forget(self._canary)
+        self._own = None
         self._dispatch(env)
         outputs = [env[i] for i in self._program.outputs]
         self._remember(outputs)

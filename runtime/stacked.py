@@ -25,7 +25,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.layers.stacked_arguments import Arrangement, Bounds, Pieces, Stacked, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
-from alpa_lite.runtime.executor import NewSignature, check_leaf
+from alpa_lite.runtime.executor import STRUCTURE, NewSignature, check_leaf
 
 Box = tuple[tuple[int, int], ...]
 
@@ -60,7 +60,7 @@ class StackedLeaves:
           NewSignature: a stacked leaf has not the planned shape, dtype or weak type.
         """
         if len(leaves) != len(self._arguments):
-            raise NewSignature
+            raise NewSignature(STRUCTURE)
         seen: set[int] = set()
         out: list[Any] = []
         foreign: dict[Any, list[tuple[int, Any, NamedSharding]]] = {}

@@ -86,7 +86,7 @@ def test_models_on_eight_devices(name, method, parts):
     step, args = case.make()
     parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=parts)
     got = run(parallel, args)
-    assert next(iter(parallel._compiled.values())).plan.num_microbatches == parts
+    assert next(iter(parallel._planned.values())).compiled.plan.num_microbatches == parts
     step, args = case.make()
     want = run((nnx.jit if case.style == "nnx" else jax.jit)(step), args)
     # Adam makes steps of equal length out of gradients that are rounding errors: its first moment is compared.

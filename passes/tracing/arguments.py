@@ -1,4 +1,4 @@
-"""A step's arguments: their names, what is static among them, and what is state, batch or other.
+"""Which of a step's arguments are state, which are the batch, and which are neither.
 
 A training step maps (state, batch) to (new state, results), but nothing in its signature says which is which. The
 state is what comes back: an argument, or a part of one, whose structure, shapes and dtypes an output repeats. The
@@ -21,9 +21,8 @@ it shares one leading dim; anything else is ambiguous, and an error that names t
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,140 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.errors import SignatureError
+from alpa_lite.passes.tracing.calls import Calling, one_or_several, position_of
 from alpa_lite.paths import shown
 
 BatchArgnums = str | int | Sequence[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Calling:
-    """How a step's Python arguments become the pytree that is flattened.
-
-    Attributes:
-      names: for each positional argument the parameter's name.
-      dynamic: the positions that are not static.
-      keywords: the keyword arguments that are not static, sorted.
-      static_positions, static_keywords: the rest, with their values.
-      modules: whether an argument holds an NNX object.
-    """
-
-    names: tuple[str, ...]
-    dynamic: tuple[int, ...]
-    keywords: tuple[str, ...]
-    static_positions: Mapping[int, Any]
-    static_keywords: Mapping[str, Any]
-    modules: bool = False
-
-    @property
-    def has_static(self) -> bool:
-        """Whether any argument is static."""
-        return bool(self.static_positions or self.static_keywords)
-
-    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that are not static."""
-        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
-
-    def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the step with the traced arguments, the static ones put in their places."""
-        whole: list[Any] = [None] * len(self.names)
-        for position, value in zip(self.dynamic, args, strict=True):
-            whole[position] = value
-        for position, value in self.static_positions.items():
-            whole[position] = value
-        return fun(*whole, **kwargs, **self.static_keywords)
-
-    def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call has the same number of arguments, the same keywords, and equal static values."""
-        if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
-            return False
-        return (
-            all(name in kwargs for name in self.keywords)
-            and all(args[i] == value for i, value in self.static_positions.items())
-            and all(name in kwargs and kwargs[name] == value for name, value in self.static_keywords.items())
-        )
-
-    def roots(self) -> tuple[str, ...]:
-        """The names of the traced arguments: positional ones, then keywords."""
-        return (*(self.names[i] for i in self.dynamic), *self.keywords)
-
-
-def calling(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> Calling:
-    """How `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
-
-    Raises:
-      SignatureError: a static argument does not exist, or is not hashable.
-    """
-    parameters = _parameters(fun)
-    names = _positional_names(parameters, len(args))
-    numbers = {_position(i, len(args), "static_argnums") for i in _tuple(static_argnums)}
-    keywords = set(_tuple(static_argnames))
-    numbers |= {i for i, name in enumerate(names) if name in keywords}
-    keywords |= {names[i] for i in numbers}
-    for name in keywords:
-        if parameters and name not in parameters and name not in kwargs and name not in names and not _open(parameters):
-            raise SignatureError(
-                f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}"
-            )
-    static_positions = {i: args[i] for i in sorted(numbers)}
-    static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
-    for name, value in [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]:
-        try:
-            hash(value)
-        except TypeError as error:
-            raise SignatureError(
-                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
-                "or make it dynamic"
-            ) from error
-    return Calling(
-        names=names,
-        dynamic=tuple(i for i in range(len(args)) if i not in numbers),
-        keywords=tuple(name for name in sorted(kwargs) if name not in keywords),
-        static_positions=static_positions,
-        static_keywords=static_keywords,
-    )
-
-
-def _parameters(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return {}
-
-
-def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
-
-
-def _positional_names(parameters: Mapping[str, inspect.Parameter], count: int) -> tuple[str, ...]:
-    names: list[str] = []
-    for parameter in parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names.extend(f"{parameter.name}[{i}]" for i in range(count - len(names)))
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-    names.extend(f"args[{i}]" for i in range(len(names), count))
-    return tuple(names[:count])
-
-
-def _position(number: int, count: int, option: str) -> int:
-    if not -count <= number < count:
-        raise SignatureError(
-            f"{option} names argument {number}, but the step was called with {count} positional arguments"
-        )
-    return number % count
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, int | str) else tuple(value)
-
-
-# --- roles -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,14 +240,14 @@ def named_batch(
     Raises:
       SignatureError: a name or a number that is no argument of this call, or a static one.
     """
-    names = set(_tuple(batch_argnames))
+    names = set(one_or_several(batch_argnames))
     automatic = isinstance(batch_argnums, str)
     if automatic and batch_argnums != "auto":
         raise SignatureError(f'batch_argnums is {batch_argnums!r}; give "auto", an int or a tuple of ints')
     if automatic and not names:
         return None
-    numbers = () if automatic else _tuple(batch_argnums)
-    names |= {calling.names[_position(i, len(calling.names), "batch_argnums")] for i in numbers}
+    numbers = () if automatic else one_or_several(batch_argnums)
+    names |= {calling.names[position_of(i, len(calling.names), "batch_argnums")] for i in numbers}
     trees = {tree.key: tree for tree in inputs.trees}
     unknown = sorted(names - set(trees))
     if unknown:

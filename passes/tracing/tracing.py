@@ -17,8 +17,9 @@ import jax
 
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Graph, Traced
-from alpa_lite.passes.tracing import arguments, conversion, nnx_modules
-from alpa_lite.passes.tracing.arguments import BatchArgnums, Calling, Flat, Tree
+from alpa_lite.passes.tracing import arguments, calls, conversion, nnx_modules
+from alpa_lite.passes.tracing.arguments import BatchArgnums, Flat, Tree
+from alpa_lite.passes.tracing.calls import Calling
 from alpa_lite.paths import shown
 
 
@@ -44,7 +45,7 @@ def trace(
       shapes: for the flat arguments with these numbers, in place of their own.
 
     Returns:
-      The traced step. `extra["calling"]` is an `tracing.arguments.Calling`, `extra["name"]` the step's name; `in_tree`
+      The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
       is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX
       objects, of ((args, kwargs) after the call, result).
 
@@ -52,10 +53,8 @@ def trace(
       SignatureError: no argument comes back as state, the batch is ambiguous, or an argument is no array.
       TracingError: the step uses the value of a traced array in Python.
     """
-    calling = arguments.calling(fun, args, kwargs, static_argnums, static_argnames)
-    traced_args = calling.traced(args, kwargs)
-    calling = replace(calling, modules=nnx_modules.present(traced_args))
-    run = _Run(fun, calling, traced_args, shapes)
+    calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
+    run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     jaxpr = run.jaxpr()
     graph = conversion.graph_of(jaxpr)
     named = arguments.named_batch(calling, run.inputs, batch_argnums, batch_argnames)
@@ -201,14 +200,13 @@ def _key_text(key: Any) -> str:
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
     """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
     try:
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        own, dtype, weak = calls.leaf_type(leaf)
     except TypeError as error:
         raise SignatureError(
             f"{shown(path)} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or "
             "static_argnames"
         ) from error
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)
 
 
 def _no_state(inputs: Flat) -> str:

@@ -297,7 +297,7 @@ def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown(
 
 def test_a_compiled_stage_that_communicates_otherwise_is_named():
     run, args, plan = verified()
-    (compiled,) = run._compiled.values()
+    compiled = run._compiled(args, {})
     made = run._executable(args, {}).compile()
     found = compiled.program
     kinds = [executable.name for executable in found.pipeline.program.executables]

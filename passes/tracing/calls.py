@@ -1,0 +1,237 @@
+"""How a step is called, and the signature of a call: what a plan is made for.
+
+A call f(*args, **kwargs) has a *form*: how many arguments are positional, the names of the keywords, and each static
+argument with its value. Its other arguments are flattened, NNX objects split (`nnx_modules`), into a *structure* and
+leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure and types are the
+signature. It is all that tracing reads of a call, so two calls share a plan and an executable if and only if their
+signatures are equal.
+
+Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
+three signatures. A Python number that is not static has a weak type and no value: all floats share a plan.
+
+An executable compares piece by piece, the expensive pieces as late as possible (`runtime.executor`), with the functions
+of this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite.errors import SignatureError
+from alpa_lite.passes.tracing import nnx_modules
+
+LeafType = tuple[tuple[int, ...], Any, bool]
+"""(shape, dtype, weak) of a leaf."""
+
+Form = tuple[int, tuple[str, ...], tuple[tuple[int | str, type, Any], ...]]
+"""How many arguments are positional, the dynamic keywords, and (position or keyword, type, value) of what is static."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a plan is made for.
+
+    Attributes:
+      form: the form of the call.
+      tree: the structure of the arguments that are not static.
+      types: for each leaf its type; for what is no array, which cannot be planned for, its Python type.
+    """
+
+    form: Form
+    tree: Any
+    types: tuple[LeafType | type, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Calling:
+    """How a step's Python arguments become the pytree that is flattened.
+
+    Attributes:
+      names: for each positional argument the parameter's name.
+      dynamic: the positions that are not static.
+      keywords: the keyword arguments that are not static, sorted.
+      static_positions, static_keywords: the rest, with their values.
+      modules: whether an argument holds an NNX object.
+    """
+
+    names: tuple[str, ...]
+    dynamic: tuple[int, ...]
+    keywords: tuple[str, ...]
+    static_positions: Mapping[int, Any]
+    static_keywords: Mapping[str, Any]
+    modules: bool = False
+
+    @property
+    def has_static(self) -> bool:
+        """Whether any argument is static."""
+        return bool(self.static_positions or self.static_keywords)
+
+    @property
+    def form(self) -> Form:
+        """The form of the call."""
+        static = (*self.static_positions.items(), *self.static_keywords.items())
+        return len(self.names), self.keywords, tuple((place, type(value), value) for place, value in static)
+
+    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are not static."""
+        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
+
+    def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the step with the traced arguments, the static ones put in their places."""
+        whole: list[Any] = [None] * len(self.names)
+        for position, value in zip(self.dynamic, args, strict=True):
+            whole[position] = value
+        for position, value in self.static_positions.items():
+            whole[position] = value
+        return fun(*whole, **kwargs, **self.static_keywords)
+
+    def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call has the same form."""
+        if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
+            return False
+        return (
+            all(name in kwargs for name in self.keywords)
+            and all(_same(args[i], value) for i, value in self.static_positions.items())
+            and all(name in kwargs and _same(kwargs[name], value) for name, value in self.static_keywords.items())
+        )
+
+    def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        """The signature of a call that has this form."""
+        pure: Any = self.traced(args, kwargs)
+        if self.modules:
+            tag = object()
+            with nnx_modules.updating(tag):
+                pure = nnx_modules.split_arguments(pure, tag)
+        leaves, tree = jax.tree_util.tree_flatten(pure)
+        return Signature(self.form, tree, tuple(map(_type_or_class, leaves)))
+
+    def roots(self) -> tuple[str, ...]:
+        """The names of the traced arguments: positional ones, then keywords."""
+        return (*(self.names[i] for i in self.dynamic), *self.keywords)
+
+
+def calling(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Calling:
+    """How `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
+
+    A parameter that `static_argnums` counts may also come by keyword, or be left to its default.
+
+    Raises:
+      SignatureError: a static argument does not exist, or is not hashable.
+    """
+    parameters = _parameters(fun)
+    names = _positional_names(parameters, len(args))
+    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    numbers: set[int] = set()
+    keywords = set(one_or_several(static_argnames))
+    for number in one_or_several(static_argnums):
+        if len(args) <= number < len(positional):
+            keywords.add(positional[number])
+        else:
+            numbers.add(position_of(number, len(args), "static_argnums"))
+    numbers |= {i for i, name in enumerate(names) if name in keywords}
+    keywords |= {names[i] for i in numbers}
+    for name in keywords:
+        if parameters and name not in parameters and name not in kwargs and name not in names and not _open(parameters):
+            raise SignatureError(
+                f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}"
+            )
+    static_positions = {i: args[i] for i in sorted(numbers)}
+    static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
+    for name, value in [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise SignatureError(
+                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
+                "or make it dynamic"
+            ) from error
+    found = Calling(
+        names=names,
+        dynamic=tuple(i for i in range(len(args)) if i not in numbers),
+        keywords=tuple(name for name in sorted(kwargs) if name not in keywords),
+        static_positions=static_positions,
+        static_keywords=static_keywords,
+    )
+    return replace(found, modules=nnx_modules.present(found.traced(args, kwargs)))
+
+
+def leaf_type(leaf: Any) -> LeafType:
+    """The type of an array, a number or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+      TypeError: the leaf is none of these.
+    """
+    aval = jax.typeof(leaf)
+    return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
+
+
+def is_weak(leaf: Any) -> bool:
+    """The last part of the type of an array or number, in less time."""
+    weak = getattr(leaf, "weak_type", None)
+    if weak is None:
+        return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+    return weak
+
+
+def _type_or_class(leaf: Any) -> LeafType | type:
+    try:
+        return leaf_type(leaf)
+    except (TypeError, OverflowError):  # not an array; or an integer with more bits than its dtype
+        return type(leaf)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two static values are the same."""
+    return type(one) is type(other) and (one is other or one == other)
+
+
+def _parameters(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+
+
+def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+
+
+def _positional_names(parameters: Mapping[str, inspect.Parameter], count: int) -> tuple[str, ...]:
+    names: list[str] = []
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}[{i}]" for i in range(count - len(names)))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names.extend(f"args[{i}]" for i in range(len(names), count))
+    return tuple(names[:count])
+
+
+def position_of(number: int, count: int, option: str) -> int:
+    """The position, from 0, of a positional argument that an option counts from either end.
+
+    Raises:
+      SignatureError: there is no such argument.
+    """
+    if not -count <= number < count:
+        raise SignatureError(
+            f"{option} names argument {number}, but the step was called with {count} positional arguments"
+        )
+    return number % count
+
+
+def one_or_several(value: Any) -> tuple[Any, ...]:
+    """The numbers or names of an option that also takes one alone."""
+    return (value,) if isinstance(value, int | str) else tuple(value)

@@ -1,0 +1,411 @@
+"""One signature for `ParallelStep`, tracing and executables: each call runs the plan made for it, in any thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import alpa_lite
+from alpa_lite import api
+from alpa_lite.errors import SignatureError
+from alpa_lite.passes.tracing import calls, trace
+from alpa_lite.runtime.executor import NewSignature
+
+WIDTH, ROWS = 8, 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """A hashable object with a value, as users pass it."""
+
+    rate: float
+    clip: float | None = None
+
+
+def square(x: jax.Array) -> jax.Array:
+    return x * x
+
+
+def make(rows: int = ROWS) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    rng = np.random.default_rng(rows)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    state = {"first": normal(WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
+    return state, {"x": normal(rows, WIDTH), "y": normal(rows, WIDTH)}
+
+
+def step(state: Any, batch: Any, how: Any = 1, *, scale: Any = 1.0) -> Any:
+    """What it computes depends on the value and on the type of `how` and `scale`."""
+    rate = how.rate if isinstance(how, Config) else 0.1
+    turn = how if callable(how) else jnp.tanh
+
+    def loss(s):
+        x = turn(batch["x"] @ s["first"]) @ s["second"]
+        x = x * {"str": len(how) if isinstance(how, str) else 0, "NoneType": 7.0}.get(type(how).__name__, 1.0)
+        for _ in range(how if type(how) is int else 0):
+            x = x + 0.5
+        error = ((x - batch["y"]) ** 2).mean()
+        return error * (3.0 if scale is None else scale)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    bound = how.clip if isinstance(how, Config) and how.clip is not None else 1e9
+    return jax.tree.map(lambda p, g: p - rate * jnp.clip(g, -bound, bound), state, grads), value
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal up to 1e-5 of each leaf's norm."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
+
+
+METHODS = {
+    "one device": lambda: {"cluster": alpa_lite.Cluster.local(jax.devices()[:1])},
+    "eight devices": lambda: {"method": alpa_lite.Zero(stage=3)},
+    "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> Iterator[list[Any]]:
+    """Weak references to what `compile_step` has made, one a planning."""
+    made: list[Any] = []
+    original = api.compile_step
+
+    def counting(*args: Any) -> Any:
+        result = original(*args)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(api, "compile_step", counting)
+    yield made
+
+
+# -- static arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_each_static_value_has_its_own_results(where):
+    parallel = alpa_lite.parallelize(step, static_argnums=2, static_argnames="scale", **METHODS[where]())
+    values = [1, 2, "tanh", None, Config(0.1), Config(0.2), square]
+    plans = {}
+    if where == "pipeline":  # which takes longer to plan
+        values = [1, 2, None, Config(0.2)]
+    for value in (*values, *reversed(values)):  # the second time from what is kept
+        args = (*make(), value)
+        same(parallel(*args), jax.jit(step, static_argnums=2)(*args))
+        plans.setdefault(value, parallel.plan(*args))
+        assert parallel.plan(*args) is plans[value]
+    assert len({id(plan) for plan in plans.values()}) == len(values)
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_static_values_by_keyword(where):
+    parallel = alpa_lite.parallelize(step, static_argnums=2, static_argnames="scale", **METHODS[where]())
+    cases: list[Any] = [{"scale": 2.0}, {"scale": None}, {"how": 3}, {}, {"scale": 3}, {"how": 0, "scale": 2}]
+    for keywords in cases[: 4 if where == "pipeline" else None]:
+        args = make()
+        same(parallel(*args, **keywords), step(*args, **keywords))
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_equal_values_of_other_types_are_other_signatures(where):
+    def typed(state, batch, how):
+        new, loss = step(state, batch)
+        return new, loss * {"bool": 2, "int": 3, "float": 4}[type(how).__name__]
+
+    parallel = alpa_lite.parallelize(typed, static_argnums=2, **METHODS[where]())
+    for value in (1, True, 1.0, 1, True):
+        same(parallel(*make(), value), typed(*make(), value))
+
+
+def test_equal_objects_share_a_plan():
+    parallel = alpa_lite.parallelize(step, static_argnums=2)
+    assert parallel.plan(*make(), Config(0.3)) is parallel.plan(*make(), Config(0.3))
+    assert parallel.plan(*make(), Config(0.3)) is not parallel.plan(*make(), Config(0.3, 1.0))
+
+
+def test_a_plan_is_that_of_its_static_value():
+    def repeated(state, batch, times):
+        for _ in range(times):
+            state, loss = step(state, batch)
+        return state, loss
+
+    cluster = alpa_lite.Cluster.preset("h100")
+    parallel = alpa_lite.parallelize(repeated, static_argnums=2, cluster=cluster, method=alpa_lite.DataParallel())
+    first, second = parallel.plan(*make(), 1), parallel.plan(*make(), 2)
+    assert second.fingerprint != first.fingerprint
+    assert second.step_seconds > 1.5 * first.step_seconds
+
+
+def test_a_parameter_counted_as_static_may_be_left_out():
+    def late(state, batch, *, how):
+        return step(state, batch, how)
+
+    same(alpa_lite.parallelize(step, static_argnums=(2,))(*make()), step(*make()))
+    with pytest.raises(SignatureError, match="static_argnums names argument 2"):
+        alpa_lite.parallelize(late, static_argnums=2)(*make(), how=1)
+
+
+def test_what_is_static_must_be_hashable():
+    parallel = alpa_lite.parallelize(step, static_argnums=2)
+    parallel(*make(), 2)
+    with pytest.raises(SignatureError, match="how is not hashable"):
+        parallel(*make(), [2])
+
+
+# -- one definition ---------------------------------------------------------------------------------------------------
+
+
+def test_python_numbers_of_one_type_share_a_plan():
+    def scaled(state, batch, rate):
+        new, loss = step(state, batch)
+        return new, loss * rate
+
+    parallel = alpa_lite.parallelize(scaled, batch_argnums=1)
+    first = parallel.plan(*make(), 0.5)
+    assert parallel.plan(*make(), 0.25) is first
+    assert parallel.plan(*make(), 2) is not first
+    assert parallel.plan(*make(), np.float32(0.5)) is not first  # not weak: promotes bfloat16 to float32
+    for rate in (0.5, 0.25, 2, True, np.float32(0.5), jnp.float32(4.0), np.float64(3.0)):
+        same(parallel(*make(), rate), scaled(*make(), rate))
+    assert len(parallel._planned) == 4  # weak float, weak int, bool, float32
+
+
+def change(tree: Any, **leaves: Any) -> Any:
+    return {**tree, **leaves}
+
+
+STATE, BATCH = make()
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "planned": ((STATE, BATCH, 2, 0.5), {"mode": "sum"}),
+    "another float": ((STATE, BATCH, 2, 0.25), {"mode": "sum"}),
+    "NumPy arrays": ((jax.tree.map(np.asarray, STATE), BATCH, 2, 0.5), {"mode": "sum"}),
+    "float64, which JAX makes float32": ((STATE, change(BATCH, x=np.ones((ROWS, WIDTH))), 2, 0.5), {"mode": "sum"}),
+    "a weak array": ((STATE, BATCH, 2, jnp.asarray(0.5)), {"mode": "sum"}),
+    "an integer": ((STATE, BATCH, 2, 1), {"mode": "sum"}),
+    "a strong float": ((STATE, BATCH, 2, np.float32(0.5)), {"mode": "sum"}),
+    "static value": ((STATE, BATCH, 3, 0.5), {"mode": "sum"}),
+    "static type": ((STATE, BATCH, 2.0, 0.5), {"mode": "sum"}),
+    "static keyword": ((STATE, BATCH, 2, 0.5), {"mode": "mean"}),
+    "keyword left out": ((STATE, BATCH, 2, 0.5), {}),
+    "static by keyword": ((STATE, BATCH), {"times": 2, "rate": 0.5, "mode": "sum"}),
+    "rate by keyword": ((STATE, BATCH, 2), {"rate": 0.5, "mode": "sum"}),
+    "shape": ((STATE, make(2 * ROWS)[1], 2, 0.5), {"mode": "sum"}),
+    "dtype": ((STATE, change(BATCH, x=np.ones((ROWS, WIDTH), np.int32)), 2, 0.5), {"mode": "sum"}),
+    "structure": ((STATE, change(BATCH, z=np.ones(ROWS)), 2, 0.5), {"mode": "sum"}),
+    "no array": ((STATE, change(BATCH, x="text"), 2, 0.5), {"mode": "sum"}),
+}
+
+
+def planned(state: Any, batch: Any, times: Any, rate: Any = 1.0, *, mode: str = "sum") -> Any:
+    new, loss = step(state, batch, times)
+    return new, loss * rate if mode == "sum" else loss
+
+
+def signature(args: Any, kwargs: Any) -> calls.Signature:
+    return calls.calling(planned, args, kwargs, 2, "mode").signature(args, kwargs)
+
+
+@pytest.fixture(scope="module")
+def executables() -> dict[str, Any]:
+    args, kwargs = CALLS["planned"]
+    made = {}
+    for where in METHODS:
+        options = {"batch_argnums": 1, "static_argnums": 2, "static_argnames": "mode", "donate_argnums": ()}
+        parallel = alpa_lite.parallelize(planned, **{**options, **METHODS[where]()})
+        parallel(*args, **kwargs)
+        made[where] = parallel._current
+    return made
+
+
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("where", METHODS)
+def test_an_executable_takes_exactly_the_calls_with_its_signature(where, case, executables):
+    args, kwargs = CALLS[case]
+    if signature(args, kwargs) == signature(*CALLS["planned"]):
+        same(executables[where](*args, **kwargs), planned(*args, **kwargs))
+        executables[where].place(*args, **kwargs)
+    else:
+        with pytest.raises(NewSignature, match=r"planned for another signature: .+"):
+            executables[where](*args, **kwargs)
+        with pytest.raises(NewSignature, match=r"planned for another signature: .+"):
+            executables[where].place(*args, **kwargs)
+
+
+class Model(nnx.Module):
+    def __init__(self, depth: int = 2) -> None:
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(depth)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def module_step(model: Model, batch: Any) -> Any:
+    value, grads = nnx.value_and_grad(lambda model: ((model(batch["x"]) - batch["y"]) ** 2).mean())(model)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+    return value
+
+
+def test_modules_of_one_structure_have_one_signature(compiled):
+    def one(model: Model) -> calls.Signature:
+        args = (model, BATCH)
+        return calls.calling(module_step, args, {}).signature(args, {})
+
+    parallel, model = alpa_lite.parallelize(module_step), Model()
+    before = one(model)
+    assert before.tree == trace(module_step, (model, BATCH), {}).in_tree
+    parallel(model, BATCH)
+    parallel(model, BATCH)
+    assert one(model) == one(Model()) == one(nnx.eval_shape(Model)) == before
+    assert one(Model(3)) != before
+    assert parallel.plan(Model(), BATCH) is parallel.plan(model, BATCH)
+    assert len(compiled) == 1
+    model.layers.append(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(2)))
+    parallel(model, BATCH)
+    assert len(compiled) == 2
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_used_longest_ago_is_dropped(monkeypatch, compiled):
+    monkeypatch.setattr(api, "SIGNATURES", 3)
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
+    for rows in (8, 16, 24):
+        parallel.plan(*make(rows))
+    parallel.plan(*make(8))
+    assert len(compiled) == 3
+    parallel.plan(*make(32))  # drops 16
+    assert len(compiled) == 4 and len(parallel._planned) == 3
+    gc.collect()
+    assert [one() is None for one in compiled] == [False, True, False, False]
+    parallel.plan(*make(8))
+    parallel.plan(*make(24))
+    assert len(compiled) == 4
+    parallel.plan(*make(16))
+    assert len(compiled) == 5
+
+
+def test_changing_shapes_do_not_fill_the_memory(monkeypatch, compiled):
+    monkeypatch.setattr(api, "SIGNATURES", 2)
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
+    for rows in range(8, 48, 8):
+        args = make(rows)
+        same(parallel(*args), step(*args))
+        gc.collect()
+        assert sum(one() is not None for one in compiled) <= 2
+
+
+def test_what_runs_is_not_dropped(monkeypatch, compiled):
+    monkeypatch.setattr(api, "SIGNATURES", 2)
+    parallel = alpa_lite.parallelize(step, method=alpa_lite.Zero(stage=3))
+    state, batch = make()
+    state, _ = parallel(state, batch)
+    for rows in (8, 24, 32, 40):
+        parallel.plan(*make(rows))
+        state, _ = parallel(state, batch)
+    assert len(compiled) == 5  # the one that runs was planned once
+    parallel(*make(8))
+    parallel(state, batch)
+    assert len(compiled) == 6
+
+
+def test_what_cannot_be_planned_is_not_kept(compiled):
+    parallel = alpa_lite.parallelize(step)
+    parallel(*make())
+    for _ in range(2):
+        with pytest.raises(SignatureError, match="not an array"):
+            parallel(make()[0], {"x": "text", "y": make()[1]["y"]})
+    assert len(parallel._planned) == 1
+
+
+def test_the_cluster_is_that_of_the_devices_that_are_here(monkeypatch):
+    parallel = alpa_lite.parallelize(step)
+    devices = jax.devices()
+    assert parallel.cluster.num_devices == len(devices)
+    before = parallel.plan(*make())
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:4])
+    assert parallel.cluster.num_devices == 4
+    assert parallel.plan(*make()).cluster.num_devices == 4
+    monkeypatch.undo()
+    assert parallel.plan(*make()) is before
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def in_threads(functions: list[Callable[[], None]]) -> None:
+    """Runs functions at the same time, and raises what they raise."""
+    start = threading.Barrier(len(functions))
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            start.wait(timeout=60)
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_threads_that_call_one_step(where, compiled):
+    parallel = alpa_lite.parallelize(step, static_argnums=2, **METHODS[where]())
+    wanted = {(rows, how): step(*make(rows), how) for rows in (16, 32) for how in (1, 2)}
+
+    def loop(rows: int, how: int) -> Callable[[], None]:
+        def run() -> None:
+            state, batch = make(rows)
+            for _ in range(10):
+                same(parallel(state, batch, how), wanted[rows, how])
+            for _ in range(3):  # a state that comes back, and is donated
+                state, _ = parallel(state, batch, how)
+
+        return run
+
+    in_threads([loop(rows, how) for rows, how in wanted] * 2)
+    assert len(compiled) == len(wanted)  # each planned once
+
+
+class Interrupted(api.ParallelStep):
+    """Whenever it makes an executable current, another thread at once makes that of `other` current."""
+
+    other: Any = None
+
+    @property
+    def _current(self) -> Any:
+        return self.other or self.chosen
+
+    @_current.setter
+    def _current(self, chosen: Any) -> None:
+        self.chosen = chosen
+
+
+def test_another_thread_may_change_what_is_current_at_any_time():
+    parallel = Interrupted(step, api.make_options({"method": alpa_lite.DataParallel()}))
+    same(parallel(*make()), step(*make()))
+    parallel.other = parallel.chosen
+    same(parallel(*make(32)), step(*make(32)))
