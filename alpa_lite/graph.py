@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from alpa_lite.passes.layers.stacked_arguments import Stacked
+    from alpa_lite.passes.tracing.arguments import Calling
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +154,9 @@ class Traced:
       state: pairs (output number, argument number): this output is the new value of that argument.
       in_tree, out_tree: pytree definitions of (args, kwargs) and of the result.
       notes: remarks for the plan (which argument is the batch, and why).
+      calling: how a call's arguments become flat leaves; None for steps that are not called.
+      name: of the user's function.
+      stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 
     graph: Graph
@@ -159,7 +166,9 @@ class Traced:
     in_tree: Any
     out_tree: Any
     notes: tuple[str, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    calling: Calling | None = None
+    name: str = "step"
+    stacked: Stacked | None = None
 
 
 def check(graph: Graph) -> None:

@@ -48,7 +48,7 @@ from alpa_lite.passes import lowering
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
-from alpa_lite.passes.tracing.calls import Calling, is_weak, leaf_type
+from alpa_lite.passes.tracing.calls import is_weak, leaf_type
 from alpa_lite.plan import Plan
 from alpa_lite.runtime import callbacks, placement
 
@@ -143,7 +143,8 @@ class Executable:
         self._traced, self._flat_fun = traced, flat_fun
         self._failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
         self._look: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-        self._calling: Calling = traced.extra["calling"]
+        assert traced.calling is not None
+        self._calling = traced.calling
         self._match = self._calling.matches if self._calling.has_static else None
         self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
         count = len(traced.arguments)
@@ -272,7 +273,7 @@ class Executable:
 
     @property
     def _name(self) -> str:
-        return self._traced.extra.get("name", "step")
+        return self._traced.name
 
     def _looking(self, failures: callbacks.Failures) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """What makes devices raise together where one of them had to."""
@@ -424,7 +425,8 @@ def donated_leaves(traced: Traced, donate: int | Sequence[int]) -> list[int]:
       OptionError: there is no such argument, or it is static.
     """
     positions = (donate,) if isinstance(donate, int) else tuple(donate)
-    calling: Calling = traced.extra["calling"]
+    calling = traced.calling
+    assert calling is not None
     ranges = dict(zip(calling.dynamic, _ranges(traced), strict=True))
     count = len(calling.names)
     for position in positions:

@@ -77,7 +77,8 @@ class PipelineExecutable:
         self._meshes = [
             mesh_of(s.mesh, self._devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
         ]  # fmt: skip
-        self._calling = traced.extra["calling"]
+        assert traced.calling is not None
+        self._calling = traced.calling
         self._match = self._calling.matches if self._calling.has_static else None
         self._shardings: dict[Any, NamedSharding] = {}
         self._compiled: list[Any] = []
@@ -86,7 +87,7 @@ class PipelineExecutable:
         self._numbers: dict[tuple[int, int], int] = {}  # (submesh, micro-batch): a buffer with that number
         self._empty: list[Any] = []  # all buffers before the arguments are placed
         self._donated = self._donated_inputs()
-        self._stacked = StackedLeaves(traced, self._program, self._sharding) if "stacked" in traced.extra else None
+        self._stacked = StackedLeaves(traced, self._program, self._sharding) if traced.stacked else None
         self._state = self._returning_state() if self._stacked is None else []
         state = {argument for argument, _, _ in self._state}
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]

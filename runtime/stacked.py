@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph import Traced
-from alpa_lite.passes.layers.stacked_arguments import Arrangement, Bounds, Pieces, Stacked, arrangement
+from alpa_lite.passes.layers.stacked_arguments import Arrangement, Bounds, Pieces, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.executor import STRUCTURE, NewSignature, check_leaf
@@ -41,7 +41,8 @@ class StackedLeaves:
           program: of the same step.
           sharding: of a buffer.
         """
-        stacked: Stacked = traced.extra["stacked"]
+        stacked = traced.stacked
+        assert stacked is not None
         self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
         self._arguments = [
             _Leaf(

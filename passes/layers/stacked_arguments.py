@@ -45,7 +45,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Stacked:
-    """How a cut step has the user's arguments and results: `Traced.extra["stacked"]`.
+    """How a cut step has the user's arguments and results: `Traced.stacked`.
 
     Attributes:
       arguments, results: one for each flat argument, and each flat result, of the user's step.
@@ -67,7 +67,7 @@ class Stacked:
             arguments=_parts(traced.arguments, self.arguments),
             outputs=_parts(traced.outputs, self.results),
             state=tuple(sorted(state)),
-            extra={**traced.extra, "stacked": self},
+            stacked=self,
         )
 
 

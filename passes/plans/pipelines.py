@@ -160,7 +160,7 @@ def donating(found: FoundPipeline, arguments: Collection[int]) -> FoundPipeline:
     Args:
       arguments: the numbers of flat arguments of the user's step that the caller gives away.
     """
-    stacked = found.accumulated.traced.extra.get("stacked")
+    stacked = found.accumulated.traced.stacked
     if stacked is not None:
         arguments = {n for i in arguments for n in stacked.arguments[i].numbers}
     program = found.pipeline.program
@@ -271,7 +271,7 @@ def _candidates(found: FoundPipeline) -> tuple[Candidate, ...]:
 def _notes(found: FoundPipeline) -> list[str]:
     gap = "gap: simulated step against the stage search's lower bound; the two use different cost models"
     notes = [] if found.replayed else [gap]
-    notes += stacked_arguments.notes(found.accumulated.traced.extra.get("stacked"), found.pipeline.program)
+    notes += stacked_arguments.notes(found.accumulated.traced.stacked, found.pipeline.program)
     return [*notes, found.over] if found.over else notes
 
 

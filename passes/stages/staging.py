@@ -448,7 +448,9 @@ class _Stage:
             state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
             in_tree=whole.in_tree,
             out_tree=whole.out_tree,
-            extra=whole.extra,
+            calling=whole.calling,
+            name=whole.name,
+            stacked=whole.stacked,
         )
 
     def _argument(self, port: Port) -> Argument:

@@ -76,7 +76,8 @@ def trace(
         in_tree=run.in_tree,
         out_tree=run.out_tree,
         notes=(note, *notes),
-        extra={"calling": calling, "name": getattr(fun, "__name__", "step")},
+        calling=calling,
+        name=getattr(fun, "__name__", "step"),
     )
 
 

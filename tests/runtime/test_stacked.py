@@ -31,7 +31,7 @@ def stacked_leaves(places: list[tuple[int, int, int, tuple[Any, ...]]], rest: in
     leaf = Pieces(numbers, bounds)
     values = tuple(Value(b.shape, FLOAT, jax.typeof(np.zeros(b.shape, FLOAT))) for b in buffers)
     traced = Traced(
-        Graph(values, Block(numbers, (), numbers)), (), (), (), None, None, extra={"stacked": Stacked((leaf,), (leaf,))}
+        Graph(values, Block(numbers, (), numbers)), (), (), (), None, None, stacked=Stacked((leaf,), (leaf,))
     )
     devices = np.array(jax.devices())
 

@@ -64,7 +64,8 @@ def forward_scans(done: Divided) -> dict[int, int]:
 def assert_computes(step: Divisible, done: Divided, arguments: Any) -> None:
     check(done.accumulated.traced.graph)
     leaves = jax.tree.leaves((arguments, {}))
-    stacked = done.accumulated.traced.extra["stacked"]
+    stacked = done.accumulated.traced.stacked
+    assert stacked is not None
     whole = jax.jit(lambda *x: evaluation.evaluate(step.accumulated.traced.graph, x))(*leaves)
     graph = done.accumulated.traced.graph
     actual = jax.jit(lambda *x: evaluation.evaluate(graph, x))(*apart(leaves, stacked.arguments))

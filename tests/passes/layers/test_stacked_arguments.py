@@ -15,7 +15,7 @@ from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers.scans import cut_scans, layer_scans
-from alpa_lite.passes.layers.stacked_arguments import Pieces, Stacked, arrangement
+from alpa_lite.passes.layers.stacked_arguments import Pieces, arrangement
 from alpa_lite.program import Submesh, buffer
 from tests.passes import microbatched
 from tests.passes.layers.test_scans import SGD, stacked_mlp
@@ -41,7 +41,8 @@ def test_leaves_and_their_moments_become_arguments_and_results_in_pieces(tx: Any
     traced = microbatched.traced_of(step, state, batch)
     cut = in_pieces(traced, (2, 3))
     check(cut.graph)
-    stacked: Stacked = cut.extra["stacked"]
+    stacked = cut.stacked
+    assert stacked is not None
     split = {a.path for a, one in zip(traced.arguments, stacked.arguments, strict=True) if one.bounds}
     assert split == {a.path for a in traced.arguments if "['layers']" in a.path}
     assert all(one.bounds in ((), (0, 2, 3, 6)) for one in (*stacked.arguments, *stacked.results))
@@ -64,7 +65,8 @@ def test_a_leaf_that_is_needed_whole_stays_whole():
 
     step, state = microbatched.step_of(loss_fn, {"w": jnp.ones((4, 8, 8))}, 2, SGD)
     traced = microbatched.traced_of(step, state, {"x": jnp.ones((8, 8))})
-    stacked: Stacked = in_pieces(traced, (2,)).extra["stacked"]
+    stacked = in_pieces(traced, (2,)).stacked
+    assert stacked is not None
     bounds = dict(zip([a.path for a in traced.arguments], [one.bounds for one in stacked.arguments], strict=True))
     assert bounds["state['params']['w']"] == ()
 

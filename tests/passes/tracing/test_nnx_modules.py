@@ -72,7 +72,7 @@ def run_in_place(fun, traced, *args):
     """What the executor does: split, evaluate, merge."""
     tag = object()
     with nnx_modules.updating(tag):
-        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.extra["calling"].traced(args, {}), tag))
+        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.calling.traced(args, {}), tag))
         out = jax.jit(partial(evaluate, traced.graph))(leaves)
         return nnx_modules.merge_results(jax.tree.unflatten(traced.out_tree, out), tag)
 
@@ -135,8 +135,9 @@ def test_nnx_objects_inside_containers_shared_between_arguments_and_returned():
     assert "pair['layer']['bias'].value" in paths and "rngs['noise']['count'].value" in paths
     assert "pair['model']['layers'][0]['bias'].value" not in paths  # shared: named once, where it is met first
     tag = object()
+    assert traced.calling is not None
     with nnx_modules.updating(tag):
-        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.extra["calling"].traced(args, kwargs), tag))
+        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.calling.traced(args, kwargs), tag))
         out = jax.tree.unflatten(traced.out_tree, jax.jit(partial(evaluate, traced.graph))(leaves))
         ours, layer = nnx_modules.merge_results(out, tag)
     theirs, their_layer = nnx.jit(step)(*their_args, **their_kwargs)

@@ -42,7 +42,8 @@ def assert_traced(fun, *args, **kwargs):
         assert isinstance(after, int)
         assert values[after].shape == before.shape and values[after].dtype == before.dtype
     assert [o.role == "state" for o in traced.outputs] == [i in dict(traced.state) for i in range(len(traced.outputs))]
-    leaves = jax.tree.leaves(traced.extra["calling"].traced(args, kwargs))
+    assert traced.calling is not None
+    leaves = jax.tree.leaves(traced.calling.traced(args, kwargs))
     assert_equal(jax.jit(partial(evaluate, traced.graph))(leaves), jax.tree.leaves(jax.jit(fun)(*args, **kwargs)))
     return traced
 
@@ -209,7 +210,8 @@ def test_static_arguments():
 
     traced = trace(step, (PARAMS, 2, BATCH), {"mode": "train"}, static_argnums=-2, static_argnames="mode")
     assert sorted(roles(traced)) == ["batch['x']", "batch['y']", "params['b']", "params['w']"]
-    calling = traced.extra["calling"]
+    calling = traced.calling
+    assert calling is not None
     assert calling.matches((PARAMS, 2, BATCH), {"mode": "train"})
     assert not calling.matches((PARAMS, 3, BATCH), {"mode": "train"})
     assert not calling.matches((PARAMS, 2, BATCH), {"mode": "test"})
