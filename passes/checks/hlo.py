@@ -34,7 +34,7 @@ from typing import Any
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, parse_hlo
+from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
 from alpa_lite.passes.checks.replica_groups import normal_axes
 from alpa_lite.plan import Collective
@@ -80,7 +80,7 @@ class HloReport:
     Attributes:
       found: the logical collectives of the program.
       rewrites: the compiler's rewrites that explain where it differs from the plan.
-      differences: what no rewrite explains; empty if the plan is true.
+      differences: what no rewrite explains, and what may communicate but cannot be read; empty if the plan is true.
     """
 
     found: tuple[HloCollective, ...]
@@ -120,7 +120,8 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
     Returns:
       The report; `raise_if_bad` turns differences into an error.
     """
-    found = parse_hlo(text, mesh)
+    read = read_hlo(text, mesh)
+    found = read.collectives
     missing: Counter[Key] = Counter()
     for c in planned:
         if axes := normal_axes(c.axes, mesh):
@@ -131,7 +132,8 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
         match.other_form(*change)
     match.packed()
     match.lost()
-    return HloReport(found, (*_listed(found, text), *match.rewrites), match.differences())
+    unread = tuple(f"may communicate, but cannot be read: {line}" for line in read.unread)
+    return HloReport(found, (*_listed(found, text), *match.rewrites), (*match.differences(), *unread))
 
 
 def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:

@@ -12,9 +12,11 @@ collective in c runs n(c) times. A branch counts as if it were taken, as in a pl
 What the backends write differently comes out equal: one op with a tuple of operands (the combiner's work) is one
 `HloCollective` per operand; an all-to-all of k pieces is one; `-start` ops and `async-start` wrappers are the op that
 they start, and the `-done` ops nothing; groups are axes of the mesh (`checks.replica_groups`). What reads like a
-collective but is none of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode. A line that
-cannot be read is skipped, so that a newer compiler's text never stops a check; `compare_hlo` then finds the planned
-collective missing.
+collective but is none of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
+
+A newer compiler's text never stops the reading, but nothing that may communicate is passed over in silence: a line that
+cannot be read and holds a word that collectives have is *unread*, and so is a computation with collectives that the
+entry is not seen to reach, since compilers leave no dead ones. `compare_hlo` fails on what is unread.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ KINDS = {
     "all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
 }
-_OTHER = re.compile(r"send|recv|ragged-all-|all-|collective-|reduce-scatter-")
+_WORDS = re.compile(r"\ball-|collective-|reduce-scatter")
+_OTHER = re.compile(rf"send|recv|.*(?:{_WORDS.pattern})")
+_CALLERS = ("fusion", "call", "async", "custom-call")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OF_INTEREST = re.compile(
     r" (?:all-|reduce-scatter|collective-|ragged-|send|recv|async-start"
     r"|while|conditional|fusion|(?:custom-)?call|compare|constant)"
@@ -89,6 +94,20 @@ class HloCollective:
     loops: int
 
 
+@dataclass(frozen=True)
+class HloText:
+    """What the text of a compiled module says of communication.
+
+    Attributes:
+      collectives: in the order of the text; not those over groups of one device.
+      unread: each line that may communicate and cannot be read, and each instruction in a computation that the entry is
+        not seen to reach, with the name of its computation in front.
+    """
+
+    collectives: tuple[HloCollective, ...]
+    unread: tuple[str, ...]
+
+
 @dataclass
 class _Computation:
     """Collectives of one computation, before trip counts, and the computations that it calls."""
@@ -98,28 +117,35 @@ class _Computation:
     loops: list[tuple[str, str]] = field(default_factory=list)  # (condition, body) without a known trip count
     fused: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # compares and integer constants, kept for trip counts
+    unread: list[str] = field(default_factory=list)
 
 
 def parse_hlo(text: str, mesh: LogicalMesh | int) -> tuple[HloCollective, ...]:
-    """The logical collectives of a compiled module, in the order of its text.
+    """The `collectives` of `read_hlo`."""
+    return read_hlo(text, mesh).collectives
+
+
+def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
+    """The logical collectives of a compiled module, and what may be one and cannot be read.
 
     Args:
       text: what `Compiled.as_text()` returns, for CPU, GPU or TPU.
       mesh: the mesh whose axes name the replica groups; a device count stands for one axis `devices`.
-
-    Returns:
-      One entry per logical collective; not those over groups of one device, nor what the entry never reaches.
     """
     if isinstance(mesh, int):
         mesh = LogicalMesh((mesh,), ("devices",))
     computations, entry = _split(text, mesh)
     executions, depth = _executions(computations, entry)
-    out = []
+    out, unread = [], []
     for name, computation in computations.items():
-        times = executions.get(name, 0)
+        unread += [f"{name}: {line}" for line in computation.unread]
+        times = executions.get(name)
+        if times is None:
+            ops = dict.fromkeys(f"{c.op} ({c.kind})" for c in computation.collectives)
+            unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
         for c in computation.collectives if times else ():
             out.append(HloCollective(c.kind, c.axes, c.bytes, times, c.dtype, c.op, c.channel, c.where, depth[name]))
-    return tuple(out)
+    return HloText(tuple(out), tuple(unread))
 
 
 def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
@@ -134,38 +160,43 @@ def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
                 computations[current] = _Computation()
                 entry = current if head[1] or not entry else entry
             continue
-        if current:
-            _instruction(line, computations[current], mesh)
+        into = computations.setdefault(current, _Computation())
+        may_communicate = _WORDS.search(line) is not None
+        read = not (may_communicate or _OF_INTEREST.search(line)) or _instruction(line, into, mesh)
+        if not read and _WORDS.search(_QUOTED.sub("", line)):
+            into.unread.append(line.strip())
     marked = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
     return computations, marked[1] if marked else current or entry
 
 
-def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> None:
-    """Files one instruction; a line that is none is skipped."""
-    named = _NAMED.match(line) if _OF_INTEREST.search(line) else None
+def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
+    """Files one instruction. Whether it could be read."""
+    named = _NAMED.match(line)
     if named is None:
-        return
+        return False
     type_end = _skip_type(line, named.end())
     opcode = _OPCODE.match(line, type_end)
     if opcode is None:
-        return
-    code = opcode[1]
+        return False
+    code, printed = opcode[1], line[named.end() : type_end]
     base = code.removesuffix("-start")
     if base in KINDS:
-        into.collectives.extend(_collective(line, named[2], line[named.end() : type_end], code, mesh))
+        into.collectives.extend(_collective(line, named[2], printed, code, mesh))
+        return bool(_payload(printed, code))
     elif code == "while":
         _loop(line, into)
     elif code == "conditional":
         into.calls += [(n.strip(" %"), 1, False) for m in _CALLED.finditer(line) for n in m[1].split(",")]
         into.calls += [(n, 1, False) for n in _BRANCH.findall(line)]
-    elif code in ("fusion", "call", "async-start", "custom-call"):
+    elif base in _CALLERS:
         into.calls += [(n, 1, False) for n in _CALLS.findall(line)]
         into.calls += [(n.strip(" %"), 1, False) for m in _CALLED.finditer(line) for n in m[1].split(",")]
-        into.fused += _CALLS.findall(line) if code == "fusion" else []
+        into.fused += _CALLS.findall(line) if base == "fusion" else []
     elif code in ("compare", "constant"):
         into.lines.append(line)
     elif _OTHER.match(code) and not code.endswith(("-done", "-update")) and "is_host_transfer=true" not in line:
-        into.collectives.extend(_collective(line, named[2], line[named.end() : type_end], code, mesh))
+        into.collectives.extend(_collective(line, named[2], printed, code, mesh))
+    return True
 
 
 def _loop(line: str, into: _Computation) -> None:

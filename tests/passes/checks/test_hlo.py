@@ -208,6 +208,19 @@ def test_every_single_change_of_a_program_is_caught(name):
     assert compare_hlo("\n".join(lines), MESH, planned, module).ok
 
 
+@pytest.mark.parametrize("name", ["megatron", "zero3 scan"])
+def test_an_added_collective_that_cannot_be_read_is_caught(name):
+    module, text, planned = compiled(name)
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if re.search(r" (all-reduce|reduce-scatter)\(", line))
+    for unreadable in (lines[at].replace(" = ", " : "), lines[at].replace("(", "<", 1), "  all-gather<%x>"):
+        for proof in (module, None):
+            report = compare_hlo("\n".join([*lines[:at], unreadable, *lines[at:]]), MESH, planned, proof)
+            assert any("cannot be read: " in line and unreadable.strip() in line for line in report.differences)
+            with pytest.raises(VerificationError, match="may communicate, but cannot be read"):
+                report.raise_if_bad()
+
+
 def snippet(*instructions):
     body = "\n".join(f"  %i{n} = {line}" for n, line in enumerate(instructions))
     return f"HloModule m\n\nENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}\n"

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.checks.hlo_text import parse_hlo, read_hlo
 
 MESH = LogicalMesh((4, 2), ("d", "m"))
 
@@ -165,6 +165,49 @@ def test_damaged_text_never_stops_the_parser(data):
         lines[at] = lines[at][:cut] + data.draw(st.text(alphabet="(){}[]=,% a1\"'<", max_size=5)) + lines[at][cut + 1 :]
     parse_hlo("\n".join(lines), MESH)
     parse_hlo("", MESH)
+
+
+UNREADABLE = [
+    '%"a name" = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add',
+    "%new = f32[8]{0}!all-gather(%x), replica_groups={{0,1}}, dimensions={0}",
+    "%new = tensor<8xf32> reduce-scatter(%x), replica_groups={}, dimensions={0}",
+    "%new = (f32[8]{0} all-to-all(%x), replica_groups={}, dimensions={0}",
+    "%new : f32[8]{0} = collective-permute(%x), source_target_pairs={{0,1}}",
+    "all-reduce(%x)",
+]
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+@pytest.mark.parametrize("text", [GPU, TPU], ids=["gpu", "tpu"])
+def test_a_line_that_may_communicate_and_cannot_be_read_is_reported(text, line):
+    assert read_hlo(text, MESH).unread == ()
+    head, tail = text.rsplit("  ROOT ", 1)
+    read = read_hlo(f"{head}  {line}\n  ROOT {tail}", MESH)
+    assert read.collectives == parse_hlo(text, MESH)
+    assert read.unread == (f"main: {line}",)
+    assert read_hlo(f"  {line}\n", MESH).unread == (f": {line}",)
+
+
+def test_what_no_collective_says_may_be_unreadable():
+    lines = ["%new : f32[8]{0} = add(%x)", 'note {op_name="jit(step)/all-reduce"}', "~ send(%x)", "%a-wall-clock ~"]
+    head, tail = GPU.rsplit("  ROOT ", 1)
+    text = head + "".join(f"  {line}\n" for line in lines) + "  ROOT " + tail
+    assert read_hlo(text, MESH) == read_hlo(GPU, MESH)
+
+
+def test_collectives_that_the_entry_is_not_seen_to_reach_are_reported():
+    text = TPU.replace("true_computation=%yes", "when_true=%yes").replace("to_apply=%yes", "target=%yes")
+    assert read_hlo(text, MESH).unread == ()  # it is a branch of the other conditional
+    read = read_hlo(TPU.replace("kind=kCustom, calls=%fused", "kind=kCustom, runs=%fused"), MESH)
+    assert read.unread == ("fused, which the entry is not seen to reach: summed (all_reduce)",)
+    assert ("all_reduce", ("d",)) not in {(c.kind, c.axes) for c in read.collectives}
+
+
+def test_asynchronous_calls_and_unknown_names_of_collectives():
+    started = GPU.replace(" async-start(%x), calls=%wrapped", " call-start(%x), to_apply=%wrapped")
+    assert read_hlo(started, MESH) == read_hlo(GPU, MESH)
+    renamed = parse_hlo(GPU.replace(" all-gather-start(%y)", " fast-all-gather-start(%y)"), MESH)
+    assert [c.kind for c in renamed if c.op == "ag"] == ["fast-all-gather"]
 
 
 @pytest.fixture(scope="module")
