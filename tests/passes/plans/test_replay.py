@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -44,6 +45,12 @@ def arguments(layers: int = 3, batch: int = 2048) -> tuple[Any, Any]:
     return state, {"x": f32(batch, WIDTH)}
 
 
+@functools.cache
+def planned_with(method: Any) -> Plan:
+    """Shared by the tests that only read it."""
+    return planned(method=method)
+
+
 def planned(args: tuple[Any, ...] | None = None, **options: Any) -> Plan:
     return alpa_lite.make_plan(step, *(args or arguments()), cluster=H100, verify="off", **options)
 
@@ -65,7 +72,7 @@ def no_solver(monkeypatch):
 
 @pytest.mark.parametrize("method", [alpa_lite.Auto(), alpa_lite.Zero(stage=3), alpa_lite.Sharded((2, 4))])
 def test_replaying_finds_the_same_choice(method, no_solver):
-    plan = planned(method=method)
+    plan = planned_with(method)
     no_solver()
     found = replayed(plan)
     assert found.mesh.shape == plan.stages[0].mesh_shape
@@ -81,7 +88,7 @@ def test_replaying_finds_the_same_choice(method, no_solver):
 
 def test_state_gathered_twice_is_gathered_twice_again(no_solver):
     state_twice = "state gathered anew for late uses"
-    loose = planned(method=alpa_lite.Zero(stage=3))
+    loose = planned_with(alpa_lite.Zero(stage=3))
     budget = loose.stages[0].memory.total
     plan = loose
     for share in (0.9, 0.8):
@@ -98,7 +105,7 @@ def test_state_gathered_twice_is_gathered_twice_again(no_solver):
 
 
 def test_a_missing_decision_is_named_not_guessed():
-    plan = planned(method=alpa_lite.Zero(stage=3))
+    plan = planned_with(alpa_lite.Zero(stage=3))
     products = [d for d in plan.decisions if d.name.startswith("dot_general")]
     assert products
     cut = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if d not in products))
@@ -107,7 +114,7 @@ def test_a_missing_decision_is_named_not_guessed():
 
 
 def test_other_devices_and_arguments_are_refused():
-    plan = planned()
+    plan = planned_with(alpa_lite.Auto())
     with pytest.raises(PlanError, match="8 devices, and there are 16"):
         replayed(plan, cluster=Cluster.preset("h100", nodes=2))
     with pytest.raises(PlanError, match=r"batch\['x'\] is float32\[4096, 1024\], planned float32\[2048, 1024\]"):
@@ -120,7 +127,7 @@ def test_a_plan_does_not_depend_on_names_of_functions():
     def renamed(state, batch):
         return step(state, batch)
 
-    plan = planned(method=alpa_lite.Zero(stage=2))
+    plan = planned_with(alpa_lite.Zero(stage=3))
     assert replayed(plan, fun=renamed).solution.objective == pytest.approx(plan.step_seconds)
 
 

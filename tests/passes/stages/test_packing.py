@@ -14,10 +14,11 @@ from alpa_lite import schedules
 from alpa_lite.passes.stages import packing, segments
 from alpa_lite.passes.stages.segments import Segments
 from alpa_lite.program import Run, peak_bytes
+from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import pipeline_driver
 from tests.zoo_base import normal, updated
 
-LAYERS, WIDTH, ROWS = 16, 64, 16
+LAYERS, WIDTH, ROWS = 10, 64, 16  # layers of two stages: the fewest whose backward pass has packs, be it split or not
 SMALL = WIDTH * 4  # bytes of a bias
 
 
@@ -35,20 +36,28 @@ def step(state: Any, batch: Any) -> tuple[Any, Any]:
     return {"params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
 
 
-def arguments() -> tuple[Any, Any]:
+def arguments(schedule: str = "1f1b") -> tuple[Any, Any]:
     params = [
         {"weight": normal(i, WIDTH, WIDTH) / 8, "bias": normal(20 + i, WIDTH), "scale": normal(40 + i, 1, WIDTH)}
-        for i in range(LAYERS)
+        for i in range(LAYERS * _virtual(schedule))
     ]
     return {"params": params}, {"x": normal(1, ROWS, WIDTH), "y": normal(2, ROWS, WIDTH)}
 
 
+def _virtual(schedule: str) -> int:
+    return 2 if schedule == "interleaved-1f1b" else 1
+
+
 @functools.cache
 def driven(schedule: str, devices: tuple[int, ...] = (2, 2)) -> pipeline_driver.Driven:
-    virtual = 2 if schedule == "interleaved-1f1b" else 1
     return pipeline_driver.drive(
-        step, arguments(), devices=devices, microbatches=4, schedule=schedule, virtual=virtual
+        step, arguments(schedule), devices=devices, microbatches=4, schedule=schedule, virtual=_virtual(schedule)
     )  # fmt: skip
+
+
+@functools.cache
+def executable(schedule: str) -> PipelineExecutable:
+    return driven(schedule).executable()
 
 
 def unpacked(stage: Segments) -> Segments:
@@ -83,13 +92,13 @@ def test_the_step_computes_the_same_with_fewer_arguments(schedule: str) -> None:
             assert len(few) <= len(packing.ports(without, before)) - packing.FEWEST + 1
     runs = [item for items in program.lists for item in items if isinstance(item, Run)]
     assert {len(program.executables[r.executable].donated) > 0 for r in runs if r.microbatch >= 0} == {True, False}
-    pipeline_driver.compare_steps(found.executable(), step, arguments())
+    pipeline_driver.compare_steps(executable(schedule), step, arguments(schedule))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_peak_bytes_of_live_arrays_are_the_plans(schedule: str) -> None:
     found = driven(schedule)
-    measured = found.executable().measure_peak(*arguments())
+    measured = executable(schedule).measure_peak(*arguments())
     assert measured == pytest.approx(peak_bytes(found.pipeline.program), rel=0.05)
 
 
@@ -150,11 +159,11 @@ def test_random_keys_and_other_dtypes_stay_apart(monkeypatch: pytest.MonkeyPatch
         return {**state, "params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
 
     params = {
-        "low": [normal(i, 1, WIDTH).astype(jnp.bfloat16) for i in range(10)],
-        "high": [normal(20 + i, WIDTH) for i in range(10)],
+        "low": [normal(i, 1, WIDTH).astype(jnp.bfloat16) for i in range(8)],
+        "high": [normal(20 + i, WIDTH) for i in range(8)],
         "w": normal(5, WIDTH, WIDTH) / 8,
     }
-    keys = [jax.random.key(i) for i in range(10)]
+    keys = [jax.random.key(i) for i in range(8)]
     args = {"params": params, "keys": keys}, arguments()[1]
     found = pipeline_driver.drive(mixed, args, devices=(1, 1), microbatches=2)
     tops = [p for stage in found.stages for p in stage.segments.packs if p.wire.kind == "top"]
