@@ -1,0 +1,136 @@
+"""Everything that the documentation names exists: files, modules, functions, commands and their options."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from alpa_lite import cli
+from tests.test_house import KNOWN, ROOMS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+INDEX = ROOT / "docs" / "index.md"
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8")
+    for folder in ("alpa_lite", "passes", "runtime", "models", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+)
+WORDS = set(re.findall(r"\w+", SOURCES))
+BY_INSTANCE = {"plan": "alpa_lite.plan.Plan", "step": "alpa_lite.api.ParallelStep"}
+"""The classes of the names that the documentation gives to its examples."""
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code and its formulas."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\$\$.*?\$\$|\$[^$\n]*\$", "", text, flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+
+
+def spans(page: Path) -> list[str]:
+    """The text between backticks."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name can be found: a module of the library, or an attribute of one, of a class or of JAX."""
+    first, *rest = name.split(".")
+    if first in BY_INSTANCE:
+        return exists(".".join((BY_INSTANCE[first], *rest)))
+    starts = ["", "alpa_lite.", "alpa_lite.passes.", *(f"alpa_lite.passes.{room}." for room in ROOMS)]
+    if first[:1].isupper():
+        owners = [module for module, path in KNOWN.items() if re.search(rf"^class {first}\b", path.read_text(), re.M)]
+        return any(exists(f"{module}.{name}") for module in owners)
+    for start in starts:
+        parts = f"{start}{name}".split(".")
+        for cut in range(len(parts), 0, -1):
+            try:
+                value = importlib.import_module(".".join(parts[:cut]))
+            except ImportError:
+                continue
+            for part in parts[cut:]:
+                value = getattr(value, "__dataclass_fields__", {}).get(part) or getattr(value, part, None)
+                if value is None:
+                    break
+            else:
+                return True
+            break
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_exist(page: Path) -> None:
+    files = [name for name in spans(page) if re.fullmatch(r"[\w./-]+(\.py|\.md|/)", name)]
+    links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose(page)) if "://" not in link]
+    missing = [name for name in files if not (ROOT / name).exists()]
+    missing += [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_dotted_names_exist(page: Path) -> None:
+    names = [re.sub(r"\(.*\)$", "", span) for span in spans(page)]
+    dotted = [name for name in names if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name)]
+    files = re.compile(r"\.(py|md|json|txt|toml)$")
+    missing = [name for name in dotted if not files.search(name) and not exists(name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_identifiers_occur_in_the_code(page: Path) -> None:
+    """A function, an argument or a class that is called otherwise now is no longer found."""
+    called = [re.match(r"([A-Za-z_]\w*)\(", span) for span in spans(page)]
+    names = {match[1] for match in called if match}
+    names |= {span for span in spans(page) if re.fullmatch(r"[A-Za-z]\w*_\w+|_\w+|[A-Z][a-z]+\w*", span)}
+    missing = sorted(names - WORDS)
+    assert not missing
+
+
+def lines_of_code(page: Path) -> list[str]:
+    """The lines that a reader may type."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```.*?^```$", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    return [line.strip() for line in (*lines, *"\n".join(fenced).splitlines(), *spans(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = [re.match(r"(?:\w+=\S+ )?make ((?:[\w-]+ ?)+)(?:\s|$|\w+=)", line) for line in lines_of_code(page)]
+    named = {name for match in used if match for name in match[1].split() if name.islower()}
+    missing = sorted(named - targets)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for line in lines_of_code(page):
+        match = re.match(r"alpa-lite ([a-z]+)(.*)", line)
+        if match is None:
+            continue
+        assert match[1] in commands, line
+        known = {option for parameter in commands[match[1]].params for option in parameter.opts}
+        given = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", match[2].split("#")[0])
+        assert not set(given) - known - {"-h", "--help"}, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lines_are_not_too_long(page: Path) -> None:
+    """Rows of tables and addresses cannot be broken."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "    ")) and "](" not in line]
+
+
+def test_every_room_has_its_place_on_the_first_page() -> None:
+    text = INDEX.read_text(encoding="utf-8")
+    positions = [text.find(f"`passes/{room}/`") for room in ROOMS]
+    assert min(positions) >= 0
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page == INDEX or f"({page.name})" in text, page.name
