@@ -140,7 +140,7 @@ def _changed_leaves(changed: dict[str, tuple[_Placed, _Placed]]) -> RenderableTy
     for part in grouping.sections(grouping.group(items)):
         alone = len(part.rows) == 1
         if not alone:
-            tables.add(out, shown(part.prefix), "", "", "", style="bold")
+            tables.add(out, grouping.heading(part.prefix), "", "", "", style="bold")
         for row in part.rows:
             name = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
             pairs = [changed[path] for path in row.members]

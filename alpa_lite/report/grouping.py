@@ -16,6 +16,7 @@ from alpa_lite.paths import shown, tokens
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 5  # names in braces before the rest is only counted
 _NAME = 40  # characters of a name that fit its column
+_HEADING = 42  # characters of a line of a heading
 _BRANCH = 3  # rows that are worth a heading
 
 
@@ -56,6 +57,16 @@ def template(paths: list[str]) -> str:
     columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
     texts = iter([_numbers(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(texts), first)
+
+
+def heading(prefix: Iterable[str]) -> str:
+    """What the paths below a heading begin with; a long one is broken after a slash."""
+    lines = [""]
+    for part in re.findall(r"[^/]*/?", shown(prefix)):
+        if len(lines[-1]) + len(part.rstrip("/")) > _HEADING:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

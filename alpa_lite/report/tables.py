@@ -80,7 +80,7 @@ def sharding_table(*stages: Stage) -> Table:
     for part in grouping.sections(visible):
         alone = len(part.rows) == 1
         if not alone:
-            heading = shown(part.prefix)
+            heading = grouping.heading(part.prefix)
             total = units.nbytes(sum(shares.bytes(row) for row in part.rows))
             add(out, heading, "", "", "", total, style="bold")
         for row in part.rows:

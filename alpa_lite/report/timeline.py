@@ -241,7 +241,7 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
     """Appends a sample of each kind of cell that occurs, in lines of at most `width` columns."""
     kinds = {event.kind for event in tasks}
     samples = [(_LETTERS.get(kind, shade), _STYLES[kind][0], kind) for kind, shade in _SHADES.items() if kind in kinds]
-    numbers = [("digits", "", "micro-batch")] if any(event.microbatch >= 0 for event in tasks) else []
+    numbers = [("numbers", "", "are micro-batches")] if any(event.microbatch >= 0 for event in tasks) else []
     used = 0
     for cell, style, meaning in [*numbers, *samples, (_IDLE, "dim", "idle (total at the right)")]:
         size = len(cell) + 1 + len(meaning)

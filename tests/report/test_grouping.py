@@ -55,6 +55,13 @@ def test_long_names_move_their_branch_into_a_heading() -> None:
     ]
 
 
+def test_long_headings_are_broken_after_a_slash() -> None:
+    prefix = ("state", "['opt_state']", "[0]", ".{mu,nu}", "['blocks']", "['layers']", "[{0-11}]")
+    assert grouping.heading(prefix[:-1]) == "state/opt_state/0/{mu,nu}/blocks/layers"
+    assert grouping.heading(prefix) == "state/opt_state/0/{mu,nu}/blocks/layers/\n  {0-11}"
+    assert grouping.heading((*prefix, ".kernel")) == "state/opt_state/0/{mu,nu}/blocks/layers/\n  {0-11}/kernel"
+
+
 keys = st.one_of(
     st.sampled_from(["['a']", "['b']", ".c", ".d"]), st.integers(0, 12).map(lambda i: f"['h_{i}']"), st.just("[3]")
 )

@@ -129,8 +129,8 @@ def test_a_schedule_by_hand() -> None:
         "1f1b: 2 submeshes, 3 micro-batches, idle 25 %",
         "submesh 0 0░1░····0▓▓▓2░1▓▓▓··2▓▓▓  25 %",
         "submesh 1 ··0░0▓▓▓1░1▓▓▓2░2▓▓▓····  25 %",
-        "digits micro-batch  ░ forward  ▓ backward",
-        "· idle (total at the right)",
+        "numbers are micro-batches  ░ forward",
+        "▓ backward  · idle (total at the right)",
     ]
 
 
