@@ -171,7 +171,7 @@ class _Numbering:
         found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
         for c, value, operand, number in found:
             key = (c.kind, c.axes, c.bytes)
-            self.item_bits[key].add(item_bits(str(value.type)))
+            self.item_bits[key].add(item_bits(value.type))
             if is_known:
                 self.merged[key] += times
             elif operand in self.constants:

@@ -21,7 +21,6 @@ counts as taken. The calls of a function are followed.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter
@@ -49,8 +48,7 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collectiv
 WRITTEN = {f"stablehlo.{kind}": kind for kind in _KINDS}
 """The collectives of StableHLO by operation."""
 _INSERTED = {f"sdy.{kind}": kind for kind in _KINDS}
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d+)([A-Za-z]\w*)?>*")
-_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
+_LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
 _MESH_AXES = re.compile(r'axis_ref<name = "((?:[^"\\]|\\.)*)"(, sub_axis_info[^>]*>)?')
 
 
@@ -208,7 +206,7 @@ def read_collective(op: Any, mesh: LogicalMesh, times: int = 1) -> list[Collecti
         return []
     values = op.operands if kind == "reduce_scatter" and written else op.results
     where = _where(op)
-    return [Collective(kind, axes, int(_bytes(str(value.type)) * held), times, 0, where) for value in values]
+    return [Collective(kind, axes, int(_bytes(value.type) * held), times, 0, where) for value in values]
 
 
 def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
@@ -224,15 +222,16 @@ def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
 
 def _inserted(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
     """The axes of an sdy collective, and the part of its global value that counts on one device."""
-    attributes = {name: str(op.attributes[name]) for name in op.attributes}
-    sharding = attributes.get("out_sharding", "")
-    shards = math.prod(_size(axis, mesh) for axis in _axes(sharding))
+    after = _dims(op.attributes.get("out_sharding"))
+    split = tuple(dict.fromkeys(axis for dim in after for axis in dim))
+    shards = math.prod(_size(axis, mesh) for axis in split)
     if kind == "collective_permute":
-        before, after = _dims(_sharding_of(op.operands[0])), _dims(sharding)
-        moved = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]] or [((), _axes(sharding))]
+        before = _dims(_sharding_of(op.operands[0]))
+        moved = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]] or [((), split)]
         axes = tuple(dict.fromkeys(axis for pair in moved for side in pair for axis in side))
     else:
-        axes = tuple(axis for name, text in attributes.items() if name != "out_sharding" for axis in _axes(text))
+        lists = [str(op.attributes[name]) for name in op.attributes if name != "out_sharding"]
+        axes = tuple(axis for text in lists for axis in _listed_axes(text))
     scattered = math.prod(_size(axis, mesh) for axis in axes) if kind == "reduce_scatter" else 1
     return normal_axes(axes, mesh), scattered / shards
 
@@ -297,7 +296,7 @@ def _constant(value: Any) -> int | None:
 
 def _hollow(module: Any) -> None:
     """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called."""
-    meshes = {_symbol(op): _axes(str(op.attributes["mesh"])) for op in _body(module) if op.name == "sdy.mesh"}
+    meshes = {_symbol(op): _mesh_axes(op.attributes["mesh"]) for op in _body(module) if op.name == "sdy.mesh"}
     functions = {_symbol(op): op for op in _body(module) if op.name == "func.func"}
     called: set[str] = set()
     stack = [op for op in functions.values() if _visibility(op) != "private"]
@@ -328,10 +327,19 @@ def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
 
 
 def _is_fully_manual(op: Any, meshes: dict[str, Axes]) -> bool:
-    manual = set(_axes(str(op.attributes["manual_axes"])))
-    shardings = str(op.attributes["in_shardings"]) + str(op.attributes["out_shardings"])
-    named = set(re.findall(r"<@([\w.\-]+|\"[^\"]*\"),", shardings))
-    return bool(named) and all(set(meshes.get(name.strip('"'), ("?",))) <= manual for name in named)
+    names = sdy.ManualAxesAttr(op.attributes["manual_axes"])
+    manual = {names[i] for i in range(len(names))}
+    shardings = [
+        sdy.TensorShardingAttr(one)
+        for side in ("in_shardings", "out_shardings")
+        for one in sdy.TensorShardingPerValueAttr(op.attributes[side]).shardings
+    ]
+    used = {one.mesh_or_ref for one in shardings}
+    known = [
+        meshes.get(ir.FlatSymbolRefAttr(mesh).value) if isinstance(mesh, ir.FlatSymbolRefAttr) else _mesh_axes(mesh)
+        for mesh in used
+    ]
+    return bool(known) and all(axes is not None and set(axes) <= manual for axes in known)
 
 
 def _hollow_region(op: Any) -> None:
@@ -385,50 +393,61 @@ def _visibility(op: Any) -> str:
     return ir.StringAttr(op.attributes["sym_visibility"]).value if "sym_visibility" in op.attributes else "public"
 
 
-def _sharding_of(value: Any) -> str:
-    """The printed sharding of a value, as far as its operation or its function carries one."""
+def _sharding_of(value: Any) -> Any:
+    """The sharding of a value, as far as its operation or its function carries one, else None."""
     op = _owner(value)
     if op is None:
         owner = value.owner.owner
-        number = ir.BlockArgument(value).arg_number
         if "arg_attrs" not in owner.attributes:
-            return ""
-        attributes = owner.attributes["arg_attrs"][number]
-        return str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
-    for name in ("out_sharding", "sdy.sharding"):
-        if name in op.attributes:
-            return str(op.attributes[name])
-    return ""
+            return None
+        attributes = owner.attributes["arg_attrs"][ir.BlockArgument(value).arg_number]
+        return attributes.get("sdy.sharding")
+    if "out_sharding" in op.attributes:
+        return op.attributes["out_sharding"]
+    if "sdy.sharding" not in op.attributes:
+        return None
+    shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
+    return shardings[ir.OpResult(value).result_number]
 
 
-@functools.lru_cache(maxsize=4096)
-def _axes(text: str) -> Axes:
-    """The axes that a printed Shardy attribute names, once each; a part of an axis keeps its `:(before)size`."""
-    body = re.sub(r"(, |^\S*<@\S+, )?(replicated|unreduced)=\{[^}]*\}", "", text)
-    return tuple(dict.fromkeys(name + part for name, part in _AXIS.findall(body)))
+def _mesh_axes(mesh: Any) -> Axes:
+    return tuple(sdy.MeshAxisAttr(axis).name for axis in sdy.MeshAttr(mesh).axes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _dims(text: str) -> tuple[Axes, ...]:
-    """The axes of each dim of a printed sharding."""
-    inner = re.search(r"\[(.*)\]", text)
-    return tuple(_axes(dim) for dim in re.findall(r"\{([^}]*)\}", inner[1])) if inner else ()
+def _dims(sharding: Any) -> tuple[Axes, ...]:
+    """The axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
+    if sharding is None:
+        return ()
+    dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(sharding).dimension_shardings)
+    return tuple(tuple(_axis_name(sdy.AxisRefAttr(axis)) for axis in dim.axes) for dim in dims)
 
 
-def item_bits(text: str) -> int:
-    """Bits of one item of a printed tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
-    match = _TENSOR.match(text)
-    if match is None:
+def _axis_name(axis: Any) -> str:
+    if axis.sub_axis_info is None:
+        return axis.name
+    part = sdy.SubAxisInfoAttr(axis.sub_axis_info)
+    return f"{axis.name}:({part.pre_size}){part.size}"
+
+
+def _listed_axes(text: str) -> Axes:
+    """The axes that a printed list names, as `_dims` names them. Lists of axes have no class in Python."""
+    return tuple(dict.fromkeys(name + part for name, part in _LISTED_AXIS.findall(text)))
+
+
+def item_bits(kind: Any) -> int:
+    """Bits of one item of a tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
+    if not isinstance(kind, ir.RankedTensorType):
         return 0
-    bits = int(match[3]) * (2 if "complex" in text else 1)
-    return 8 if bits == 1 else bits
+    item = kind.element_type
+    if isinstance(item, ir.ComplexType):
+        return 2 * item.element_type.width
+    return 8 if item.width == 1 else item.width
 
 
-@functools.lru_cache(maxsize=65536)
-def _bytes(text: str) -> int:
-    """Bytes of a printed tensor type."""
-    match = _TENSOR.match(text)
-    return math.prod(int(n) for n in match[1].split("x") if n) * item_bits(text) // 8 if match else 0
+def _bytes(kind: Any) -> int:
+    """Bytes of a tensor type, 0 for what is no tensor."""
+    bits = item_bits(kind)
+    return math.prod(kind.shape) * bits // 8 if bits else 0
 
 
 def _where(op: Any) -> str:

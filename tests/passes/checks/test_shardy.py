@@ -68,7 +68,7 @@ def test_a_step_written_in_one_region_communicates_exactly_as_planned(step):
     assert str(step) == before
     assert report.outside == () and report.unknown_loops == ()
     assert sum(x.bytes * x.count for x in report.inside) == sum(x.bytes for x in PLANNED)
-    assert all("test_shardy_check.py:" in x.where for x in report.inside)
+    assert all("test_shardy.py:" in x.where for x in report.inside)
     joined = [*PLANNED[:2], c("reduce_scatter", ("data",), 16 * 32 * 4, 2)]
     check_shardy(str(step), MESH, joined)
     check_shardy(step, LogicalMesh((16, 8, 1), ("data", "model", "one")), [*joined, c("all_reduce", ("one",), 64)])
@@ -161,7 +161,7 @@ def test_loops_calls_and_branches_count_their_executions():
             c("all_to_all", ("data",), 16 * 16 * 4),
         ],
     )
-    assert len(report.unknown_loops) == 1 and "test_shardy_check.py" in report.unknown_loops[0]
+    assert len(report.unknown_loops) == 1 and "test_shardy.py" in report.unknown_loops[0]
 
 
 def test_one_bit_items_several_axes_and_axes_of_one_device():
@@ -213,6 +213,32 @@ def test_a_plan_left_to_the_compiler_lists_what_shardy_inserts():
     assert found[("collective_permute", ("data", "model"), 256 * 4)] == 1
     sizes = [x.bytes * x.count for x in collectives_of_shardy(module, MESH)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+PARTS = """
+sdy.mesh @mesh = <["data"=16, "model"=8]>
+func.func public @main(%x: tensor<64x32xcomplex<f32>> {sdy.sharding = #sdy.sharding<@mesh, [{"data":(1)4}, {"model"}]>})
+    -> (tensor<64x32xcomplex<f32>> {sdy.sharding = #sdy.sharding<@mesh, [{"model":(2)4}, {"data"}], replicated={"model":(1)2}>}) {
+  %0 = sdy.all_gather [{"data":(1)4}, {}] %x out_sharding=<@mesh, [{}, {"model"}]> : tensor<64x32xcomplex<f32>>
+  %1 = sdy.collective_permute %0 out_sharding=<@mesh, [{}, {"data":(2)8}]> : tensor<64x32xcomplex<f32>>
+  %2 = sdy.all_reduce {"model":(1)2} %1 out_sharding=<@mesh, [{}, {"data":(2)8}]> : tensor<64x32xcomplex<f32>>
+  %3 = sdy.all_to_all [{"data":(2)8}: 1->0] %2 out_sharding=<@mesh, [{"data":(2)8}, {}]> : tensor<64x32xcomplex<f32>>
+  %4 = sdy.all_gather [{"data":(2)8}, {}] %3 out_sharding=<@mesh, [{}, {}]> : tensor<64x32xcomplex<f32>>
+  %5 = sdy.all_slice [{"model":(2)4}, {"data"}] %4 out_sharding=<@mesh, [{"model":(2)4}, {"data"}], replicated={"model":(1)2}> : tensor<64x32xcomplex<f32>>
+  return %5 : tensor<64x32xcomplex<f32>>
+}
+"""  # noqa: E501
+
+
+def test_parts_of_axes_and_complex_items():
+    item = 64 * 32 * 8
+    assert [(x.kind, x.axes, x.bytes) for x in shardy_report(PARTS, MESH).outside] == [
+        ("all_gather", ("data:(1)4",), item // 8),
+        ("collective_permute", ("model", "data:(2)8"), item // 8),
+        ("all_reduce", ("model:(1)2",), item // 8),
+        ("all_to_all", ("data:(2)8",), item // 8),
+        ("all_gather", ("data:(2)8",), item),
+    ]
 
 
 def test_thirty_thousand_operations_take_seconds():
