@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from alpa_lite.passes.ir.keys import Keys
     from alpa_lite.passes.layers.stacked_arguments import Stacked
     from alpa_lite.passes.tracing.arguments import Calling
 
@@ -111,11 +112,14 @@ class Graph:
       values: indexed by value number.
       block: the top block; its inputs are the step's flat arguments, then the closed-over constants.
       constants: the closed-over arrays, one for each of the last inputs of the block.
+      keys: what wrote the keys of the ops, and knows the functions (callbacks) that keys mention by number: whoever
+        adds ops to the graph writes their keys with it.
     """
 
     values: tuple[Value, ...]
     block: Block
     constants: tuple[Any, ...] = ()
+    keys: Keys | None = None
 
     def ops(self) -> Iterator[Op]:
         """Every op, nested ones before the op that carries them."""

@@ -3,8 +3,8 @@
 A key is one string, `primitive[parameters](operands){bodies}`. It never holds an address, a source path or a value
 number, so that it is the same in every process. Parameters that are None are left out: versions of JAX add options
 that default to None. Jaxprs among the parameters go by a digest of their structure. Functions that nothing else
-describes (callbacks) are
-numbered in order of appearance: two functions never share a key.
+describes (callbacks) are numbered in order of appearance: two functions never share a key, for a graph and all graphs
+that it is rewritten to have one `Keys` (`Graph.keys`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from alpa_lite.graph import Block, Lit, Value
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"(/[^\s'\",:<>()]+)+\.py(:\d+)*")
 _PROVENANCE = frozenset({"DebugInfo", "SourceInfo", "NameAndSrcInfo", "Traceback"})
-_CONTROL_FLOW_JAXPRS = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches"})
+CONTROL_FLOW_JAXPRS = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches"})
 
 
 class Keys:
-    """Writes keys for the operations of one trace; remembers what it has rendered."""
+    """Writes keys for the operations of one trace and of its rewritings; remembers what it has rendered."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -52,7 +52,7 @@ class Keys:
         parts = []
         for name in sorted(params):
             value = params[name]
-            if value is None or (structured and name in _CONTROL_FLOW_JAXPRS):
+            if value is None or (structured and name in CONTROL_FLOW_JAXPRS):
                 continue
             if described and callable(value) and not _jax.is_jaxpr(value) and not isinstance(value, type):
                 continue  # the Python function behind a jaxpr that is rendered

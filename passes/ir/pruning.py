@@ -14,6 +14,7 @@ so a scan stops carrying, and stacking, what is never read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
@@ -21,16 +22,41 @@ from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 
-def prune(graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None) -> Graph:
+def prune(graph: Graph, *, keep_inputs: int | None = None) -> Graph:
     """The same program without dead ops, dead control-flow operands and results, and unused constants.
 
     Args:
       graph: any graph.
-      keys: writes the keys of ops that change; a new one by default.
       keep_inputs: the number of leading block inputs that are the step's arguments and stay even if unused; by default
         all but the constants.
     """
-    return prune_tracked(graph, keys, keep_inputs=keep_inputs)[0]
+    return prune_tracked(graph, keep_inputs=keep_inputs)[0]
+
+
+def renumbered(graph: Graph) -> Graph:
+    """The same graph, its values and ops numbered densely, in program order; values that do not appear are left out.
+
+    Graphs that do the same then have the same numbers, and differ in names and source lines alone: what has been found
+    out about one of them, keyed by value or by operation, holds for the others.
+    """
+    numbering = _Numbering(graph.values, graph.keys or Keys())
+    block = numbering.block(graph.block)
+    return replace(graph, values=tuple(numbering.values), block=block)
+
+
+def indexed(block: Block) -> tuple[Block, dict[int, int]]:
+    """A block whose ops are numbered densely, in program order, with the new index by the old one; values stay."""
+    place: dict[int, int] = {}
+
+    def visit(block: Block) -> Block:
+        ops = []
+        for op in block.ops:
+            bodies = tuple(map(visit, op.bodies))
+            place[op.index] = len(place)
+            ops.append(replace(op, index=place[op.index], bodies=bodies))
+        return replace(block, ops=tuple(ops))
+
+    return visit(block), place
 
 
 def live_block(block: Block) -> Block:
@@ -38,18 +64,16 @@ def live_block(block: Block) -> Block:
     return Block(block.inputs, _live_ops(block.ops, block.outputs)[0], block.outputs)
 
 
-def prune_tracked(
-    graph: Graph, keys: Keys | None = None, *, keep_inputs: int | None = None
-) -> tuple[Graph, dict[int, int]]:
+def prune_tracked(graph: Graph, *, keep_inputs: int | None = None) -> tuple[Graph, dict[int, int]]:
     """As `prune`, with the old index of every op by its new index."""
     keep = len(graph.block.inputs) - len(graph.constants) if keep_inputs is None else keep_inputs
     ops, live = _live_ops(graph.block.ops, graph.block.outputs)
     kept_constants = [i for i, value in enumerate(graph.block.inputs[keep:]) if value in live]
     inputs = (*graph.block.inputs[:keep], *(graph.block.inputs[keep + i] for i in kept_constants))
-    numbering = _Numbering(graph.values, keys or Keys())
+    numbering = _Numbering(graph.values, graph.keys or Keys())
     block = numbering.block(Block(inputs, ops, graph.block.outputs))
     constants = tuple(graph.constants[i] for i in kept_constants)
-    return Graph(tuple(numbering.values), block, constants), numbering.origin
+    return Graph(tuple(numbering.values), block, constants, graph.keys), numbering.origin
 
 
 def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[int]]:
@@ -141,17 +165,13 @@ def _with(
     results: tuple[int, ...] | None = None,
 ) -> Op:
     """`op` with other parts; its key is None, to be written when it is numbered."""
-    return Op(
-        op.index,
-        op.primitive,
-        op.params if params is None else params,
-        op.operands if operands is None else operands,
-        op.results if results is None else results,
-        bodies,
-        op.source,
-        None,
-        op.ctx,
-        op.has_effects,
+    return replace(
+        op,
+        params=op.params if params is None else params,
+        operands=op.operands if operands is None else operands,
+        results=op.results if results is None else results,
+        bodies=bodies,
+        key=None,
     )
 
 

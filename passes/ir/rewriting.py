@@ -1,6 +1,6 @@
-"""What passes that rewrite a `Graph` share: fresh values, copies of ops, and putting a new block in place.
+"""The one way to edit a graph: fresh values, new ops, copies of ops, and putting a new block in place.
 
-A rewrite keeps old value numbers where it can, gives new ones to what it adds, and numbers its new ops anywhere above
+A rewriting keeps old value numbers where it can, gives new ones to what it adds, and numbers its new ops anywhere above
 the old ones; `finish` removes what became dead and numbers everything densely, in program order.
 """
 
@@ -36,16 +36,23 @@ class Rewritten:
 
 
 class Rewriter:
-    """The tables of one rewriting."""
+    """The tables of one rewriting.
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced = traced
-        self.values: list[Value] = list(traced.graph.values)
-        self.keys = Keys()
-        self.origin: dict[int, int] = {}
-        self.copies: set[int] = set()
-        self.place: dict[int, int] = {}  # set by `finish`: the index of an op before it -> after it
-        self._index = 1 + max((op.index for op in traced.graph.ops()), default=0)
+    Attributes:
+      values: by number, old and new.
+      keys: writes the keys of new ops.
+      place: op index before `finish` -> after it.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values: list[Value] = list(graph.values)
+        self.keys: Keys = graph.keys or Keys()
+        self.place: dict[int, int] = {}
+        self._constants: list[tuple[int, Any]] = []
+        self._origin: dict[int, int] = {}
+        self._copies: set[int] = set()
+        self._index = max((op.index for op in graph.ops()), default=-1)
 
     def fresh(self, like: int | Value) -> int:
         """A new value number, of the type of another value or of a given one."""
@@ -58,13 +65,19 @@ class Rewriter:
         same = before.shape == shape
         return self.fresh(before if same else replace(before, shape=shape, aval=before.aval.update(shape=shape)))
 
+    def constant(self, like: Value, array: Any) -> int:
+        """A new constant of the graph: an input of the top block."""
+        number = self.fresh(like)
+        self._constants.append((number, array))
+        return number
+
     def index(self, origin: int | None = None, *, is_copy: bool = False) -> int:
         """A new op index."""
         self._index += 1
         if origin is not None:
-            self.origin[self._index] = self.origin.get(origin, origin)
+            self._origin[self._index] = self._origin.get(origin, origin)
         if is_copy:
-            self.copies.add(self._index)
+            self._copies.add(self._index)
         return self._index
 
     def op(
@@ -82,53 +95,92 @@ class Rewriter:
         key = self.keys.key(self.keys.head(primitive, params), described)
         return Op(self.index(origin), primitive, params, tuple(operands), tuple(results), (), source, key, ctx)
 
-    def copy(self, op: Op, renamed: Mapping[int, Atom], source: Any = None) -> Op:
-        """A copy of an op: its operands renamed, its results and everything in its bodies fresh."""
-        bodies = tuple(self.copy_block(body) for body in op.bodies)
-        return replace(
-            op,
-            index=self.index(op.index, is_copy=True),
-            operands=tuple([renamed_atom(a, renamed) for a in op.operands]),
-            results=tuple(map(self.fresh, op.results)),
-            bodies=bodies,
-            source=op.source if source is None else source,
-        )
-
-    def copy_block(self, block: Block) -> Block:
-        """A copy of a block: everything in it is fresh."""
-        renamed: dict[int, Atom] = {value: self.fresh(value) for value in block.inputs}
-        ops = []
-        for op in block.ops:
-            made = self.copy(op, renamed)
-            renamed.update(zip(op.results, made.results, strict=True))
-            ops.append(made)
-        inputs = tuple(i for v in block.inputs if isinstance(i := renamed[v], int))
-        return Block(inputs, tuple(ops), tuple([renamed_atom(a, renamed) for a in block.outputs]))
-
     def barrier(self, values: Sequence[int], source: Any) -> tuple[Op, dict[int, int]]:
         """An `optimization_barrier` on some values, and what each is called after it."""
         after = {value: self.fresh(value) for value in values}
         return self.op(_jax.optimization_barrier_primitive(), {}, values, list(after.values()), source), after
 
-    def finish(self, block: Block, scan: int) -> Rewritten:
-        """The step with another top block; `scan` is the index of the scan over micro-batches in it."""
-        graph = Graph(tuple(self.values), block, self.traced.graph.constants)
-        pruned, old = pruning.prune_tracked(graph, self.keys)
+    def copy(self, op: Op, renamed: Mapping[int, Atom], source: Any = None) -> Op:
+        """A copy of an op: its operands renamed, its results and everything in its bodies fresh."""
+        made = self.moved(op, [renamed_atom(a, renamed) for a in op.operands], list(map(self.fresh, op.results)))
+        return replace(made, key=op.key, source=op.source if source is None else source)
+
+    def copy_block(self, block: Block, values: Sequence[Value] | None = None) -> Block:
+        """A copy of a block, in which everything is fresh. `values`: of the graph that it is from, by default this."""
+        known = self.values if values is None else values
+        renamed: dict[int, int] = {value: self.fresh(known[value]) for value in block.inputs}
+        ops = []
+        for op in block.ops:
+            renamed.update((value, self.fresh(known[value])) for value in op.results)
+            operands = [renamed_atom(a, renamed) for a in op.operands]
+            made = self.moved(op, operands, [renamed[v] for v in op.results], values=values)
+            ops.append(replace(made, key=op.key))
+        outputs = tuple([renamed_atom(a, renamed) for a in block.outputs])
+        return Block(tuple([renamed[v] for v in block.inputs]), tuple(ops), outputs)
+
+    def moved(
+        self,
+        op: Op,
+        operands: Sequence[Atom],
+        results: Sequence[int],
+        params: Mapping[str, Any] | None = None,
+        values: Sequence[Value] | None = None,
+    ) -> Op:
+        """A copy of an op on other values, of other types perhaps: its key is written when it is numbered.
+
+        Args:
+          params: in place of its own.
+          values: of the graph that the op is from, by default this one: its bodies are copied.
+        """
+        return replace(
+            op,
+            index=self.index(op.index if values is None else None, is_copy=True),
+            params=op.params if params is None else params,
+            operands=tuple(operands),
+            results=tuple(results),
+            bodies=tuple([self.copy_block(body, values) for body in op.bodies]),
+            key=None,
+        )
+
+    def finish(self, block: Block) -> Graph:
+        """The graph with another top block; `place` says where its ops are."""
+        constants = (*self.graph.constants, *(array for _, array in self._constants))
+        inputs = (*block.inputs, *(number for number, _ in self._constants))
+        graph = Graph(tuple(self.values), replace(block, inputs=inputs), constants, self.keys)
+        pruned, before = pruning.prune_tracked(graph)
         check(pruned)
-        self.place = {index: new for new, index in old.items()}
-        known = {op.index for op in self.traced.graph.ops()}
-        origin = {new: self.origin.get(index, index) for new, index in old.items()}
+        self.place = {index: new for new, index in before.items()}
+        return pruned
+
+    def step(self, traced: Traced, block: Block, scan: int) -> Rewritten:
+        """The step with another top block; `scan` is the index of the scan over micro-batches in it."""
+        graph = self.finish(block)
+        known = {op.index for op in self.graph.ops()}
+        origin = {new: self._origin.get(index, index) for index, new in self.place.items()}
         return Rewritten(
-            replace(self.traced, graph=pruned),
-            next(new for new, index in old.items() if index == scan),
+            replace(traced, graph=graph),
+            self.place[scan],
             {new: index for new, index in origin.items() if index in known},
-            frozenset(new for new, index in old.items() if index in self.copies),
+            frozenset(new for index, new in self.place.items() if index in self._copies),
         )
 
 
-def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Atom:
+def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
     """What an atom is called; itself if it has no other name."""
     return names.get(atom, atom) if isinstance(atom, int) else atom
+
+
+def renamed_op(op: Op, names: Mapping[int, Atom]) -> Op:
+    """An op with some operands renamed; itself if it reads none of them."""
+    if names.keys().isdisjoint(reads(op)):
+        return op
+    return replace(op, operands=tuple([renamed_atom(a, names) for a in op.operands]))
+
+
+def renamed_block(block: Block, names: Mapping[int, Atom]) -> Block:
+    """A block with some of the values that its ops and outputs read renamed."""
+    ops = tuple([renamed_op(op, names) for op in block.ops])
+    return Block(block.inputs, ops, tuple([renamed_atom(a, names) for a in block.outputs]))
 
 
 def with_body(op: Op, body: Block) -> Op:
@@ -139,10 +191,3 @@ def with_body(op: Op, body: Block) -> Op:
 def substituted(block: Block, scan: Op, ops: Iterable[Op]) -> Block:
     """A top block with other ops in place of one."""
     return Block(block.inputs, tuple(o for op in block.ops for o in (ops if op is scan else (op,))), block.outputs)
-
-
-def renamed_op(op: Op, names: Mapping[int, Atom]) -> Op:
-    """An op with some operands renamed; itself if it reads none of them."""
-    if names.keys().isdisjoint(reads(op)):
-        return op
-    return replace(op, operands=tuple([renamed_atom(a, names) for a in op.operands]))

@@ -62,9 +62,9 @@ def rematerialise(
       Forward operations whose results are no longer read are gone.
     """
     op = scan_op(traced, scan)
-    rewriter = Rewriter(traced)
+    rewriter = Rewriter(traced.graph)
     body = _Body(rewriter, op, layers, frozenset(backward), frozenset(saved), frozenset(free), stages or {}).block()
-    return rewriter.finish(substituted(traced.graph.block, op, [with_body(op, body)]), scan)
+    return rewriter.step(traced, substituted(traced.graph.block, op, [with_body(op, body)]), scan)
 
 
 def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:

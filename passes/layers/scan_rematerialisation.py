@@ -37,7 +37,7 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
     """
     outer = scan_op(traced, scan)
     body = outer.bodies[0]
-    rewriter = Rewriter(traced)
+    rewriter = Rewriter(traced.graph)
     gone = {
         value: op
         for op in body.ops
@@ -54,7 +54,7 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
                 op = _backward(rewriter, op, maker, gone, stacks[maker.index])
         ops.append(op)
     made = with_body(outer, Block(body.inputs, tuple(ops), body.outputs))
-    return rewriter.finish(substituted(traced.graph.block, outer, [made]), scan)
+    return rewriter.step(traced, substituted(traced.graph.block, outer, [made]), scan)
 
 
 def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:

@@ -150,13 +150,13 @@ def cut_scans(
             raise OptionError(
                 f"points of op {index} are {tuple(some)}: they must rise strictly, from 1 to {bounds[index][-1] - 1}"
             )
-    rewriter = Rewriter(traced)
+    rewriter = Rewriter(traced.graph)
     top = _Top(rewriter, rules, traced.graph.block, outer, bounds)
     block = top.block()
     leaves = None
     if split_arguments:
         block, leaves = stacked_arguments.split(traced, block, rewriter.values)
-    done = rewriter.finish(block, scan)
+    done = rewriter.step(traced, block, scan)
     place = rewriter.place
     pieces, ranges = ({place[i]: span for i, span in d.items() if i in place} for d in (top.spans, top.ranges))
     step = done.traced if leaves is None else leaves.applied(done.traced)

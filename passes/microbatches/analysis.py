@@ -1,6 +1,6 @@
 """Which operations of a step go into the loop over micro-batches, and in what form.
 
-One walk over the graph, in program order, gives every value a `State` and every operation a `Decision`. An operation
+One walk over the graph, in program order, gives every value a `State` and every operation a `Role`. An operation
 whose operands are sliced along factor f of its rule shards f over the axis of time: its local form is what one
 micro-batch does, unless the form communicates, since no micro-batch sees another. Results that lose f by a sum are
 partial. Partial values are summed over the micro-batches as soon as something is not linear in them; what depends on
@@ -37,8 +37,8 @@ from alpa_lite.passes.microbatches.states import (
     LOCAL,
     PARTIAL,
     WHOLE,
-    Decision,
     Failure,
+    Role,
     State,
     is_intensive,
     join,
@@ -60,11 +60,11 @@ class Refused(Exception):
 
 
 class Analysis:
-    """The states and decisions of one graph.
+    """The states and roles of one graph.
 
     Attributes:
       state: value -> state.
-      decisions: op index -> decision; operations that come after the loop have none.
+      roles: op index -> role; operations that come after the loop have none.
       free: the values that no floating-point state reaches.
       ahead: operations on the batch that are computed for the whole batch before the loop.
       producers: value -> (its op, result number).
@@ -85,7 +85,7 @@ class Analysis:
         self.parts, self.local = parts, local
         self.mesh = LogicalMesh((parts,), (AXIS,))
         self.state: dict[int, State] = {}
-        self.decisions: dict[int, Decision] = {}
+        self.roles: dict[int, Role] = {}
         self.free: set[int] = set()
         self.ahead: list[Op] = []
         self.producers: dict[int, tuple[Op, int]] = {}
@@ -94,7 +94,7 @@ class Analysis:
         self.cause: dict[int, Failure | None] = {}
         self.carried: dict[int, frozenset[int]] = {}  # after the loop: the dims that hold examples
         self._forms: dict[Any, LocalForm | None] = {}
-        self._declined: dict[int, Decision] = {}
+        self._declined: dict[int, Role] = {}
         for op in self.sources.values():
             self.producers.update({value: (op, i) for i, value in enumerate(op.results)})
         for value in graph.block.inputs:
@@ -119,9 +119,7 @@ class Analysis:
         return sum(
             int(np.prod(self._shape(a), dtype=np.int64))
             for op in self.graph.block.ops
-            if is_intensive(op)
-            and op.index in self.decisions
-            and self.decisions[op.index].kind not in ("whole", "copy")
+            if is_intensive(op) and op.index in self.roles and self.roles[op.index].kind not in ("whole", "copy")
             for a in (*op.operands, *op.results)
         )
 
@@ -147,7 +145,7 @@ class Analysis:
                 found = self._ahead(op, states)
         if isinstance(found, Failure):
             if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):
-                found = Decision("copy", tuple(states), (LOCAL,) * len(op.results))
+                found = Role("copy", tuple(states), (LOCAL,) * len(op.results))
             else:
                 self._after(op, found)
                 return
@@ -157,23 +155,23 @@ class Analysis:
             return
         if found.kind in ("scan", "map", "while", "cond"):
             results = tuple(INNER if s == WHOLE else s for s in found.results)
-            found = Decision(found.kind, found.operands, results, None, found.inner, found.scale, found.length)
+            found = Role(found.kind, found.operands, results, None, found.inner, found.scale, found.length)
         self._decide(op, found)
 
-    def _decide(self, op: Op, decision: Decision) -> None:
-        self.decisions[op.index] = decision
-        self.state.update(zip(op.results, decision.results, strict=True))
-        if not op.bodies and PARTIAL in decision.results:
-            found = frozenset({op.index}) if decision.kind == "form" else self._roots(op)
+    def _decide(self, op: Op, role: Role) -> None:
+        self.roles[op.index] = role
+        self.state.update(zip(op.results, role.results, strict=True))
+        if not op.bodies and PARTIAL in role.results:
+            found = frozenset({op.index}) if role.kind == "form" else self._roots(op)
             self.roots.update(dict.fromkeys(op.results, found))
 
     def _roots(self, op: Op) -> frozenset[int]:
         return frozenset().union(*(self.roots.get(a, frozenset()) for a in op.operands if not isinstance(a, Lit)))
 
-    def _whole(self, op: Op) -> Decision:
-        return Decision("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
+    def _whole(self, op: Op) -> Role:
+        return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
 
-    def _ahead(self, op: Op, states: Sequence[State]) -> Decision:
+    def _ahead(self, op: Op, states: Sequence[State]) -> Role:
         """Computed before the loop; what still holds single examples is cut, so that what follows is in the loop."""
         carried = {i: self._examples(a) for i, a in enumerate(op.operands)}
         cut = []
@@ -184,7 +182,7 @@ class Analysis:
                 dims = {d for d, n in enumerate(shape) if n == size and d not in self._window_dims(op)}
             fits = [d for d in sorted(dims) if self.values[value].shape[d] % self.parts == 0]
             cut.append(sliced(fits[0]) if fits and not op.bodies else WHOLE)
-        return Decision("whole", (WHOLE,) * len(op.operands), tuple(cut))
+        return Role("whole", (WHOLE,) * len(op.operands), tuple(cut))
 
     def _window_dims(self, op: Op) -> Sequence[int]:
         return op.params["dimension_numbers"].offset_dims
@@ -193,12 +191,12 @@ class Analysis:
         """Whether a value is computed before the loop, or is an argument."""
         if value not in self.producers:
             return True
-        decision = self.decisions.get(self.producers[value][0].index)
-        return decision is not None and decision.kind == "whole"
+        role = self.roles.get(self.producers[value][0].index)
+        return role is not None and role.kind == "whole"
 
     def _barrier(self, op: Op, states: Sequence[State]) -> None:
         """Each result is in the state of its operand."""
-        self.decisions[op.index] = Decision("barrier", tuple(states), tuple(states))
+        self.roles[op.index] = Role("barrier", tuple(states), tuple(states))
         for atom, result, state in zip(op.operands, op.results, states, strict=True):
             self.state[result] = state
             if not isinstance(atom, Lit):
@@ -255,7 +253,7 @@ class Analysis:
 
     # -- sums that are better added inside of the loop ------------------------------------------------------------
 
-    def _stays(self, op: Op, states: Sequence[State], decision: Decision) -> bool:
+    def _stays(self, op: Op, states: Sequence[State], role: Role) -> bool:
         """Whether a linear operation on sums is done inside of the loop.
 
         It is where that makes fewer or smaller accumulators (two sums that are only added, a reduction), where it makes
@@ -263,7 +261,7 @@ class Analysis:
         """
         if any(s.kind in ("local", "inner") for s in states):
             return True
-        summed = [a for a, s in zip(op.operands, decision.operands, strict=True) if s == PARTIAL]
+        summed = [a for a, s in zip(op.operands, role.operands, strict=True) if s == PARTIAL]
         before = sum(self.values[a].nbytes for a in summed if not isinstance(a, Lit))
         joins = op.name in primitives.ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in states)
         shrinks = sum(self.values[v].nbytes for v in op.results) < before and op.name == "reduce_sum"
@@ -291,7 +289,7 @@ class Analysis:
             a in self.producers and self.producers[a][0].index in self._declined for a in made
         ):
             found = self.classify(op, [PARTIAL if s == AFTER else s for s in states])
-            if isinstance(found, Decision):
+            if isinstance(found, Role):
                 self._declined[op.index] = found
 
     def _chain(self, atom: Atom) -> list[Op] | None:
@@ -314,14 +312,14 @@ class Analysis:
 
     # -- one operation --------------------------------------------------------------------------------------------
 
-    def classify(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def classify(self, op: Op, states: Sequence[State]) -> Role | Failure:
         """What becomes of an operation on operands in these states, none of them `after`."""
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
             return self._whole(op)
         if kinds <= {"whole", "inner", "local"}:
             result = LOCAL if "local" in kinds else INNER
-            return Decision("copy", tuple(states), (result,) * len(op.results))
+            return Role("copy", tuple(states), (result,) * len(op.results))
         if op.bodies:
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[op.name](op, states)
         if "partial" in kinds:
@@ -332,10 +330,10 @@ class Analysis:
                 roots = self._roots(op)
                 return Failure(op, "it needs the sum over the whole batch", roots)
             operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
-            return Decision("copy", operands, (PARTIAL,) * len(op.results))
+            return Role("copy", operands, (PARTIAL,) * len(op.results))
         return self._cut(op, states)
 
-    def _cut(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def _cut(self, op: Op, states: Sequence[State]) -> Role | Failure:
         """The local form of an operation that reads sliced operands."""
         number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
         rule = self.rules[op.key]
@@ -349,8 +347,8 @@ class Analysis:
                 return found
         return failure
 
-    def _fits(self, op: Op, states: Sequence[State], form: LocalForm) -> Decision | None:
-        """The decision for a form, if the operands can be had as it wants them."""
+    def _fits(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
+        """The role for a form, if the operands can be had as it wants them."""
         wanted = []
         for layout, given in zip(form.operands, states, strict=True):
             want = state_of(layout)
@@ -366,7 +364,7 @@ class Analysis:
         scale = op.index in self.local and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
-        return Decision("form", tuple(wanted), results, form, scale=scale)
+        return Role("form", tuple(wanted), results, form, scale=scale)
 
     def can_block(self, atom: Atom, dim: int) -> bool:
         """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""
@@ -449,7 +447,7 @@ class Analysis:
                 return carry, outputs[count:]
             carry = found
 
-    def _scan(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def _scan(self, op: Op, states: Sequence[State]) -> Role | Failure:
         view = ScanView(op)
         consts, start, stacked = view.taken(states)
         if sliced(0) in stacked:
@@ -467,9 +465,9 @@ class Analysis:
         results = (*carry, *(shifted(s, 1) for s in ys))
         self._pass_roots(op, view.body.outputs)
         operands = (*consts, *carry, *stacked)
-        return Decision("scan", operands, results, inner=(*carry, *ys), length=op.params["length"])
+        return Role("scan", operands, results, inner=(*carry, *ys), length=op.params["length"])
 
-    def _map(self, view: ScanView, states: Sequence[State]) -> Decision | Failure:
+    def _map(self, view: ScanView, states: Sequence[State]) -> Role | Failure:
         """A scan over the examples: a micro-batch scans over its own, if all that it carries are sums over examples."""
         op, (consts, start, xs) = view.op, view.taken(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
@@ -490,14 +488,14 @@ class Analysis:
         operands = (*consts, *carried, *[sliced(0)] * len(xs))
         results = (*carried, *[sliced(0)] * len(view.results.ys))
         self.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
-        return Decision("map", operands, results, length=view.length // self.parts)
+        return Role("map", operands, results, length=view.length // self.parts)
 
     def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
         for value, atom in zip(op.results, outputs, strict=True):
             found = self.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
             self.roots[value] = self.roots.get(value, frozenset()) | found
 
-    def _while(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def _while(self, op: Op, states: Sequence[State]) -> Role | Failure:
         cond, body = op.bodies
         view = WhileView(op)
         cond_consts, body_consts, start = view.taken(states)
@@ -513,7 +511,7 @@ class Analysis:
                 return asked
             if whether is not None:  # examples do not see how long others run: a micro-batch ends with its own
                 one = LOCAL if asked[0].kind == "sliced" else asked[0]
-                self._decide(whether, Decision("copy", (asked[0],), (one,)))
+                self._decide(whether, Role("copy", (asked[0],), (one,)))
                 asked = [one]
             if asked[0].kind in ("sliced", "partial"):
                 return Failure(op, "its length depends on the examples of the batch", self._roots(op))
@@ -524,9 +522,9 @@ class Analysis:
             return found
         carry, _ = found
         self._pass_roots(op, body.outputs)
-        return Decision("while", (*cond_consts, *body_consts, *carry), tuple(carry), inner=tuple(carry))
+        return Role("while", (*cond_consts, *body_consts, *carry), tuple(carry), inner=tuple(carry))
 
-    def _cond(self, op: Op, states: Sequence[State]) -> Decision | Failure:
+    def _cond(self, op: Op, states: Sequence[State]) -> Role | Failure:
         if states[0].kind in ("sliced", "partial"):
             roots = self.roots.get(op.operands[0], frozenset()) if isinstance(op.operands[0], int) else frozenset()
             return Failure(op, "its predicate depends on the examples of the batch", roots)
@@ -542,7 +540,7 @@ class Analysis:
             results = [s for s in joined if s is not None]
             self._pass_roots(op, branch.outputs)
         assert results is not None
-        return Decision("cond", tuple(states), tuple(results), inner=tuple(results))
+        return Role("cond", tuple(states), tuple(results), inner=tuple(results))
 
 
 def _any_of(cond: Block) -> Op | None:

@@ -81,7 +81,7 @@ def join(first: State, second: State) -> State | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class Role:
     """What becomes of one operation.
 
     Attributes:

@@ -17,7 +17,7 @@ from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.renumbering import renumbered
+from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.lowering import lowering
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.sharding import grouping, search

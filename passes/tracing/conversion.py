@@ -47,17 +47,18 @@ ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
-def graph_of(jaxpr: Any) -> Graph:
+def graph_of(jaxpr: Any, keys: Keys | None = None) -> Graph:
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
     Args:
       jaxpr: a closed jaxpr. Its constants become the last inputs of the graph's block, scalars excepted, which become
       literals.
+      keys: writes the keys; a new one by default. For a part of another graph, that graph's.
 
     Returns:
       The graph: values and ops numbered densely, in program order, dead ops removed.
     """
-    builder = _Builder()
+    builder = _Builder(keys or Keys())
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     ops: list[Op] = []
@@ -66,18 +67,19 @@ def graph_of(jaxpr: Any) -> Graph:
         values=tuple(builder.values),
         block=Block((*inputs, *builder.constant_numbers), tuple(ops), tuple(outputs)),
         constants=tuple(builder.constants),
+        keys=builder.keys,
     )
-    return pruning.prune(graph, builder.keys, keep_inputs=len(inputs))
+    return pruning.prune(graph, keep_inputs=len(inputs))
 
 
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
-        self.keys = Keys()
+        self.keys = keys
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
         self._heads: dict[int, tuple[str, bool]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 from alpa_lite import graph
 from alpa_lite.graph import walk
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.renumbering import renumbered
+from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.stages import planning
 from tests import pipeline_driver
 from tests.passes import microbatched

@@ -1,0 +1,367 @@
+"""Blocks inside of the loop over micro-batches: its body, and the bodies of control flow in it.
+
+A block is made by demand: every operation that `Analysis` put inside of the loop is emitted in program order, and what
+it reads is fetched in the state that its role asks for. A value from outside becomes a constant of the loop, or, cut,
+one of its scanned inputs; where a value that is the same for all micro-batches is wanted cut and something computes it
+(positions, masks, random bits), its local form makes the block instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
+from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
+from alpa_lite.passes.ir.rewriting import renamed_block
+from alpa_lite.passes.local.types import rebinding
+from alpa_lite.passes.microbatches.building import Builder, Traceable
+from alpa_lite.passes.microbatches.states import (
+    AFTER,
+    INNER,
+    LOCAL,
+    PARTIAL,
+    WHOLE,
+    Role,
+    State,
+    is_zero,
+    shifted,
+    sliced,
+    state_of,
+)
+
+
+class Scope:
+    """A block that is being built inside of the loop."""
+
+    def __init__(self, builder: Builder):
+        self.builder, self.analysis = builder, builder.analysis
+        self.ops: list[Op] = []
+        self.env: dict[tuple[int, State], Atom] = {}
+        self.consts: list[tuple[Atom, int]] = []  # (value of the enclosing block, input of this one)
+        self.xs: list[tuple[Atom, int]] = []
+        self._constants: dict[int, int] = {}
+        self._count: Atom | None = None
+
+    # What subclasses say of their inputs.
+
+    def port(self, value: int, want: State) -> Atom | None:
+        """An input of the block in a wanted state; None if `value` is none, or one that a loop carries."""
+        raise NotImplementedError
+
+    def make_counter(self) -> Atom:
+        """The number of the micro-batch, as an input of the block."""
+        raise NotImplementedError
+
+    def outer_constant(self, value: int) -> Atom:
+        """One of the new graph's constants in the enclosing block."""
+        raise NotImplementedError
+
+    # -- fetching -------------------------------------------------------------------------------------------------
+
+    def fetch(self, atom: Atom, want: State) -> Atom:
+        """A value in a wanted state."""
+        if isinstance(atom, Lit):
+            return self._on_first(atom) if want == PARTIAL and not is_zero(atom, {}) else atom
+        key = (atom, want)
+        if key not in self.env:
+            self.env[key] = self._make(atom, want)
+        return self.env[key]
+
+    def _make(self, value: int, want: State) -> Atom:
+        base = self.analysis.state[value]
+        if want == PARTIAL and base != PARTIAL:
+            return self._as_partial(value, base)
+        if self.builder.parts == 1 and {base.kind, want.kind} == {"sliced", "local"}:
+            return self.fetch(value, base)
+        found = self.port(value, want)
+        if found is not None:
+            return found
+        if want.kind in ("whole", "inner"):
+            return self._whole(value, want)
+        assert want.kind == "sliced" and base.kind in ("whole", "inner", "local"), (base, want)
+        return self._block(value, want.dim, base)
+
+    def _as_partial(self, value: int, base: State) -> Atom:
+        if base == LOCAL:
+            parts = self.builder.parts
+            found = self.fetch(value, LOCAL)
+            if parts == 1:
+                return found
+            return self.trace(lambda x: [lax.div(x, jnp.asarray(parts, x.dtype))], [found], self._source(value))
+        found = self.fetch(value, base)
+        return found if is_zero(value, self.analysis.producers) else self._on_first(found, self._source(value))
+
+    def _on_first(self, atom: Atom, source: Any = None) -> Atom:
+        """The value in the first micro-batch, zeros in the others: a value as a sum of summands."""
+
+        def run(count: jax.Array, x: jax.Array) -> list[jax.Array]:
+            x = jnp.asarray(x)
+            return [lax.select(lax.broadcast(lax.eq(count, np.int32(0)), x.shape), x, lax.full_like(x, 0))]
+
+        return self.trace(run, [self.counter(), atom], source)
+
+    def _whole(self, value: int, want: State) -> Atom:
+        """A value that this block computes from what is the same in all micro-batches."""
+        op, result = self.analysis.producers[value]
+        if op.name == "optimization_barrier":
+            return self.fetch(op.operands[result], want)
+        self._emit_whole(op)
+        return self.env[value, WHOLE]
+
+    def _emit_whole(self, op: Op) -> None:
+        operands = [self.fetch(a, WHOLE) for a in op.operands]
+        results = [self.builder.fresh(v) for v in op.results]
+        self.ops.append(self.builder.moved(op, operands, results))
+        self.env.update({(v, WHOLE): r for v, r in zip(op.results, results, strict=True)})
+
+    def _block(self, value: int, dim: int, base: State) -> Atom:
+        """This micro-batch's block of a value that is the same in all of them."""
+        found = self._local_block(value, dim)
+        if found is not None:
+            return found
+        assert base != LOCAL
+        size = self.builder.values[value].shape[dim] // self.builder.parts
+
+        def cut(count: jax.Array, x: jax.Array) -> list[jax.Array]:
+            return [lax.dynamic_slice_in_dim(x, lax.mul(count, np.int32(size)), size, dim)]
+
+        return self.trace(cut, [self.counter(), self.fetch(value, base)], self._source(value))
+
+    def _local_block(self, value: int, dim: int) -> Atom | None:
+        """The same by the local form of what makes the value; None if it has none."""
+        if value not in self.analysis.producers:
+            return None
+        op, result = self.analysis.producers[value]
+        if op.name == "optimization_barrier":
+            return self.fetch(op.operands[result], sliced(dim))
+        made = self.analysis.block_form(value, dim)
+        if made is None:
+            return None
+        op, form = made
+        results = tuple(state_of(layout) for layout in form.results)
+        wanted = []
+        for atom, layout in zip(op.operands, form.operands, strict=True):
+            state, given = state_of(layout), self.analysis.of(atom)
+            if state == WHOLE and given in (INNER, LOCAL):
+                state = given
+            if state.kind == "sliced" and given != state and not self.analysis.can_block(atom, state.dim):
+                return None
+            wanted.append(state)
+        self._emit_form(op, Role("form", tuple(wanted), results, form))
+        return self.env[value, sliced(dim)]
+
+    def counter(self) -> Atom:
+        """The number of the micro-batch, an int32 scalar."""
+        if self._count is None:
+            self._count = self.make_counter()
+        return self._count
+
+    def constant(self, value: int) -> Atom:
+        """One of the new graph's constants."""
+        if value not in self._constants:
+            inner = self.builder.fresh(value)
+            self._constants[value] = inner
+            self.consts.append((self.outer_constant(value), inner))
+        return self._constants[value]
+
+    def trace(self, run: Traceable, operands: Sequence[Atom], source: Any, kind: Hashable = None) -> Atom:
+        """The one result of some operations, under a source line; `kind` as for `Builder.traced`."""
+
+        def under(*arrays: Any) -> Sequence[Any]:
+            with _jax.under(source):
+                return run(*arrays)
+
+        call = run if source is None else under
+        before = len(self.ops)
+        (found,) = self.builder.traced(call, operands, self.ops, self.constant, self.counter, kind)
+        if kind is not None and source is not None:  # the operations may have been traced under another source
+            self.ops[before:] = [replace(op, source=source) for op in self.ops[before:]]
+        return found
+
+    def _source(self, value: int) -> Any:
+        return self.analysis.producers[value][0].source if value in self.analysis.producers else None
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def emit(self, op: Op) -> None:
+        """Emits one operation as it was decided."""
+        role = self.analysis.roles.get(op.index)
+        if role is None:
+            return
+        match role.kind:
+            case "whole":
+                self.emit_whole_effects(op)
+            case "form":
+                self._emit_form(op, role)
+            case "copy":
+                operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
+                self.ops.append(self.builder.moved(op, operands, self._define(op, role)))
+            case "map":
+                operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
+                params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
+                self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
+            case "barrier":
+                self.emit_barrier(op, role)
+            case _:
+                self._emit_control(op, role)
+
+    def emit_whole_effects(self, op: Op) -> None:
+        """Emits an operation on whole values at once if it must run even if nobody reads it."""
+        if op.has_effects:
+            self._emit_whole(op)
+
+    def emit_barrier(self, op: Op, role: Role) -> None:
+        """Emits the part of a barrier whose values are in the loop."""
+        kept = [i for i, s in enumerate(role.results) if self.holds(s)]
+        kept = [i for i in kept if not isinstance(op.operands[i], Lit)]
+        if not kept:
+            return
+        operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
+        results = [self.builder.local(op.results[i], role.results[i]) for i in kept]
+        self.ops.append(self.builder.moved(op, operands, results))
+        self.env.update({(op.results[i], role.results[i]): r for i, r in zip(kept, results, strict=True)})
+
+    def holds(self, state: State) -> bool:
+        """Whether a value in this state is in the loop."""
+        return state != AFTER
+
+    def _define(self, op: Op, role: Role) -> list[int]:
+        results = [self.builder.local(v, s) for v, s in zip(op.results, role.results, strict=True)]
+        self.env.update({(v, s): r for v, s, r in zip(op.results, role.results, results, strict=True)})
+        return results
+
+    def _emit_form(self, op: Op, role: Role) -> None:
+        form = role.form
+        assert form is not None
+        operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
+        params = rebinding(form)
+        if params is not None and not role.scale:
+            self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
+            return
+        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter)
+        for value, state, atom in zip(op.results, role.results, found, strict=True):
+            if role.scale and state == LOCAL and self.builder.parts > 1:
+                atom = self.trace(self._scaled, [atom], op.source)
+            self.env[value, state] = atom
+
+    def _scaled(self, x: jax.Array) -> list[jax.Array]:
+        return [lax.mul(x, jnp.asarray(self.builder.parts, x.dtype))]
+
+    def _emit_control(self, op: Op, role: Role) -> None:
+        results = self._define(op, role)
+        match op.name:
+            case "scan":
+                made = self._scan(op, role, results)
+            case "while":
+                made = self._while(op, role)
+            case _:
+                made = self._cond(op, role)
+        params = {name: value for name, value in made.params.items() if name not in CONTROL_FLOW_JAXPRS}
+        self.ops.append(
+            replace(made, index=self.builder.index(op.index), params=params, results=tuple(results), key=None)
+        )
+
+    def _scan(self, op: Op, role: Role, results: Sequence[int]) -> Op:
+        view = ScanView(op)
+        start = [self.fetch(a, s) for a, s in zip(view.operands.carry, view.taken(role.operands).carry, strict=True)]
+        kinds = [*["const"] * view.num_consts, *["carry"] * view.num_carry, *["xs"] * len(view.operands.xs)]
+        inner = Nested(self, view.body, op.operands, kinds)
+        carried = inner.carry(view.inputs.carry, view.given(role.inner).carry)
+        outputs, ends = view.given(inner.run(view.body, role.inner)), view.given(results)
+        carries = list(map(Carried, start, carried, outputs.carry, ends.carry))
+        ys = list(zip(outputs.ys, ends.ys, strict=True))
+        return view.rebuilt(inner.ops, inner.consts, carries, inner.xs, ys, length=role.length)
+
+    def _while(self, op: Op, role: Role) -> Op:
+        cond, body = op.bodies
+        view = WhileView(op)
+        cond_consts, body_consts, carry = view.taken(op.operands)
+        start = [self.fetch(a, s) for a, s in zip(carry, view.taken(role.operands).carry, strict=True)]
+        blocks, consts = [], []
+        for block, own, wanted in (
+            (cond, cond_consts, [self.analysis.of(cond.outputs[0])]),
+            (body, body_consts, role.inner),
+        ):
+            inner = Nested(self, block, [*own, *carry], ["const"] * len(own) + ["carry"] * len(carry))
+            carried = inner.carry(block.inputs[len(own) :], role.inner)
+            outputs = inner.run(block, wanted)
+            blocks.append(Block((*(v for _, v in inner.consts), *carried), tuple(inner.ops), outputs))
+            consts.append([a for a, _ in inner.consts])
+        params = dict(op.params, cond_nconsts=len(consts[0]), body_nconsts=len(consts[1]))
+        return replace(op, params=params, operands=(*consts[0], *consts[1], *start), bodies=tuple(blocks))
+
+    def _cond(self, op: Op, role: Role) -> Op:
+        scopes, outputs = [], []
+        for branch in op.bodies:
+            inner = Nested(self, branch, op.operands[1:], ["const"] * len(branch.inputs))
+            outputs.append(inner.run(branch, role.inner))
+            scopes.append(inner)
+        taken = list(dict.fromkeys(values_in(a for scope in scopes for a, _ in scope.consts)))
+        blocks = []
+        for scope, outs in zip(scopes, outputs, strict=True):
+            own: dict[Atom, int] = {}
+            names: dict[int, int] = {}
+            for atom, value in scope.consts:
+                names[value] = own.setdefault(atom, value)
+            inputs = tuple(own[a] if a in own else self.builder.fresh(a) for a in taken)
+            blocks.append(renamed_block(Block(inputs, tuple(scope.ops), outs), names))
+        predicate = self.fetch(op.operands[0], role.operands[0])
+        return replace(op, operands=(predicate, *taken), bodies=tuple(blocks))
+
+
+class Nested(Scope):
+    """A body of control flow inside of the loop. What it reads from outside comes in as it is asked for."""
+
+    def __init__(self, parent: Scope, block: Block, atoms: Sequence[Atom], kinds: Sequence[str]):
+        super().__init__(parent.builder)
+        self.parent = parent
+        self._ports = {v: (a, k) for v, a, k in zip(block.inputs, atoms, kinds, strict=True) if k != "carry"}
+
+    def carry(self, inputs: Sequence[int], states: Sequence[State]) -> list[int]:
+        """New inputs for what the loop carries."""
+        out = []
+        for value, state in zip(inputs, states, strict=True):
+            out.append(self.builder.local(value, state))
+            self.env[value, state] = out[-1]
+        return out
+
+    def run(self, block: Block, wanted: Sequence[State]) -> tuple[Atom, ...]:
+        """Emits the block's operations and returns its outputs in the wanted states."""
+        for op in block.ops:
+            self.emit(op)
+        return tuple(self.fetch(a, s) for a, s in zip(block.outputs, wanted, strict=True))
+
+    def port(self, value: int, want: State) -> Atom | None:
+        """An input that the enclosing block gives."""
+        if value not in self._ports:
+            return None
+        atom, kind = self._ports[value]
+        outer = self.parent.fetch(atom, want if kind == "const" else shifted(want, 1))
+        if isinstance(outer, Lit):
+            return outer
+        shape = self.builder.values[outer].shape
+        inner = self.builder.shaped(outer, shape if kind == "const" else shape[1:])
+        (self.consts if kind == "const" else self.xs).append((outer, inner))
+        return inner
+
+    def make_counter(self) -> Atom:
+        """The enclosing block's, as a constant."""
+        outer = self.parent.counter()
+        assert isinstance(outer, int)
+        inner = self.builder.fresh(outer)
+        self.consts.append((outer, inner))
+        return inner
+
+    def outer_constant(self, value: int) -> Atom:
+        """The enclosing block's."""
+        return self.parent.constant(value)

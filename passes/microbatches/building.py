@@ -1,0 +1,83 @@
+"""New operations of the loop over micro-batches: copies on smaller values, and what small functions do when traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from alpa_lite.graph import Atom, Graph, Lit, Op
+from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
+from alpa_lite.passes.microbatches.analysis import Analysis
+from alpa_lite.passes.microbatches.states import AXIS, State, spec_of
+from alpa_lite.passes.tracing import conversion
+
+Traceable = Callable[..., Sequence[Any]]
+"""A function from arrays to a sequence of arrays."""
+
+
+class Builder(Rewriter):
+    """The rewriting of a step into a loop over micro-batches."""
+
+    def __init__(self, analysis: Analysis):
+        super().__init__(analysis.graph)
+        self.analysis = analysis
+        self.parts = analysis.parts
+        self._traces: dict[Hashable, Graph] = {}
+
+    def local(self, value: int, state: State) -> int:
+        """A new value for the part of `value` that one micro-batch has."""
+        shape = list(self.values[value].shape)
+        if state.kind == "sliced":
+            shape[state.dim] //= self.parts
+        return self.shaped(value, tuple(shape))
+
+    def shape_of(self, atom: Atom) -> tuple[int, ...]:
+        """The shape of an atom."""
+        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+
+    def traced(
+        self,
+        run: Traceable,
+        operands: Sequence[Atom],
+        ops: list[Op],
+        constant: Callable[[int], Atom],
+        counter: Callable[[], Atom] | None = None,
+        kind: Hashable = None,
+    ) -> list[Atom]:
+        """Appends the operations that `run` does on arrays like `operands`, and returns its results.
+
+        `constant` fetches one of the graph's constants, `counter` the number of the micro-batch. Runs of one `kind` do
+        the same on operands of the same types, and are traced once; None is like nothing.
+        """
+        atoms = values_in(operands)
+        specs = [spec_of(self.values[a]) for a in atoms]
+
+        def call(*arrays: Any) -> Sequence[Any]:
+            given = iter(arrays)
+            return run(*[a.value if isinstance(a, Lit) else next(given) for a in operands])
+
+        is_known = kind is not None and len(atoms) == len(operands)
+        key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs)) if is_known else None
+        graph = self._traces.get(key)
+        if graph is None:
+            jaxpr = jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs)
+            graph = conversion.graph_of(jaxpr, self.keys)
+            if key is not None:
+                self._traces[key] = graph
+        env: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
+        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
+            env[value] = constant(self.constant(graph.values[value], array))
+        for op in graph.block.ops:
+            if op.name == "axis_index":
+                assert counter is not None
+                env[op.results[0]] = counter()
+                continue
+            results = [self.fresh(graph.values[v]) for v in op.results]
+            made = self.moved(op, [renamed_atom(a, env) for a in op.operands], results, values=graph.values)
+            ops.append(replace(made, key=op.key))
+            env.update(zip(op.results, results, strict=True))
+        return [renamed_atom(a, env) for a in graph.block.outputs]

@@ -1,0 +1,136 @@
+"""What is before and after the loop over micro-batches: operations of the top block, under their own value numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax import lax
+
+from alpa_lite.graph import Atom, Op
+from alpa_lite.passes.ir.flow import reach, values_in
+from alpa_lite.passes.microbatches.building import Builder, Traceable
+from alpa_lite.passes.microbatches.states import AFTER, WHOLE
+
+
+class Outside:
+    """What is before and after the loop. What is needed before it becomes known while the loop is built."""
+
+    def __init__(self, builder: Builder):
+        self.builder, self.analysis = builder, builder.analysis
+        self.block = self.analysis.graph.block
+        self.prepared: list[Op] = []
+        self._early: set[int] = set()  # values that are computed before the loop
+        self._late: set[int] = set()  # and after it, unless they are early
+        self._effects: set[int] = set()  # operations after the loop, by index
+        self._blocks: dict[tuple[int, int], int] = {}
+        self._counter: int | None = None
+
+    # -- before ---------------------------------------------------------------------------------------------------
+
+    def need(self, value: int) -> int:
+        """Makes sure that a value is computed, for the whole batch, before the loop."""
+        self._mark(value, self._early)
+        return value
+
+    def _mark(self, value: int, marked: set[int]) -> None:
+        """Adds a value, and what it is made of, unless they are early anyway."""
+        producers = self.analysis.producers
+
+        def missing(atoms: Sequence[Atom]) -> list[int]:
+            return [v for v in values_in(atoms) if v in producers and v not in marked and v not in self._early]
+
+        def made_of(value: int) -> list[int]:
+            op, result = producers[value]
+            return missing([op.operands[result]] if op.name == "optimization_barrier" else op.operands)
+
+        marked.update(reach(missing([value]), made_of))
+
+    def blocks(self, value: int, dim: int) -> int:
+        """The value with its micro-batches stacked along a new leading dim."""
+        key = (value, dim)
+        if key not in self._blocks:
+            parts = self.builder.parts
+
+            def cut(x: jax.Array) -> list[jax.Array]:
+                shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+                x = lax.reshape(x, shape)
+                return [lax.transpose(x, (dim, *(d for d in range(len(shape)) if d != dim)))] if dim else [x]
+
+            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared)
+        return self._blocks[key]
+
+    def counter(self) -> int:
+        """The numbers of the micro-batches: int32, one each."""
+        if self._counter is None:
+            self._counter = self.made(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
+        return self._counter
+
+    def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Atom:
+        """The one result of some operations outside of the loop; `kind` as for `Builder.traced`."""
+        (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
+        return found
+
+    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op]) -> int:
+        """As `trace`, where the result is no literal."""
+        found = self.trace(run, operands, ops)
+        assert isinstance(found, int)
+        return found
+
+    def before(self) -> list[Op]:
+        """The operations before the loop."""
+        own = [part for op in self.block.ops if (part := self._part(op, self._early)) is not None]
+        return [*own, *self.prepared]
+
+    def _part(self, op: Op, wanted: set[int]) -> Op | None:
+        """An operation that makes wanted values; of a barrier only the part that makes them."""
+        kept = [i for i, value in enumerate(op.results) if value in wanted]
+        if not kept:
+            return None
+        if op.name != "optimization_barrier" or len(kept) == len(op.results):
+            return op
+        return replace(
+            op, operands=tuple(op.operands[i] for i in kept), results=tuple(op.results[i] for i in kept), key=None
+        )
+
+    # -- after ----------------------------------------------------------------------------------------------------
+
+    def find_after(self, export: Callable[[int], None]) -> None:
+        """Finds the operations after the loop; calls `export` for each value that the loop must return for them."""
+        analysis = self.analysis
+
+        def read(atom: Atom) -> None:
+            for value in values_in([atom]):
+                if analysis.state[value] == WHOLE or analysis.outside(value):
+                    self._mark(value, self._late)
+                elif analysis.state[value] != AFTER:
+                    export(value)
+
+        for op in self.block.ops:
+            role = analysis.roles.get(op.index)
+            outside = role is None or (op.has_effects and role.kind == "whole")
+            if outside:
+                self._effects.add(op.index)
+                self._late.update(op.results)
+            for atom, value in zip(op.operands, op.results, strict=False):
+                if op.name == "optimization_barrier" and analysis.state[value] == AFTER:
+                    self._late.add(value)
+                    read(atom)
+            for atom in op.operands if outside else ():
+                read(atom)
+        for atom in self.block.outputs:
+            read(atom)
+
+    def after(self, exported: Callable[[Atom], Atom]) -> list[Op]:
+        """The operations after the loop; `exported` says what stands for a value there."""
+        out = []
+        wanted = self._late - self._early
+        for op in self.block.ops:
+            part = self._part(op, wanted)
+            if part is None and op.index in self._effects and not op.results:
+                part = op
+            if part is not None:
+                out.append(replace(part, operands=tuple(map(exported, part.operands))))
+        return out
