@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, parse_groups
@@ -143,8 +143,8 @@ def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
         if times is None:
             ops = dict.fromkeys(f"{c.op} ({c.kind})" for c in computation.collectives)
             unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
-        for c in computation.collectives if times else ():
-            out.append(HloCollective(c.kind, c.axes, c.bytes, times, c.dtype, c.op, c.channel, c.where, depth[name]))
+        elif times:
+            out += [replace(c, count=times, loops=depth[name]) for c in computation.collectives]
     return HloText(tuple(out), tuple(unread))
 
 
@@ -236,7 +236,15 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
         if kind == "reduce_scatter":
             size *= width
         yield HloCollective(
-            kind, axes, size, 1, dtype, op, int(channel[1]) if channel else None, name[1] if name else "", 0
+            kind=kind,
+            axes=axes,
+            bytes=size,
+            count=1,
+            dtype=dtype,
+            op=op,
+            channel=int(channel[1]) if channel else None,
+            where=name[1] if name else "",
+            loops=0,
         )
 
 

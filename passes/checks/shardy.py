@@ -418,7 +418,7 @@ def _dims(sharding: Any) -> tuple[Axes, ...]:
     """The axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
     if sharding is None:
         return ()
-    dims = map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(sharding).dimension_shardings)
+    dims = [sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings]
     return tuple(tuple(_axis_name(sdy.AxisRefAttr(axis)) for axis in dim.axes) for dim in dims)
 
 
@@ -438,9 +438,10 @@ def item_bits(kind: Any) -> int:
     """Bits of one item of a tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
     if not isinstance(kind, ir.RankedTensorType):
         return 0
-    item = kind.element_type
+    item: Any = kind.element_type
     if isinstance(item, ir.ComplexType):
-        return 2 * item.element_type.width
+        part: Any = item.element_type
+        return 2 * part.width
     return 8 if item.width == 1 else item.width
 
 

@@ -53,12 +53,20 @@ def lower(
 class _Lowering:
     """Walks the graph in program order and writes instructions."""
 
-    def __init__(self, traced, grouping, rules, mesh, choice, late_from):
-        self.traced: Traced = traced
+    def __init__(
+        self,
+        traced: Traced,
+        grouping: Grouping,
+        rules: Mapping[Any, Rule],
+        mesh: LogicalMesh,
+        choice: Sequence[Strategy],
+        late_from: int | None,
+    ) -> None:
+        self.traced = traced
         self.values = traced.graph.values
-        self.grouping: Grouping = grouping
+        self.grouping = grouping
         self.rules = rules
-        self.mesh: LogicalMesh = mesh
+        self.mesh = mesh
         self.choice = choice
         self.late_from = late_from
         self.state = set(traced.graph.block.inputs)

@@ -70,13 +70,13 @@ def transfer_event(program: Program, number: int, makers: dict[int, Executable],
     maker = makers.get(transfer.sent[0]) if transfer.sent else None
     part = f" {transfer.microbatch}" if transfer.microbatch >= 0 else ""
     return Event(
-        transfer.source,
-        start,
-        end,
-        f"{maker.kind}{part}" if maker else f"arguments{part}",
-        "transfer",
-        maker.stage if maker else -1,
-        transfer.microbatch,
-        transfer.destination,
-        sum(program.buffers[buffer].bytes for buffer in transfer.sent),
+        mesh=transfer.source,
+        start=start,
+        end=end,
+        name=f"{maker.kind}{part}" if maker else f"arguments{part}",
+        kind="transfer",
+        stage=maker.stage if maker else -1,
+        microbatch=transfer.microbatch,
+        destination=transfer.destination,
+        bytes=sum(program.buffers[buffer].bytes for buffer in transfer.sent),
     )

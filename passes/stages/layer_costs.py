@@ -100,9 +100,17 @@ def _cost(planned: PlannedStage) -> LayerCost:
     held = planned.held
     kept, again = _selective(planned)
     return LayerCost(
-        planned.found.mesh.shape, seconds["forward"], seconds["backward"], seconds["update"] + seconds["prologue"],
-        held.fixed, held.saved, min(kept, held.saved), again, held.entering, max(planned.temporary.values(), default=0),
-    )  # fmt: skip
+        mesh_shape=planned.found.mesh.shape,
+        forward=seconds["forward"],
+        backward=seconds["backward"],
+        update=seconds["update"] + seconds["prologue"],
+        fixed=held.fixed,
+        saved=held.saved,
+        kept=min(kept, held.saved),
+        again=again,
+        entering=held.entering,
+        temporary=max(planned.temporary.values(), default=0),
+    )
 
 
 def _selective(planned: PlannedStage) -> tuple[float, float]:

@@ -118,18 +118,18 @@ def from_layers(
     if temporary_bytes is not None:
         fixed = fixed + _ranges(temporary_bytes, np.maximum)
     return StageCosts(
-        num_microbatches,
-        _ranges(forward, np.add),
-        _ranges(backward, np.add),
-        _ranges(update, np.add),
-        fixed,
-        _ranges(inflight_bytes, np.add),
-        boundary_seconds,
-        boundary_bytes,
-        devices,
-        total_devices,
-        devices_per_node,
-        None if weight is None else _ranges(weight, np.add),
+        num_microbatches=num_microbatches,
+        forward=_ranges(forward, np.add),
+        backward=_ranges(backward, np.add),
+        update=_ranges(update, np.add),
+        fixed_bytes=fixed,
+        inflight_bytes=_ranges(inflight_bytes, np.add),
+        boundary_seconds=boundary_seconds,
+        boundary_bytes=boundary_bytes,
+        devices=devices,
+        total_devices=total_devices,
+        devices_per_node=devices_per_node,
+        weight=None if weight is None else _ranges(weight, np.add),
     )
 
 

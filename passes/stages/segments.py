@@ -387,8 +387,8 @@ class _Cut:
         if any(wire.kind == "slice" for wire in inputs):
             inputs[Wire("number", 0)] = []
         return Segment(
-            kind, 0, tuple(inputs), tuple(map(tuple, inputs.values())), tuple(preset),
-            tuple(w for w, _ in outputs), tuple(o for _, o in outputs), tuple(items),
+            kind=kind, round=0, inputs=tuple(inputs), binds=tuple(map(tuple, inputs.values())), preset=tuple(preset),
+            outputs=tuple(w for w, _ in outputs), reads=tuple(o for _, o in outputs), instructions=tuple(items),
         )  # fmt: skip
 
     # -- before and after -----------------------------------------------------------------------------------------
@@ -425,9 +425,15 @@ class _Cut:
         taken = sorted((read_before(items) | finals) - made)
         assert all(r in inputs for r in taken)
         return Segment(
-            "prologue", 0, tuple(Wire("top", r) for r in taken), tuple((r,) for r in taken), (),
-            tuple(w for w, _ in outputs), tuple(o for _, o in outputs), tuple(items),
-        )  # fmt: skip
+            kind="prologue",
+            round=0,
+            inputs=tuple(Wire("top", r) for r in taken),
+            binds=tuple((r,) for r in taken),
+            preset=(),
+            outputs=tuple(w for w, _ in outputs),
+            reads=tuple(o for _, o in outputs),
+            instructions=tuple(items),
+        )
 
     def _update(self) -> list[Segment]:
         """The rounds of the update; what it needs of the instructions before the loop is done in it."""

@@ -258,22 +258,22 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
     buffers = np.where(i == 0, 0.0, c.boundary_bytes[i]) + np.where(j == layers, 0.0, c.boundary_bytes[j])
     count, most = c.num_microbatches, _stage_range(c, options)
     problem = PathProblem(
-        tail,
-        head,
-        np.asarray(c.devices)[k],
-        k,
-        latency,
-        excess,
-        c.update[at],
-        c.fixed_bytes[at] + buffers[:, None],
-        c.inflight_bytes[at],
-        layers * wide + 1,
-        tuple(allowed) if by_kind else (0,),
-        c.total_devices,
-        fewer,
-        options.budget,
-        lambda left, total: in_flight_formula(name, left, count, 0),
-        most,
+        tail=tail,
+        head=head,
+        size=np.asarray(c.devices)[k],
+        kind=k,
+        latency=latency,
+        excess=excess,
+        update=c.update[at],
+        fixed=c.fixed_bytes[at] + buffers[:, None],
+        each=c.inflight_bytes[at],
+        num_nodes=layers * wide + 1,
+        sources=tuple(allowed) if by_kind else (0,),
+        devices=c.total_devices,
+        fewer=fewer,
+        budget=options.budget,
+        count=lambda left, total: in_flight_formula(name, left, count, 0),
+        stages=most,
         kinds=options.kinds,
     )
     if name == "zb-h1":
@@ -373,7 +373,16 @@ def _slices(task: _Task, problem: PathProblem, path: Path) -> StageSlices:
     )
     devices = tuple(c.devices[stage.kind] for stage in stages[:meshes])
     first = place(devices, c.devices_per_node)
-    slices = StageSlices(stages, c.num_microbatches, task.schedule, task.virtual, math.nan, devices, first, ())
+    slices = StageSlices(
+        stages=stages,
+        num_microbatches=c.num_microbatches,
+        schedule=task.schedule,
+        virtual=task.virtual,
+        seconds=math.nan,
+        devices=devices,
+        first_devices=first,
+        bytes=(),
+    )
     seconds, memory = evaluate(c, slices)
     return replace(slices, seconds=seconds, bytes=memory)
 
