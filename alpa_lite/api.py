@@ -168,12 +168,12 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         results. Flax NNX modules and optimizers are updated in place. Without `fun`, returns a decorator.
       method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
         Pipeline() Manual()`.
-      cluster: the devices to plan for; by default those that are here.
-      memory_per_device: bytes that a plan may fill on each device; by default its memory less a reserve.
-      num_microbatches: how many parts of the batch follow each other; "auto" chooses: on one mesh one, or if that does
-        not fit the memory, the least power of two that does.
-      allow_inexact: whether a given number of micro-batches may change what is computed where a value needs the whole
-        batch (batch norm); `Plan.notes` says where it does.
+      cluster: the devices to plan for; by default those of this process.
+      memory_per_device: bytes that a plan may use on each device; by default its memory less a reserve.
+      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
+        one mesh 1, or if that does not fit the memory, the least power of two that does.
+      allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm);
+        `Plan.notes` lists such values.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
@@ -181,7 +181,7 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       plan: a `Plan`, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
       solver_time_limit: seconds for each integer program.
-      dump_dir: a directory for every stage of compilation as text.
+      dump_dir: a directory for the value after each pass, as text.
 
     Returns:
       A `ParallelStep`, called like `fun`.
@@ -207,7 +207,7 @@ def make_options(options: Mapping[str, Any]) -> Options:
     known = list(Options.__dataclass_fields__)
     for name in options:
         if name not in known:
-            raise OptionError(f"{name}={options[name]!r}: there is no such option; there are {', '.join(known)}")
+            raise OptionError(f"{name}={options[name]!r}: there is no such option; the options are {', '.join(known)}")
     return Options(**options)
 
 
@@ -218,7 +218,7 @@ def make_plan(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Plan:
-    """The plan of a step for a cluster that need not be here; `args` are arrays or `jax.ShapeDtypeStruct`s.
+    """The plan of a step for a cluster that need not be attached; `args` are arrays or `jax.ShapeDtypeStruct`s.
 
     Args:
       fun, args, kwargs: the step and its positional and keyword arguments.
@@ -257,7 +257,7 @@ class ParallelStep:
         self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step: plans first if the arguments have a new signature, and places what is not placed."""
+        """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
         current = self._current
         if current is not None:
             try:
@@ -286,12 +286,12 @@ class ParallelStep:
         return self._executable(args, kwargs).place(*args, **kwargs)
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """The optimised HLO text of each executable; of a pipeline those of every stage."""
+        """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
         text = self._executable(args, kwargs).hlo()
         return text if isinstance(text, tuple) else (text,)
 
     def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
-        """Runs one pipelined step and writes when everything of it ran, with the predicted timeline beside it.
+        """Runs one pipelined step and writes when each of its tasks ran, and the predicted timeline.
 
         The file is in the trace-event format, which Perfetto opens. State is copied first: nothing is donated.
 
@@ -300,7 +300,7 @@ class ParallelStep:
           args, kwargs: of the step.
 
         Returns:
-          When everything ran.
+          The executed timeline.
 
         Raises:
           OptionError: the plan has no pipeline; `jax.profiler` shows what one executable does.

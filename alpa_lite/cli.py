@@ -1,16 +1,16 @@
-"""The command line: plan a model for a cluster, look at plans, and train on what is here.
+"""The command line: plan a model for a cluster, read and compare plans, and train on the devices of this machine.
 
     alpa-lite demo
     alpa-lite train gpt --size tiny --devices 8 --text a.txt b.txt --steps 200
     alpa-lite train gpt --devices 8 --stages 4 --microbatches 8 --schedule 1f1b --trace step.json
     alpa-lite plan gpt --size 2.6B --cluster p3.16xlarge --batch 64 -o plan.json
     alpa-lite show plan.json
-    alpa-lite explain plan.json h_3/mlp/up/kernel
+    alpa-lite explain plan.json layers/3/ffn/up/kernel
     alpa-lite diff a.json b.json
     alpa-lite clusters
 
-Each command has one function here; what trains is in `alpa_lite.training`. JAX is imported only by commands that need
-it, and only after the number of virtual CPU devices is set, which JAX takes no later than at its first use.
+Each command has one function here; the training loop is in `alpa_lite.training`. JAX is imported only by commands that
+need it, and only after the number of virtual CPU devices is set, which JAX reads at its first use at the latest.
 """
 
 from __future__ import annotations
@@ -34,66 +34,77 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Automatic parallelisation of JAX train steps: plans you can read, and training that follows them.",
+    help="Plan how a JAX train step runs on many devices, read and compare such plans, and train with them.",
 )
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan that `plan -o` or Plan.save wrote.", show_default=False)]
-Model = Annotated[str, typer.Argument(help="gpt, mlp, ...; an unknown name lists them all.", show_default=False)]
-Size = Annotated[str, typer.Option(help="A size of the model; an unknown one lists them all.")]
-Batch = Annotated[int, typer.Option(min=1, help="Examples in a step's batch.")]
+PlanFile = Annotated[
+    Path, typer.Argument(help="A plan file, written by `alpa-lite plan -o` or Plan.save.", show_default=False)
+]
+Model = Annotated[
+    str, typer.Argument(help="The model: gpt, mlp, ...; an unknown name lists all of them.", show_default=False)
+]
+Size = Annotated[str, typer.Option(help="The size of the model; an unknown one lists all of them.")]
+Batch = Annotated[int, typer.Option(min=1, help="Number of examples in the batch of one step.")]
 Devices = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Devices to use. Without an accelerator, so many virtual CPU devices (8).", show_default=False
+        min=1, help="Number of devices to use; without an accelerator, virtual CPU devices (8).", show_default=False
     ),
 ]
 MethodName = Annotated[
     str,
-    typer.Option(help="auto, sharded, pipeline, data, zero1, zero2, zero3, tensor or off; sharded:4x2 fixes the mesh."),
+    typer.Option(
+        help="auto, sharded, pipeline, data, zero1, zero2, zero3, tensor or off; sharded:4x2 fixes the mesh shape."
+    ),
 ]
 Stages = Annotated[
     int | None,
-    typer.Option(min=1, help="A pipeline on so many submeshes.", show_default="the method's choice"),
+    typer.Option(min=1, help="Use a pipeline on this number of submeshes.", show_default="the method's choice"),
 ]
 Microbatches = Annotated[
-    int | None, typer.Option(min=1, help="Parts of the batch, one after another.", show_default="chosen")
+    int | None,
+    typer.Option(min=1, help="Number of parts of the batch, computed one after another.", show_default="chosen"),
 ]
 ScheduleName = Annotated[
     str | None,
     typer.Option(
-        help="A pipeline with this schedule: gpipe, 1f1b, eager-1f1b, interleaved-1f1b or zb-h1.", show_default="chosen"
+        help="Use a pipeline with this schedule: gpipe, 1f1b, eager-1f1b, interleaved-1f1b or zb-h1.",
+        show_default="chosen",
     ),
 ]
 Simulate = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the predicted timeline of a pipeline's step, for Perfetto."),
+    typer.Option(metavar="FILE", help="Write the predicted timeline of one pipelined step, for Perfetto."),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the executed and the predicted timeline of a pipeline's step."),
+    typer.Option(metavar="FILE", help="Write the executed and the predicted timeline of one pipelined step."),
 ]
 Memory = Annotated[
-    float | None, typer.Option(min=0.0, help="GiB per device that the plan may fill.", show_default="the device's")
+    float | None,
+    typer.Option(min=0.0, help="Memory per device that the plan may use, in GiB.", show_default="the device's"),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Another value for an attribute of the model, such as seq=2048."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Set an attribute of the model, such as seq=2048; may be repeated."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the parameters and of the batches.")]
+Seed = Annotated[int, typer.Option(help="Seed of the parameters and of the batches.")]
 
 
 def main() -> None:
     """The `alpa-lite` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no block characters still gets the numbers
+            stream.reconfigure(errors="replace")  # a terminal without block characters still gets the numbers
     app()
 
 
 def _clean(command: Command) -> Command:
-    """Prints errors that the user can act upon as one red message, with exit code 2; others keep their traceback."""
+    """Prints errors that the user can mend as one red message, with exit code 2; other errors keep their traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -107,7 +118,7 @@ def _clean(command: Command) -> Command:
 
 
 def _console() -> Console:
-    """Standard output: as wide as the terminal, or as a plan where there is none."""
+    """Standard output: as wide as the terminal; without a terminal, as wide as a plan."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=100)
 
@@ -116,15 +127,17 @@ def _console() -> Console:
 @_clean
 def demo(
     devices: Devices = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps on one mesh; then half as many.")] = 120,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Number of training steps on one mesh; the pipeline takes half as many.")
+    ] = 120,
     stages: Stages = 2,
     microbatches: Microbatches = 8,
     schedule: ScheduleName = None,
     trace: Trace = None,
 ) -> None:
-    """Train a tiny GPT on this Python's own sources: as the automatic plan says, then as a pipeline.
+    """Train a tiny GPT on the sources of Python's standard library, first as planned by `auto`, then as a pipeline.
 
-    On 8 virtual CPU devices where there is no accelerator. The pipeline goes on from the state of the first plan.
+    Without an accelerator it runs on 8 virtual CPU devices. The pipeline continues from the state of the first plan.
     """
     shared: dict[str, Any] = {"devices": devices, "batch": 32, "text": None, "settings": None}
     first = _train("gpt", "tiny", steps=steps, method="auto", seed=0, **shared)
@@ -144,10 +157,10 @@ def train(
     size: Size = "tiny",
     devices: Devices = None,
     batch: Batch = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 200,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE...", help="Text to train on.", show_default="Python's standard library"),
+        typer.Option(metavar="FILE...", help="Text files to train on.", show_default="Python's standard library"),
     ] = None,
     method: MethodName = "auto",
     stages: Stages = None,
@@ -156,16 +169,16 @@ def train(
     memory: Memory = None,
     settings: Settings = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Run this plan instead of solving.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="Run this plan file instead of solving.", exists=True, dir_okay=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan to this file.")] = None,
     simulate: Simulate = None,
     trace: Trace = None,
     seed: Seed = 0,
 ) -> None:
-    """Train a model on every device here; prints the plan, then the falling loss."""
-    if context.args and not text:  # `--text a b` leaves b over
-        raise OptionError(f"unexpected argument {context.args[0]!r}; files of text follow --text")
+    """Train a model on the devices of this machine; prints the plan, then the loss."""
+    if context.args and not text:  # `--text a b` leaves b unparsed
+        raise OptionError(f"unexpected argument {context.args[0]!r}; text files follow --text")
     files = None if text is None else [*text, *map(Path, context.args)]
     _train(
         model, size, devices=devices, batch=batch, steps=steps, text=files, method=method, stages=stages,
@@ -190,7 +203,7 @@ def _train(
     brief: bool = False,
     **options: Any,
 ) -> Any:
-    """Sets the devices up, then trains; the plan, or the beginning of it, goes to standard output and to files."""
+    """Sets the devices up, then trains; prints the plan, or with `brief` its beginning, and saves it if asked."""
     from alpa_lite import training
 
     console = _console()
@@ -223,16 +236,16 @@ def _train(
 @_clean
 def plan(
     model: Model,
-    cluster: Annotated[str, typer.Option(help="A name from `alpa-lite clusters`, or local.", show_default=False)],
-    batch: Annotated[int, typer.Option(min=1, help="Examples in a step's batch.", show_default=False)],
+    cluster: Annotated[str, typer.Option(help="A name that `alpa-lite clusters` lists, or local.", show_default=False)],
+    batch: Annotated[int, typer.Option(min=1, help="Number of examples in the batch of one step.", show_default=False)],
     size: Size = "small",
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes, or TPU slices.", show_default="the machine's")
+        int | None, typer.Option(min=1, help="Number of nodes, or of TPU slices.", show_default="the machine's")
     ] = None,
     topology: Annotated[
-        str | None, typer.Option(metavar="AxBxC", help="A TPU slice, such as 4x4x4.", show_default=False)
+        str | None, typer.Option(metavar="AxBxC", help="Shape of a TPU slice, such as 4x4x4.", show_default=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan here.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan to this file.")] = None,
     method: MethodName = "auto",
     stages: Stages = None,
     microbatches: Microbatches = None,
@@ -240,9 +253,11 @@ def plan(
     memory: Memory = None,
     settings: Settings = None,
     simulate: Simulate = None,
-    dump: Annotated[Path | None, typer.Option(help="Write every stage of planning into this directory.")] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="Write the value after each pass into this directory, as text.")
+    ] = None,
 ) -> None:
-    """Plan a model for a cluster that need not be here; nothing is executed."""
+    """Plan a model for a cluster that need not be attached; nothing is executed."""
     shape = None if topology is None else _shape(topology, "--topology")
     from alpa_lite import training
     from alpa_lite.cluster import Cluster
@@ -268,7 +283,7 @@ def plan(
 @app.command()
 @_clean
 def show(file: PlanFile) -> None:
-    """Print a plan: shardings, collectives, memory, predicted seconds and where they go."""
+    """Print a plan: shardings, collectives, memory, predicted times and where they go."""
     from alpa_lite.plan import Plan
     from alpa_lite.report import text as report
 
@@ -282,12 +297,13 @@ def explain(
     path: Annotated[
         str,
         typer.Argument(
-            help="An argument's path or the end of it (h_3/mlp/up/kernel), an operation, or a source line.",
+            help="An argument's path or its last keys (layers/3/ffn/up/kernel, ffn/up/kernel), an operation, "
+            "or a source line.",
             show_default=False,
         ),
     ],
 ) -> None:
-    """Say why something is sharded as it is, and what would have to change for another choice to win."""
+    """Explain why something is sharded as it is, and what would make another choice win."""
     from alpa_lite.plan import Plan
 
     _console().print(Plan.load(file).explain(path))
@@ -296,7 +312,7 @@ def explain(
 @app.command()
 @_clean
 def diff(before: PlanFile, after: PlanFile) -> None:
-    """Compare two plans: mesh, shardings, collectives, memory, seconds."""
+    """Compare two plans: mesh, shardings, collectives, memory, times."""
     from alpa_lite.plan import Plan
 
     _console().print(Plan.load(before).diff(Plan.load(after)))
@@ -305,12 +321,12 @@ def diff(before: PlanFile, after: PlanFile) -> None:
 @app.command()
 @_clean
 def clusters() -> None:
-    """List the clusters that `plan --cluster` knows."""
+    """List the clusters that `alpa-lite plan --cluster` accepts."""
     from alpa_lite.cluster import Cluster
     from alpa_lite.report import units
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("cluster", "device", "a node", "nodes", "memory", "16-bit FLOP/s", "memory GB/s", "link GB/s"):
+    for name in ("cluster", "device", "per node", "nodes", "memory", "16-bit FLOP/s", "memory GB/s", "link GB/s"):
         table.add_column(name, justify="left" if name in ("cluster", "device") else "right", no_wrap=True)
     rows: dict[Cluster, list[str]] = {}
     for name in Cluster.preset_names():
@@ -330,7 +346,7 @@ def clusters() -> None:
 
 
 def _write(plan: Any, output: Path | None, simulate: Path | None, console: Console) -> None:
-    """Saves the plan and its predicted timeline where files are named for them."""
+    """Saves the plan and its predicted timeline, each if a file is given for it."""
     for option, path, write in (("--output", output, plan.save), ("--simulate", simulate, plan.simulate)):
         if path is None:
             continue
@@ -341,14 +357,14 @@ def _write(plan: Any, output: Path | None, simulate: Path | None, console: Conso
     if output is not None:
         console.print(f"\nsaved to {output}")
     if simulate is not None:
-        console.print(f"\npredicted timeline in {simulate}: open it in https://ui.perfetto.dev")
+        console.print(f"\npredicted timeline saved to {simulate}: open it in https://ui.perfetto.dev")
 
 
 def _method(name: str, stages: int | None, schedule: str | None) -> Any:
-    """The method that a command line names; stages or a schedule make "auto" a pipeline.
+    """The method of a command line; stages or a schedule turn "auto" into a pipeline.
 
     Raises:
-      OptionError: for an unknown name, or for stages of what is no pipeline.
+      OptionError: for an unknown name, or for stages with a method that is no pipeline.
     """
     from alpa_lite import options
 

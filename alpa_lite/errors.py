@@ -23,7 +23,7 @@ class InfeasibleError(AlpaLiteError, RuntimeError):
     """No plan satisfies the constraints, such as the memory budget or the device count.
 
     Attributes:
-      smallest_budget: the least bytes per device with which there is a plan; None if that was not what failed.
+      smallest_budget: the least bytes per device with which there is a plan; None if memory is not the reason.
     """
 
     def __init__(self, message: str, smallest_budget: float | None = None):
@@ -36,11 +36,11 @@ class PlanError(AlpaLiteError, ValueError):
 
 
 class VerificationError(AlpaLiteError, RuntimeError):
-    """What the compiler does differs from what the plan says."""
+    """The compiler does something else than the plan says."""
 
 
 class MicrobatchError(AlpaLiteError, ValueError):
-    """A step cannot be cut into the asked number of micro-batches without changing what it computes."""
+    """A step cannot be cut into the given number of micro-batches without changing its results."""
 
 
 class ExecutionError(AlpaLiteError, RuntimeError):

@@ -139,7 +139,7 @@ class Argument:
     """One flat leaf of the step's arguments, or of its result.
 
     Attributes:
-      path: `jax.tree_util.keystr` prefixed with the parameter's name, such as `state['params']['w']`.
+      path: the stored path (`alpa_lite.paths`), such as `state['params']['w']`.
       role: "state" (comes back with the same shape and dtype), "batch", or "other" (a random key, a scalar).
     """
 

@@ -37,7 +37,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """The best plan found, of any kind."""
+    """The fastest plan found, of any kind: one mesh or a pipeline."""
 
     def describe(self) -> str:
         """The method in a few words."""
@@ -46,7 +46,7 @@ class Auto(Method):
 
 @dataclass(frozen=True)
 class Off(Method):
-    """Plain `jax.jit` through the same interface: to find out whether a fault is the plan's."""
+    """Plain `jax.jit` through the same interface, to find out whether an error comes from the plan."""
 
     def describe(self) -> str:
         """The method in a few words."""
@@ -55,7 +55,7 @@ class Off(Method):
 
 @dataclass(frozen=True)
 class Sharded(Method):
-    """The integer program over one mesh.
+    """The fastest plan found on one mesh, by the integer program.
 
     Attributes:
       mesh_shape: the shape of the mesh, major to minor; None tries every shape of the cluster.
@@ -121,14 +121,15 @@ class TensorParallel(Method):
 
 @dataclass(frozen=True)
 class Pipeline(Method):
-    """Stages on submeshes, each sharded by the integer program.
+    """A pipeline: stages on submeshes, each sharded by the integer program.
 
     Attributes:
-      num_stages: the number of submeshes; None searches it.
-      schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" or "zb-h1"; "auto" searches.
-      submesh_shapes: the devices of each stage, first to last, as numbers or as logical mesh shapes; None searches.
-      remat: what the backward pass computes again: "none", "layer" (all but what crosses layers), "selective" (all but
-        the results of matrix products and convolutions), or "auto".
+      num_stages: the number of submeshes; None searches for it.
+      schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" or "zb-h1"; "auto" searches for it.
+      submesh_shapes: the devices of each stage, first to last, as numbers or as logical mesh shapes; None searches for
+        them.
+      remat: the values that the backward pass computes again: "none", "layer" (all but those that cross layers),
+        "selective" (all but the results of matrix products and convolutions), or "auto".
     """
 
     num_stages: int | None = None
@@ -141,7 +142,7 @@ class Pipeline(Method):
 
         stages = self.num_stages
         if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
-            raise OptionError(f"Pipeline num_stages={stages!r}: give a positive number, or None to search it")
+            raise OptionError(f"Pipeline num_stages={stages!r}: give a positive number, or None to search for it")
         if self.schedule not in ("auto", *NAMES):
             raise OptionError(f'Pipeline schedule={self.schedule!r}: use "auto" or one of {", ".join(NAMES)}')
         if self.remat not in ("auto", "none", "layer", "selective"):
@@ -182,11 +183,11 @@ class Pipeline(Method):
 
 @dataclass(frozen=True, init=False)
 class Manual(Method):
-    """Some arguments fixed by hand, the rest left to the integer program.
+    """Some arguments sharded by hand, everything else left to the integer program.
 
     Attributes:
-      specs: (path, spec) pairs in order of path; a path is `jax.tree_util.keystr` of an argument, prefixed with the
-        parameter's name, such as `state['params']['w']`.
+      specs: (path, spec) pairs in order of path. A path is that of one argument, as plans print it
+        (`state/params/w`) or as `jax.tree_util.keystr` writes it (`state['params']['w']`); see `alpa_lite.paths`.
       mesh_shape: devices along each axis, major to minor.
       axis_names: the names that the specs use, one an axis.
     """
@@ -201,7 +202,7 @@ class Manual(Method):
         """Takes the specs as a mapping from path to `PartitionSpec`.
 
         Raises:
-          OptionError: if a spec is no `PartitionSpec`, names an unknown axis or one axis twice, or if the mesh shape
+          OptionError: if a spec is not a `PartitionSpec`, names an unknown axis or one axis twice, or if the mesh shape
             and the names do not match.
         """
         names = tuple(axis_names)
@@ -261,20 +262,20 @@ class Options:
 
     Attributes:
       method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
-      cluster: what to plan for; a preset's name is looked up; None is `Cluster.local()` when planning.
-      memory_per_device: bytes that a plan may fill; None is the cluster's usable memory.
-      num_microbatches: how many parts of the batch follow each other; "auto" chooses: on one mesh one, or if that does
-        not fit the memory, the least power of two that does.
-      allow_inexact: whether a given number of micro-batches may change what is computed where a value needs the whole
-        batch (batch norm, contrastive losses); it is then computed within each micro-batch, as the plan's notes say.
+      cluster: the devices to plan for, or the name of a preset; None stands for `Cluster.local()`.
+      memory_per_device: bytes that a plan may use on each device; None stands for the cluster's usable memory.
+      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
+        one mesh 1, or if that does not fit the memory, the least power of two that does.
+      allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm,
+        contrastive losses). Such a value is then computed within each micro-batch, and the plan's notes list it.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
-      static_argnums, static_argnames: the arguments that are constants of the program, hashable.
-      donate_argnums: the arguments whose buffers the step may reuse; "auto" is the state.
+      static_argnums, static_argnames: the arguments that are constants of the program; they must be hashable.
+      donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
       plan: a plan, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
       solver_time_limit: seconds for each integer program.
-      dump_dir: a directory for every stage of compilation as text; None writes nothing.
+      dump_dir: a directory for the value after each pass, as text; None writes nothing.
 
     Raises:
       OptionError: naming the argument, the value and the remedy.

@@ -5,7 +5,7 @@ A plan is three things at once:
   a decision   `Plan.decisions` says which mesh axes shard each factor of each operation; with the shardings of the
                arguments (`Stage.arguments`) that is all that replaying a plan needs, without solving;
   a prediction `Plan.collectives`, `Stage.memory` and `Plan.step_seconds` say what the decision costs;
-  a reason     `Decision.alternatives` and `Plan.candidates` say what else there was, and what it would have cost.
+  a reason     `Decision.alternatives` and `Plan.candidates` hold the other choices and their costs.
 
 Units are seconds per step, bytes per device, and FLOPs, unless an attribute says otherwise. A file holds the plan as
 JSON with a schema version (`SCHEMA`), never as a pickle.
@@ -63,7 +63,7 @@ class Leaf:
     """One flat argument or result of the step.
 
     Attributes:
-      path: `jax.tree_util.keystr` prefixed with the parameter's name.
+      path: the stored path (`alpa_lite.paths`): `jax.tree_util.keystr` after the parameter's name.
       shape: its dims.
       dtype: the dtype's name.
       bytes: of the whole value.
@@ -147,9 +147,9 @@ class PipelineShape:
       first_layers: of each stage.
       submeshes: the submesh of each stage.
       first_devices: the number of each submesh's first device.
-      remat: what each stage's backward pass computes again: "none", "layer" or "selective".
-      buffer_bytes: per device of each submesh, what buffers take between tasks at their peak.
-      temporary_bytes: likewise, the most that an executable needs besides.
+      remat: the values that each stage's backward pass computes again: "none", "layer" or "selective".
+      buffer_bytes: per device of each submesh, the peak of the buffers between tasks.
+      temporary_bytes: likewise, the most that an executable needs in addition.
       timeline: the simulated step.
     """
 
@@ -195,7 +195,7 @@ class Outcome:
       batch_seconds: the part of the step that is proportional to the batch, to first order.
       bytes_sent: per device and step, the payload of all collectives.
       bytes_per_device: the peak of memory.
-      changed: in how many decisions it differs from the plan, tied ones counted once and its own included.
+      changed: the number of decisions that differ from the plan, its own included; tied ones count once.
     """
 
     compute_seconds: float
@@ -226,7 +226,7 @@ class Alternative:
       compute_seconds: the roofline time of the operation itself.
       communication_seconds: collectives of the operation itself (reductions).
       transfer_seconds: resharding of its operands and results, given the neighbours' chosen strategies.
-      bytes_per_device: what one of its results takes; zero if it has none of its own.
+      bytes_per_device: the size of one of its results; zero if it makes no new value.
       bound_seconds: a lower bound of the whole step within the memory budget, by message passing.
       step: the best whole step that descent found with this alternative. It fits the memory budget if `fits` is true;
         otherwise none that fits was found, and it is the fastest of all.
@@ -296,7 +296,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Replicated:
-    """An operation that every device does whole, or that leaves the region of written collectives.
+    """An operation that every device computes whole, or that leaves the region of written collectives.
 
     Attributes:
       name: the operation.
@@ -304,7 +304,7 @@ class Replicated:
       reason: why.
       bytes: of its operands and results, whole.
       seconds: what it costs per step, for all `count`.
-      count: how many alike operations.
+      count: the number of identical operations.
     """
 
     name: str
@@ -317,7 +317,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh shape or a textbook plan that was weighed against this plan.
+    """A mesh shape or a textbook plan that was compared with this plan.
 
     Attributes:
       method: "Sharded", "DataParallel", ...
@@ -339,26 +339,26 @@ class Plan:
     """What was decided, what it costs, and why.
 
     Attributes:
-      method: what was asked for, such as "Auto()".
+      method: the method in a few words, such as "auto".
       cluster: the devices that the plan is for.
       num_devices, num_stages, num_microbatches, schedule: 1, 1 and "none" on one mesh without pipelines.
       step_seconds: predicted seconds per step.
       fingerprint: a hash of `ingredients`.
       ingredients: what the plan belongs to (JAX version, program, argument signature, mesh, options), each as text.
-      notes: remarks such as which argument is the batch, and why.
+      notes: remarks, such as which argument was taken as the batch and why.
       memory_per_device: the budget in bytes per device.
       stages: one a pipeline stage.
       collectives: the logical collectives in program order.
       collective_seconds: one for each of `collectives`: predicted seconds per step of all its executions.
       solver: how the choice was found.
       decisions: what replaying needs.
-      replicated: what is not distributed, heaviest first.
-      rewrites: what the compiler is known to change afterwards, each by name.
-      verification: what was checked against the compiler, with the outcome.
-      candidates: the mesh shapes and textbook plans that were weighed.
+      replicated: the operations that are not distributed, the most expensive first.
+      rewrites: the compiler's known rewrites of collectives, each by name.
+      verification: the checks against the compiler, with their results.
+      candidates: the mesh shapes and textbook plans that were compared.
       planning_seconds: what planning took, by pass.
-      pipeline: of a pipelined plan, how it is divided; else None.
-      parts: of a pipelined plan, the plan of each stage as a step of its own; decisions and alternatives are there.
+      pipeline: how a pipelined plan is divided; None on one mesh.
+      parts: for a pipelined plan, the plan of each stage as a separate step, with its decisions and alternatives.
     """
 
     method: str
@@ -400,10 +400,12 @@ class Plan:
         return text.render(self)
 
     def explain(self, path_or_operation: str) -> str:
-        """Why the named argument or operation is sharded as it is, and what would have to change for another choice.
+        """Why the named argument or operation is sharded as it is, and what would make another choice win.
 
         Args:
-          path_or_operation: the path of an argument, or (part of) the name or source line of an operation.
+          path_or_operation: the path of an argument or its last keys, in either notation, with or without indices; or
+            (part of) the name or source line of an operation. One match is explained and the others are listed;
+            `alpa_lite.report.explain.explain` says which.
 
         Raises:
           PlanError: if nothing has that name; the message holds close matches.
@@ -413,7 +415,7 @@ class Plan:
         return explain.explain(self, path_or_operation)
 
     def diff(self, other: Plan) -> str:
-        """What `other` does differently: mesh, shardings, collectives, memory, seconds."""
+        """The differences of `other`: mesh, shardings, collectives, memory, times."""
         from alpa_lite.report import diff
 
         return diff.diff(self, other)
@@ -455,7 +457,7 @@ class Plan:
             raise PlanError(f"{source} is a damaged plan: {error}; plan again.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON to `path`; a file that is there is replaced only once the new one is whole."""
+        """Writes the plan as JSON to `path`; an existing file is replaced only after the new one is complete."""
         target = Path(path)
         part = target.with_name(target.name + f".{os.getpid()}.part")
         try:

@@ -1,6 +1,6 @@
-"""The training loop of the command line: a model of `alpa_lite.models`, real text, every device here.
+"""The training loop of the command line: a model of `alpa_lite.models`, real text, all devices of this machine.
 
-It is an ordinary loop on purpose: what a user's own loop looks like with `alpa_lite.parallelize` around its step.
+It is an ordinary loop on purpose: a user's own loop looks like this with `alpa_lite.parallelize` around its step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alpa_lite.report import units
 from alpa_lite.timeline import Timeline
 
 VIRTUAL_DEVICES = 8
-"""CPU devices where there is no accelerator and the user names no number."""
+"""The number of CPU devices if there is no accelerator and the user gives no number."""
 
 _LINES = 20  # of losses, whatever the number of steps
 
@@ -37,7 +37,7 @@ def local_cluster(devices: int | None) -> Cluster:
     Raises:
       OptionError: if there are fewer devices.
     """
-    with contextlib.suppress(RuntimeError):  # raised where JAX has looked for devices already: what there is must do
+    with contextlib.suppress(RuntimeError):  # raised if JAX has already looked for devices: those must do
         jax.config.update("jax_num_cpu_devices", devices or VIRTUAL_DEVICES)
     found = jax.devices()
     if devices is not None and len(found) < devices:
@@ -65,7 +65,7 @@ def abstract(
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gives: the loss of every step, and the state, where the last plan has it."""
+    """The result of training: the loss of every step, and the state, placed as the last plan wants it."""
 
     losses: list[float]
     state: Any
@@ -91,7 +91,7 @@ def train(
     on_trace: Callable[[Timeline], None] | None = None,
     state: Any = None,
 ) -> Trained:
-    """Plans and trains; language models on text, others on one random batch over and over.
+    """Plans and trains; language models on text, other models on one random batch repeatedly.
 
     Args:
       on_plan: gets the plan before the first step.
@@ -99,8 +99,8 @@ def train(
       text: files; None for the sources of Python's standard library.
       plan: a file with a plan to run instead of solving.
       trace: where to write the timeline of one more step, after the last; for pipelines.
-      on_trace: gets that timeline, of a pipeline, whether it is written or not.
-      state: what to go on from, such as another plan's `Trained.state`; None for a fresh model.
+      on_trace: gets that timeline of a pipeline, written or not.
+      state: the state to continue from, such as another plan's `Trained.state`; None for a fresh model.
 
     Raises:
       OptionError: for a model, size, attribute or file that does not exist, or a trace of a plan without a pipeline.
@@ -123,7 +123,7 @@ def train(
     found = step.plan(state, example)
     if trace is not None and found.pipeline is None:
         raise OptionError(
-            f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; give --stages 2, or no --trace"
+            f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; use --stages 2, or leave --trace out"
         )
     on_plan(found)
     on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
@@ -136,18 +136,18 @@ def train(
         if on_trace is not None:
             on_trace(executed)
     if trace is not None:
-        on_line(f"timelines of a step, executed and predicted, in {trace}: open it in https://ui.perfetto.dev")
+        on_line(f"executed and predicted timeline of one step saved to {trace}: open it in https://ui.perfetto.dev")
     return trained
 
 
 def _batches(
     config: Any, example: Any, text: Sequence[Path] | None, batch: int, seed: int
 ) -> tuple[Iterator[Any], str]:
-    """Endless batches, and what they are."""
+    """Endless batches, and a description of them."""
     if not (hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example)):
         if text is not None:
             raise ValueError("--text is for language models; leave it out for this one")
-        return _repeat(example), f"one random batch of {batch}, over and over"
+        return _repeat(example), f"one random batch of {batch}, repeated"
     data = texts.read(text)
     if config.vocab < texts.VOCAB:
         raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")

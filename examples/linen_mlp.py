@@ -72,7 +72,7 @@ def main(steps: int = 20) -> dict[str, list[float]]:
 
 
 def train(step: Callable[..., Any], state: TrainState, batch: dict, steps: int) -> list[float]:
-    """The losses of some steps; `state` is copied by the first, and stays as it was."""
+    """The losses of some steps; the first step copies `state`, so the caller's arrays are not changed."""
     losses = []
     for _ in range(steps):
         state, loss = step(state, batch)

@@ -1,8 +1,8 @@
-"""A small GPT in plain Flax NNX, trained on Python's own sources on every device there is.
+"""A small GPT in plain Flax NNX, trained on the sources of Python's standard library on all devices.
 
     python examples/train_gpt.py [STEPS]
 
-Without an accelerator it makes eight virtual CPU devices, to show the sharding; on GPUs and TPUs it takes those.
+Without an accelerator it creates eight virtual CPU devices, to show the sharding; otherwise it uses the accelerators.
 """
 
 from __future__ import annotations
