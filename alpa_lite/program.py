@@ -294,7 +294,7 @@ def _check_transfers(program: Program) -> None:
             if mesh != end:
                 raise PlanError(f"{describe(program, item)} is in the list of submesh {mesh}, not of submesh {end}")
             if item.transfer in seen:
-                raise PlanError(f"{describe(program, item)} is there twice")
+                raise PlanError(f"{describe(program, item)} occurs twice")
             seen.add(item.transfer)
     for number, transfer in enumerate(program.transfers):
         for verb, seen in (("sent", sends), ("received", receives)):

@@ -262,7 +262,7 @@ def check(schedule: Schedule) -> None:
             if task not in wanted or schedule.mesh(task.stage) != mesh:
                 raise PlanError(f"schedule {schedule.name!r}: {task} does not belong on submesh {mesh}")
             if task in found:
-                raise PlanError(f"schedule {schedule.name!r}: {task} is there twice")
+                raise PlanError(f"schedule {schedule.name!r}: {task} occurs twice")
             found.add(task)
     if found != wanted:
         missing = min(wanted - found, key=lambda task: (task.stage, task.microbatch))

@@ -110,7 +110,7 @@ def test_lists_that_wait_for_each_other(small: Program) -> None:
 
 
 def test_transfers_belong_to_their_submeshes(small: Program) -> None:
-    with pytest.raises(PlanError, match="is there twice"):
+    with pytest.raises(PlanError, match="occurs twice"):
         programs.check(inserted(small, 0, place(small, 0, Send), Send(0)))
     with pytest.raises(PlanError, match="is in the list of submesh 0, not of submesh 1"):
         programs.check(inserted(without(small, Receive(0)), 0, len(small.lists[0]), Receive(0)))

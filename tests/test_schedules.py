@@ -226,7 +226,7 @@ def test_check_finds_what_is_wrong() -> None:
     first = made.tasks[0]
     with pytest.raises(PlanError, match=r"missing, such as Task.kind='backward', stage=0, microbatch=2"):
         schedules.check(changed(made, 0, first[:-1]))
-    with pytest.raises(PlanError, match="is there twice"):
+    with pytest.raises(PlanError, match="occurs twice"):
         schedules.check(changed(made, 0, (*first, first[0])))
     with pytest.raises(PlanError, match="does not belong on submesh 0"):
         schedules.check(changed(made, 0, made.tasks[1]))

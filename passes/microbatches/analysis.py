@@ -441,7 +441,7 @@ class Analysis:
             joined = [join(a, b) for a, b in zip(carry, outputs[:count], strict=True)]
             for before, out, both in zip(carry, outputs[:count], joined, strict=True):
                 if both is None:
-                    return Failure(op, f"it carries what is {_words(before)} at first and {_words(out)} later")
+                    return Failure(op, f"its carry is {_words(before)} at first and {_words(out)} later")
             found = [s for s in joined if s is not None]
             if found == carry:
                 return carry, outputs[count:]
@@ -554,7 +554,7 @@ def _without(cond: Block, last: Op) -> Block:
 
 
 def _words(state: State) -> str:
-    return {"sliced": f"one value an example along dim {state.dim}", "partial": "a sum over the batch"}.get(
+    return {"sliced": f"one value for each example along dim {state.dim}", "partial": "a sum over the batch"}.get(
         state.kind, "the same for all examples"
     )
 

@@ -59,7 +59,7 @@ def test_says_everything_that_a_plan_holds() -> None:
         "no gap",
         "tracing 1.10 s",
         "dtype promoted",
-        "is neither returned nor updated",
+        "the step neither returns nor updates it",
     ):
         assert wanted in printed, wanted
 
