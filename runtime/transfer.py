@@ -125,18 +125,18 @@ class Mover:
         plain: list[tuple[int, int]] = []
         cut: dict[int, list[tuple[int, int]]] = {}
         for i in self._split:
-            for n, move in enumerate(plans[i].moves):
-                k = move.source - source.first
-                stays = move.source == move.destination and not plans[i].steps  # steps make new arrays
-                if move.ranges == have[i][k] and not stays:
+            for n, piece in enumerate(plans[i].pieces):
+                k = piece.source - source.first
+                stays = piece.source == piece.destination and not plans[i].steps  # steps make new arrays
+                if piece.ranges == have[i][k] and not stays:
                     plain.append((i, n))
                 else:
                     cut.setdefault(k, []).append((i, n))
         numbers: dict[tuple[int, int], int] = {}
-        for i, n in (*plain, *(move for k in cut for move in cut[k])):
+        for i, n in (*plain, *(place for k in cut for place in cut[k])):
             numbers[i, n] = len(self._targets)
-            self._targets.append(devices[plans[i].moves[n].destination])
-        self._plain = [(i, plans[i].moves[n].source - source.first) for i, n in plain]
+            self._targets.append(devices[plans[i].pieces[n].destination])
+        self._plain = [(i, plans[i].pieces[n].source - source.first) for i, n in plain]
         for k, pieces in cut.items():
             self._cuts.append(self._compile_cut(plans, k, pieces, have, devices[source.first + k]))
         self._plan_joins(plans, need, numbers, devices)
@@ -156,12 +156,12 @@ class Mover:
             parts: list[tuple[Any, list[Ranges], Ranges]] = []
             taken: list[int] = []
             for i in self._split:
-                moves = [(n, move) for n, move in enumerate(plans[i].moves) if move.destination == device]
-                if len(moves) == 1:
-                    block[i, k] = numbers[i, moves[0][0]]
+                arriving = [(n, piece) for n, piece in enumerate(plans[i].pieces) if piece.destination == device]
+                if len(arriving) == 1:
+                    block[i, k] = numbers[i, arriving[0][0]]
                     continue
-                parts.append((plans[i].dtype, [move.ranges for _, move in moves], need[i][k]))
-                taken += [numbers[i, n] for n, _ in moves]
+                parts.append((plans[i].dtype, [piece.ranges for _, piece in arriving], need[i][k]))
+                taken += [numbers[i, n] for n, _ in arriving]
                 block[i, k] = count
                 count += 1
             if parts:
@@ -181,7 +181,7 @@ class Mover:
     ) -> tuple[Any, list[Place]]:
         """One function of a device's blocks that makes all pieces that it sends but whole blocks."""
         used = list(dict.fromkeys(i for i, _ in pieces))
-        wanted = [(used.index(i), _within(plans[i].moves[n].ranges, have[i][position])) for i, n in pieces]
+        wanted = [(used.index(i), _within(plans[i].pieces[n].ranges, have[i][position])) for i, n in pieces]
 
         def cut(*held: Any) -> list[Any]:
             return [_slice(held[which], ranges) for which, ranges in wanted]

@@ -50,12 +50,12 @@ _PLANNED = 4
 
 
 @dataclass(frozen=True)
-class Move:
-    """One piece that one device sends to another.
+class Piece:
+    """What one device sends to another of an array.
 
     Attributes:
       source, destination: numbers of devices in the cluster. The same where the piece is there already.
-      ranges: which piece of the global array.
+      ranges: which part of the global array.
       bytes: its size.
     """
 
@@ -67,18 +67,18 @@ class Move:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How one array goes from one submesh to another. Plans are hashable: equal plans move alike.
+    """How one array goes from one submesh to another. Plans are hashable: equal plans move arrays in the same way.
 
     Attributes:
       shape, dtype: of the global array.
       src, src_mesh, dst, dst_mesh: where it is, and where it shall be.
       landing: the layout on the destination in which the pieces arrive.
-      moves: ordered by destination, then by place in its block. The pieces of one destination fill its block of the
+      pieces: ordered by destination, then by place in its block. The pieces of one destination fill its block of the
         landing, each part of it once.
       steps: what the destination does from the landing to `dst`.
       equal: device k of the source sends all that it holds to device k of the destination, another device, so the
         whole array is one `jax.device_put` to an equal sharding.
-      bytes: of all moves between different devices.
+      bytes: of all pieces that go to another device.
       seconds: predicted.
     """
 
@@ -89,7 +89,7 @@ class TransferPlan:
     dst: Layout
     dst_mesh: Submesh
     landing: Layout
-    moves: tuple[Move, ...]
+    pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
     equal: bool
     bytes: int
@@ -148,8 +148,8 @@ def edge_seconds(plans: Sequence[TransferPlan], cluster: Cluster) -> float:
     """Predicted seconds of arrays that go together: their messages share the links, and the transfer starts once."""
     loads = Loads(cluster)
     for plan in plans:
-        for move in plan.moves:
-            loads.add(move.source, move.destination, move.bytes)
+        for piece in plan.pieces:
+            loads.add(piece.source, piece.destination, piece.bytes)
     return loads.seconds + sum(_local_seconds(plan, cluster) + _steps_seconds(plan, cluster) for plan in plans)
 
 
@@ -275,38 +275,38 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
     loads = Loads(cluster)
     if equal:
         size = itemsize(array.dtype)
-        moves = [Move(s, d, block, _volume(block) * size) for (s, d), block in zip(pairs, need, strict=True)]
-        for move in moves:
-            loads.add(move.source, move.destination, move.bytes)
+        pieces = [Piece(s, d, block, _volume(block) * size) for (s, d), block in zip(pairs, need, strict=True)]
+        for piece in pieces:
+            loads.add(piece.source, piece.destination, piece.bytes)
     else:
-        moves = _moves(array, need, loads)
+        pieces = _pieces(array, need, loads)
     steps = reshard_steps(landing, array.dst)
     assert steps is not None, (landing, array.dst)
-    sent = sum(move.bytes for move in moves if move.source != move.destination)
-    plan = TransferPlan(**vars(array), landing=landing, moves=tuple(moves), steps=steps, equal=equal, bytes=sent)
+    sent = sum(piece.bytes for piece in pieces if piece.source != piece.destination)
+    plan = TransferPlan(**vars(array), landing=landing, pieces=tuple(pieces), steps=steps, equal=equal, bytes=sent)
     seconds = loads.seconds + _local_seconds(plan, cluster) + _steps_seconds(plan, cluster)
     return dataclasses.replace(plan, seconds=seconds)
 
 
-def _moves(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Move]:
+def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
     """Every piece, with the sender that keeps the links evenly busy."""
     size = itemsize(array.dtype)
     sizes = local_shape(array.shape, array.src, array.src_mesh.mesh)
     holders: dict[tuple[int, ...], list[int]] = {}
     for device, numbers in zip(array.src_mesh.devices, _block_numbers(array.src, array.src_mesh.mesh), strict=True):
         holders.setdefault(numbers, []).append(device)
-    moves = []
+    pieces = []
     for destination, block in zip(array.dst_mesh.devices, need, strict=True):
         for numbers in itertools.product(*(_met(low, high, n) for (low, high), n in zip(block, sizes, strict=True))):
-            piece = tuple(
+            ranges = tuple(
                 (max(low, number * n), min(high, (number + 1) * n))
                 for (low, high), number, n in zip(block, numbers, sizes, strict=True)
             )
-            count = _volume(piece) * size
+            count = _volume(ranges) * size
             source = loads.sender(holders[numbers], destination, count)
             loads.add(source, destination, count)
-            moves.append(Move(source, destination, piece, count))
-    return moves
+            pieces.append(Piece(source, destination, ranges, count))
+    return pieces
 
 
 def _met(low: int, high: int, size: int) -> range:
@@ -324,11 +324,11 @@ def _local_seconds(plan: TransferPlan, cluster: Cluster) -> float:
     need = math.prod(local_shape(plan.shape, plan.landing, plan.dst_mesh.mesh)) * itemsize(plan.dtype)
     cut: dict[int, int] = {}
     joined: dict[int, int] = {}
-    for move in plan.moves:
-        if move.bytes < have:
-            cut[move.source] = cut.get(move.source, 0) + move.bytes
-        if move.bytes < need:
-            joined[move.destination] = joined.get(move.destination, 0) + move.bytes
+    for piece in plan.pieces:
+        if piece.bytes < have:
+            cut[piece.source] = cut.get(piece.source, 0) + piece.bytes
+        if piece.bytes < need:
+            joined[piece.destination] = joined.get(piece.destination, 0) + piece.bytes
     worst = max(cut.values(), default=0) + max(joined.values(), default=0)
     return 2 * worst / cluster.memory_bandwidth
 

@@ -69,17 +69,17 @@ def covers(plan: transfers.TransferPlan) -> None:
     """Asserts that the pieces of each destination fill its block of the landing, each element once."""
     held = dict(zip(plan.src_mesh.devices, blocks(plan.shape, plan.src, plan.src_mesh.mesh), strict=True))
     needs = blocks(plan.shape, plan.landing, plan.dst_mesh.mesh)
-    assert {move.destination for move in plan.moves} == set(plan.dst_mesh.devices)
+    assert {piece.destination for piece in plan.pieces} == set(plan.dst_mesh.devices)
     for device, need in zip(plan.dst_mesh.devices, needs, strict=True):
         filled = np.zeros(plan.shape, np.int8)
-        for move in plan.moves:
-            if move.destination == device:
+        for piece in plan.pieces:
+            if piece.destination == device:
                 assert all(
-                    a <= low and high <= b for (low, high), (a, b) in zip(move.ranges, held[move.source], strict=True)
+                    a <= low and high <= b for (low, high), (a, b) in zip(piece.ranges, held[piece.source], strict=True)
                 )
-                part = tuple(slice(low, high) for low, high in move.ranges)
+                part = tuple(slice(low, high) for low, high in piece.ranges)
                 filled[part] += 1
-                assert move.bytes == filled[part].size * plan.dtype.itemsize
+                assert piece.bytes == filled[part].size * plan.dtype.itemsize
         wanted = np.zeros(plan.shape, np.int8)
         wanted[tuple(slice(low, high) for low, high in need)] = 1
         np.testing.assert_array_equal(filled, wanted)
@@ -90,7 +90,7 @@ def covers(plan: transfers.TransferPlan) -> None:
 def test_pieces_fill_every_block_once(edge):
     plan = plan_transfer(*edge)
     covers(plan)
-    assert plan.bytes == sum(move.bytes for move in plan.moves if move.source != move.destination)
+    assert plan.bytes == sum(piece.bytes for piece in plan.pieces if piece.source != piece.destination)
     assert plan.seconds >= 0 and math.isfinite(plan.seconds)
     assert (plan.landing == plan.dst) == (plan.steps == ())
     if plan.steps:
@@ -155,7 +155,7 @@ def test_small_arrays_are_sent_whole():
 
 def test_many_small_messages_become_whole_blocks_and_an_all_to_all():
     plan = plan_transfer((64, 64), F32, Layout((("x",), ())), SOURCE, Layout(((), ("y",))), TARGET, two_nodes(1e11))
-    assert plan.landing == Layout((("y",), ())) and plan.equal and len(plan.moves) == 8
+    assert plan.landing == Layout((("y",), ())) and plan.equal and len(plan.pieces) == 8
     assert [step.kind for step in plan.steps] == ["all_to_all"]
 
 
@@ -164,13 +164,13 @@ def test_an_odd_split_has_uneven_pieces():
     two = Submesh(LogicalMesh((2,), ("x",)), 0)
     plan = plan_transfer((6, 2), F32, Layout((("x",), ())), two, Layout((("y",), ())), three, FAST)
     covers(plan)
-    assert [move.ranges[0] for move in plan.moves] == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert [piece.ranges[0] for piece in plan.pieces] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     assert plan.seconds > 0
 
 
 def test_replicas_share_the_sending():
     plan = plan_transfer((64, 64), F32, replicated(2), SOURCE, Layout((("y",), ())), TARGET, two_nodes())
-    assert sorted(move.source for move in plan.moves) == list(range(8))
+    assert sorted(piece.source for piece in plan.pieces) == list(range(8))
 
 
 def test_a_replica_in_the_same_node_sends():
@@ -181,10 +181,10 @@ def test_a_replica_in_the_same_node_sends():
     cluster = dataclasses.replace(cluster, nodes=3)
     second_node = Submesh(LogicalMesh((4,), ("y",)), 4)
     plan = plan_transfer((8, 8), F32, Layout(((), ("x",))), both, Layout(((), ("y",))), second_node, cluster)
-    assert plan.bytes == 0 and all(move.source == move.destination for move in plan.moves)
+    assert plan.bytes == 0 and all(piece.source == piece.destination for piece in plan.pieces)
     plan = plan_transfer((8, 8), F32, replicated(2), both, Layout((("y",), ())), target, cluster)
-    assert len({move.source for move in plan.moves}) == 4
-    nodes = [move.source // 4 for move in plan.moves]
+    assert len({piece.source for piece in plan.pieces}) == 4
+    nodes = [piece.source // 4 for piece in plan.pieces]
     assert nodes.count(0) == nodes.count(1) == 2  # both uplinks
 
 
@@ -262,7 +262,7 @@ def test_plans_of_a_program():
 def test_scalars_and_empty_arrays():
     scalar = plan_transfer((), F32, replicated(0), SOURCE, replicated(0), TARGET, two_nodes())
     covers(scalar)
-    assert {move.bytes for move in scalar.moves} == {4}
+    assert {piece.bytes for piece in scalar.pieces} == {4}
     empty = plan_transfer((0, 8), F32, Layout((("x",), ())), SOURCE, Layout(((), ("y",))), TARGET, two_nodes())
     covers(empty)
     assert empty.bytes == 0
