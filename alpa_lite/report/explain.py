@@ -256,11 +256,13 @@ def _unknown(sites: list[_Site], name: str) -> str:
 def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
     """The subjects in one table; subjects for which it would show the same are one row."""
     rows = []
-    for stage in dict.fromkeys(_stages([s]) for s in subjects):
-        chosen = {path: _choice(s) for s in subjects if s.leaf and _stages([s]) == stage for path in s.names}
-        rows += [(f"{row.path}{stage}", "", chosen[row.members[0]]) for row in grouping.group(chosen.items())]
-    rows += [(f"{s.name}{_stages([s])}", _where(s), _choice(s)) for s in subjects if not s.leaf]
-    counts = Counter(rows)
+    for stage in dict.fromkeys(_stages([s]) for s in subjects if s.leaf):
+        own = {path: s for s in subjects if s.leaf and _stages([s]) == stage for path in s.names}
+        for row in grouping.group((path, _choice(s)) for path, s in own.items()):
+            first = own[row.members[0]]
+            rows.append((first, f"{row.path}{stage}", "", _choice(first)))
+    rows += [(s, f"{s.name}{_stages([s])}", _where(s), _choice(s)) for s in subjects if not s.leaf]
+    counts = Counter(row[1:] for row in sorted(rows, key=lambda row: _rank(row[0])))
     out = tables.table("", "", wide=0)
     for (title, where, choice), count in list(counts.items())[:_LISTED]:
         lines = [title, *(f"  {line}" for line in (where, choice) if line)]
