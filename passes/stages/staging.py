@@ -26,7 +26,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced, Value
+from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.passes.ir.flow import made_of, needed, producers, reach, reads, values_in
+from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.ir.pruning import indexed
+from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Assignment
 from alpa_lite.passes.stages.sums import split_sums
 
@@ -93,15 +97,14 @@ class _Step:
     def __init__(self, traced: Traced, assignment: Assignment, scan: int) -> None:
         self.traced, self.assignment = traced, assignment
         self.graph, self.block = traced.graph, traced.graph.block
-        self.scan = next(op for op in self.block.ops if op.index == scan)
-        (self.body,) = self.scan.bodies
-        self.num_consts: int = self.scan.params["num_consts"]
-        self.num_carry: int = self.scan.params["num_carry"]
+        self.scan = scan_op(traced, scan)
+        self.view = ScanView(self.scan)
+        self.body = self.view.body
         self.stages = assignment.stage
         self.shared = assignment.shared
-        self.made_by = {v: op for op in self.body.ops for v in op.results}
-        self.port = {v: i for i, v in enumerate(self.body.inputs)}
-        self.results = {v: i for i, v in enumerate(self.scan.results)}
+        self.made_by = producers(self.body.ops)
+        self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
+        self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
         self.constant = {v: i for i, v in enumerate(self.block.inputs[len(traced.arguments) :])}
         self._split_top()
@@ -112,45 +115,29 @@ class _Step:
 
     def _split_top(self) -> None:
         """Sorts the top block into ops before the scan and ops that depend on it."""
-        late = set(self.scan.results)
-        self.before: dict[int, Op] = {}
-        self.after: list[Op] = []
-        for op in self.block.ops:
-            if op is self.scan:
-                continue
-            if any(a in late for a in op.operands if isinstance(a, int)):
-                self.after.append(op)
-                late.update(op.results)
-            else:
-                self.before.update(dict.fromkeys(op.results, op))
-        self.late = late
+        others = [op for op in self.block.ops if op is not self.scan]
+        self.late = made_of(others, self.scan.results)
+        self.after = [op for op in others if not self.late.isdisjoint(reads(op))]
+        self.early = [op for op in others if self.late.isdisjoint(reads(op))]
+        self.before = producers(self.early)
 
     def body_needs(self, stage: int) -> tuple[list[Op], set[int]]:
         """The body ops of a stage, shared ones that it reads included, in order; and the carries that it holds."""
-        wanted = {
-            op.index for op in self.body.ops if self.stages.get(op.index) == stage and op.index not in self.shared
-        }
-        carries: set[int] = set()
-        pending = [op for op in self.body.ops if op.index in wanted]
+        own = [op for op in self.body.ops if self.stages.get(op.index) == stage and op.index not in self.shared]
+        outputs = self.view.outputs.carry
 
-        def demand(atom: Atom) -> None:
-            if not isinstance(atom, int):
-                return
-            if atom in self.port:
-                carry = self.port[atom] - self.num_consts
-                if 0 <= carry < self.num_carry and carry not in carries:
-                    carries.add(carry)
-                    demand(self.body.outputs[carry])
-            elif self.made_by[atom].index in self.shared and self.made_by[atom].index not in wanted:
-                wanted.add(self.made_by[atom].index)
-                pending.append(self.made_by[atom])
+        def demanded(value: int) -> tuple[int, ...]:
+            if value in self.carry_of:
+                return values_in([outputs[self.carry_of[value]]])
+            op = self.made_by.get(value)
+            return reads(op) if op is not None and op.index in self.shared else ()
 
-        for i, atom in enumerate(self.body.outputs[: self.num_carry]):
-            if isinstance(atom, int) and atom in self.made_by and self.made_by[atom].index in wanted:
-                carries.add(i)
-        while pending:
-            for atom in pending.pop().operands:
-                demand(atom)
+        reached = reach((value for op in own for value in reads(op)), demanded)
+        made = {value for op in own for value in op.results}
+        carries = {i for i, atom in enumerate(outputs) if atom in made}
+        carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
+        copies = {self.made_by[v].index for v in reached if v in self.made_by} & self.shared
+        wanted = copies.union(op.index for op in own)
         return [op for op in self.body.ops if op.index in wanted], carries
 
     def _place_carries(self) -> None:
@@ -162,10 +149,10 @@ class _Step:
             self.body_ops.append(ops)
             self.carries.append(carries)
         self.owner_of_result: dict[int, int] = {}
-        for value, i in self.results.items():
-            holders = [s for s, carries in enumerate(self.carries) if i in carries] if i < self.num_carry else []
-            atom = self.body.outputs[i]
-            if i < self.num_carry and len(holders) > 1:
+        for i, (value, atom) in enumerate(zip(self.scan.results, self.body.outputs, strict=True)):
+            is_carry = i < self.view.num_carry
+            holders = [s for s, carries in enumerate(self.carries) if is_carry and i in carries]
+            if len(holders) > 1:
                 made = self.made_by.get(atom) if isinstance(atom, int) else None
                 if made is not None and made.index not in self.shared:
                     raise PlanError(
@@ -185,9 +172,9 @@ class _Step:
         for op in self.after:
             stage = self.stages[op.index]
             number = 0
-            for atom in op.operands:
-                if isinstance(atom, int) and atom in value_round:
-                    number = max(number, value_round[atom] + (self.stage_of[atom] != stage))
+            for value in reads(op):
+                if value in value_round:
+                    number = max(number, value_round[value] + (self.stage_of[value] != stage))
             self.round_of[op.index] = number
             for value in op.results:
                 value_round[value] = number
@@ -196,44 +183,27 @@ class _Step:
 
     def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], set[int]]:
         """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
-        ops: dict[int, Op] = {}
-        inputs: set[int] = set()
-        pending = [a for a in atoms if isinstance(a, int)]
-        seen: set[int] = set()
-        while pending:
-            value = pending.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            if value in self.before:
-                op = self.before[value]
-                if op.index not in ops:
-                    ops[op.index] = op
-                    pending += [a for a in op.operands if isinstance(a, int)]
-            elif value in self.argument or value in self.constant:
-                inputs.add(value)
-        return [op for op in self.block.ops if op.index in ops], inputs
+        reached = needed(values_in(atoms), self.before)
+        ops = [op for op in self.early if not reached.keys().isdisjoint(op.results)]
+        return ops, {value for value in reached if value in self.argument or value in self.constant}
 
-    def reads(self, stage: int) -> list[Atom]:
+    def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
         atoms: list[Atom] = []
-        used = {a for op in self.body_ops[stage] for a in op.operands if isinstance(a, int)}
-        for value, i in self.port.items():
-            if value in used:
-                atoms.append(self.scan.operands[i])
-        atoms += [self.scan.operands[self.num_consts + i] for i in sorted(self.carries[stage])]
-        for value, i in self.results.items():  # results that are inputs of the body
-            atom = self.body.outputs[i]
-            if i >= self.num_carry and self.owner_of_result[value] == stage and atom in self.port:
-                atoms.append(self.scan.operands[self.port[atom]])  # type: ignore[index]
+        used = {value for op in self.body_ops[stage] for value in reads(op)}
+        atoms += [atom for value, atom in self.outer.items() if value in used]
+        atoms += [self.view.operands.carry[i] for i in sorted(self.carries[stage])]
+        for atom, result in self.view.ys:  # results that are inputs of the body
+            if self.owner_of_result[result] == stage and isinstance(atom, int) and atom in self.outer:
+                atoms.append(self.outer[atom])
         for op in self.after:
             if self.stages[op.index] == stage:
-                atoms += [a for a in op.operands if isinstance(a, int) and a not in self.late]
+                atoms += [value for value in reads(op) if value not in self.late]
         return atoms
 
     def _place_outputs(self) -> None:
         """The stage of every flat result, and the owner of every state argument."""
-        self.reached = [self._reach(self.reads(stage)) for stage in range(self.assignment.num_stages)]
+        self.reached = [self._reach(self.read_by(stage)) for stage in range(self.assignment.num_stages)]
         new_value = {argument: output for output, argument in self.traced.state}
         readers = {
             value: [s for s, (_, inputs) in enumerate(self.reached) if value in inputs] for value in self.argument
@@ -262,23 +232,17 @@ class _Step:
         self.late_in: list[list[int]] = []
         for stage, ops in enumerate(self.body_ops):
             own = {op.index for op in ops}
-            found: dict[int, None] = {}
-            outputs = [self.body.outputs[i] for i in sorted(self.carries[stage])]
-            for atom in [a for op in ops for a in op.operands] + outputs:
-                if isinstance(atom, int) and atom in self.made_by and self.made_by[atom].index not in own:
-                    found[atom] = None
-            self.crossing_in.append(list(found))
+            outputs = [self.view.outputs.carry[i] for i in sorted(self.carries[stage])]
+            used = values_in([*(a for op in ops for a in op.operands), *outputs])
+            found = [v for v in dict.fromkeys(used) if v in self.made_by and self.made_by[v].index not in own]
+            self.crossing_in.append(found)
             for value in found:
                 source = self.crossing_out[self.stages[self.made_by[value].index]]
                 if value not in source:
                     source.append(value)
-            late: dict[int, None] = {}
-            for op in self.after:
-                if self.stages[op.index] == stage:
-                    for atom in op.operands:
-                        if isinstance(atom, int) and atom in self.late and self.stage_of[atom] != stage:
-                            late[atom] = None
-            self.late_in.append(list(late))
+            used = [value for op in self.after if self.stages[op.index] == stage for value in reads(op)]
+            late = [v for v in dict.fromkeys(used) if v in self.late and self.stage_of[v] != stage]
+            self.late_in.append(late)
             for value in late:
                 if value not in self.late_out[self.stage_of[value]]:
                     self.late_out[self.stage_of[value]].append(value)
@@ -289,29 +253,16 @@ class _Stage:
 
     def __init__(self, step: _Step, number: int) -> None:
         self.step, self.number = step, number
-        self.values: list[Value] = list(step.graph.values)
-        self.index = 0
-        self.backward: set[int] = set()
-        self.weight: set[int] = set()
-        self.rounds: dict[int, int] = {}
+        self.rewriter = Rewriter(step.graph)
 
     def build(self) -> StageGraph:
         step, number = self.step, self.number
         outputs = [i for i, stage in enumerate(step.output_stage) if stage == number]
         finals = [step.block.outputs[i] for i in outputs]
-        whole, read = step._reach([*step.reads(number), *(a for a in finals if a not in step.late)])
+        whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
         arguments, ports = self._arguments(read, outputs)
-        scan, scan_index, stacks_in, stacks_out = self._scan()
-        top = [self._numbered(op) for op in whole]
-        if scan is not None:
-            scan = self._numbered(scan, body=True)
-            scan_index = scan.index
-            top.append(scan)
-        for op in step.after:
-            if step.stages[op.index] == number:
-                new = self._numbered(op)
-                self.rounds[new.index] = step.round_of[op.index]
-                top.append(new)
+        scan, stacks_in, stacks_out = self._scan()
+        update = [op for op in step.after if step.stages[op.index] == number]
         late_in, late_out = step.late_in[number], step.late_out[number]
         constants = sorted(v for v in read if v in step.constant)
         inputs = (*arguments, *stacks_in.values(), *late_in, *constants)
@@ -326,19 +277,18 @@ class _Stage:
             *(Port("crossing", v) for v in stacks_out),
             *(Port("late", v) for v in late_out),
         )
-        graph = Graph(
-            tuple(self.values),
-            Block(tuple(inputs), tuple(top), tuple(results)),
-            tuple(step.graph.constants[step.constant[v]] for v in constants),
-        )
+        block, place = indexed(Block(tuple(inputs), (*whole, *scan, *update), tuple(results)))
+        kept = tuple(step.graph.constants[step.constant[v]] for v in constants)
+        graph = Graph(tuple(self.rewriter.values), block, kept, self.rewriter.keys)
+        assignment = step.assignment
         return StageGraph(
             traced=self._traced(graph, input_ports, output_ports),
-            scan=scan_index,
+            scan=place[step.scan.index] if scan else -1,
             inputs=input_ports,
             outputs=output_ports,
-            backward=frozenset(self.backward),
-            weight=frozenset(self.weight),
-            rounds=self.rounds,
+            backward=frozenset(place[i] for i in assignment.backward if i in place),
+            weight=frozenset(place[i] for i in assignment.weight if i in place),
+            rounds={place[op.index]: step.round_of[op.index] for op in update},
             late_rounds={v: step.value_round[v] for v in late_out},
             constants=tuple(step.constant[v] for v in constants),
         )
@@ -354,83 +304,29 @@ class _Stage:
                 ports.append(Port("argument" if owner in (None, self.number) else "copy", argument))
         return values, ports
 
-    def _scan(self) -> tuple[Op | None, int, dict[int, int], dict[int, int]]:
-        """The stage's scan over micro-batches, and the stacked values that it takes and gives."""
-        step, number = self.step, self.number
-        ops, carries = step.body_ops[number], sorted(step.carries[number])
-        own_results = [
-            (value, i) for value, i in step.results.items() if step.owner_of_result[value] == number
-        ]  # fmt: skip
-        stacked = [(value, i) for value, i in own_results if i >= step.num_carry]
-        outs, ins = step.crossing_out[number], step.crossing_in[number]
-        if not ops and not own_results:
-            return None, -1, {}, {}
-        used = {a for op in ops for a in op.operands if isinstance(a, int)}
-        used |= {a for _, i in stacked if isinstance(a := step.body.outputs[i], int)}
-        first_xs = step.num_consts + step.num_carry
-        consts = [i for v, i in step.port.items() if v in used and i < step.num_consts]
-        xs = [i for v, i in step.port.items() if v in used and i >= first_xs]
-        length = int(step.scan.params["length"])
-        stacks_in = {v: self._stack(v, length) for v in ins}
-        stacks_out = {v: self._stack(v, length) for v in outs}
-        ports = step.body.inputs
-        body = Block(
-            (
-                *(ports[i] for i in consts),
-                *(ports[step.num_consts + i] for i in carries),
-                *(ports[i] for i in xs),
-                *ins,
-            ),
-            tuple(sorted(ops, key=lambda op: op.index in step.assignment.backward)),
-            (*(step.body.outputs[i] for i in carries), *(step.body.outputs[i] for _, i in stacked), *outs),
+    def _scan(self) -> tuple[list[Op], dict[int, int], dict[int, int]]:
+        """The stage's scan over micro-batches, if it has one, and the stacked values that it takes and gives."""
+        step, number, view = self.step, self.number, self.step.view
+        ops, held = step.body_ops[number], sorted(step.carries[number])
+        owned = {value for value in step.scan.results if step.owner_of_result[value] == number}
+        if not ops and not owned:
+            return [], {}, {}
+        ys = [(atom, result) for atom, result in view.ys if result in owned]
+        used = set(values_in([*(a for op in ops for a in op.operands), *(atom for atom, _ in ys)]))
+        carries = [view.carries[i] for i in held]
+        carries = [c if c.end in owned else c._replace(end=self.rewriter.fresh(c.input)) for c in carries]
+        stacks_in, stacks_out = (
+            {value: self.rewriter.shaped(value, (view.length, *step.graph.values[value].shape)) for value in values}
+            for values in (step.crossing_in[number], step.crossing_out[number])
         )
-        operands = step.scan.operands
-        results_of_carry = {i: value for value, i in step.results.items()}
-        owned = {i for _, i in own_results}
-        results = [
-            results_of_carry[i] if i in owned and i in results_of_carry else self._like(ports[step.num_consts + i])
-            for i in carries
-        ]
-        scan = replace(
-            step.scan,
-            params={**step.scan.params, "num_consts": len(consts), "num_carry": len(carries)},
-            operands=(
-                *(operands[i] for i in consts),
-                *(operands[step.num_consts + i] for i in carries),
-                *(operands[i] for i in xs),
-                *stacks_in.values(),
-            ),
-            results=(*results, *(value for value, _ in stacked), *stacks_out.values()),
-            bodies=(body,),
+        scan = view.rebuilt(
+            sorted(ops, key=lambda op: op.index in step.assignment.backward),
+            [pair for pair in view.consts if pair[1] in used],
+            carries,
+            [*(pair for pair in view.xs if pair[1] in used), *((stack, v) for v, stack in stacks_in.items())],
+            [*ys, *stacks_out.items()],
         )
-        return scan, scan.index, stacks_in, stacks_out
-
-    def _stack(self, value: int, length: int) -> int:
-        """A new value: `value` for every micro-batch."""
-        inner = self.values[value]
-        shape = (length, *inner.shape)
-        self.values.append(Value(shape, inner.dtype, inner.aval.update(shape=shape)))
-        return len(self.values) - 1
-
-    def _like(self, value: int) -> int:
-        self.values.append(self.values[value])
-        return len(self.values) - 1
-
-    def _numbered(self, op: Op, *, body: bool = False) -> Op:
-        """The op with numbers in program order; notes the direction of those of the scan's body."""
-        bodies = tuple(replace(b, ops=tuple(self._inner(o, note=body) for o in b.ops)) for b in op.bodies)
-        new = replace(op, index=self.index, bodies=bodies)
-        self.index += 1
-        return new
-
-    def _inner(self, op: Op, *, note: bool) -> Op:
-        new = self._numbered(op)
-        if note:
-            if op.index in self.step.assignment.backward:
-                self.backward.add(new.index)
-            if op.index in self.step.assignment.weight:
-                self.weight.add(new.index)
-        return new
+        return [replace(scan, key=step.scan.key)], stacks_in, stacks_out
 
     def _traced(self, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
         whole = self.step.traced

@@ -13,16 +13,17 @@ The first of them starts where the accumulator started, the others at zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.loops import scan_op
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.passes.ir.flow import producers, users
+from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
+from alpa_lite.passes.ir.rewriting import Rewriter, substituted
 from alpa_lite.passes.layers.types import Assignment
 
 
@@ -33,84 +34,32 @@ def split_sums(traced: Traced, scan: int, assignment: Assignment) -> tuple[Trace
     return _Splitter(traced, scan, assignment).result()
 
 
-@dataclass
 class _Splitter:
-    """The tables of one rewriting."""
+    """The tables of one rewriting. Values and ops keep their numbers: the assignment speaks of them."""
 
-    traced: Traced
-    scan: int
-    assignment: Assignment
-    values: list[Value] = field(default_factory=list)
-    stage: dict[int, int] = field(default_factory=dict)
-    backward: set[int] = field(default_factory=set)
-    weight: set[int] = field(default_factory=set)
-    index: int = 0
-
-    def result(self) -> tuple[Traced, Assignment]:
-        graph, assignment = self.traced.graph, self.assignment
-        self.values = list(graph.values)
+    def __init__(self, traced: Traced, scan: int, assignment: Assignment) -> None:
+        self.traced, self.assignment = traced, assignment
+        self.scan = scan_op(traced, scan)
+        self.rewriter = Rewriter(traced.graph)
         self.stage = dict(assignment.stage)
         self.backward, self.weight = set(assignment.backward), set(assignment.weight)
-        self.index = 1 + max(op.index for op in graph.ops())
-        scan = scan_op(self.traced, self.scan)
-        (body,) = scan.bodies
-        consts, carries = scan.params["num_consts"], scan.params["num_carry"]
-        made_by = {v: op for op in body.ops for v in op.results}
-        kept = [op for op in body.ops if op.index not in assignment.dissolved]
-        inputs, outputs = list(body.inputs), list(body.outputs)
-        results = list(scan.results)
-        before: list[Op] = []
-        after: list[Op] = []
-        new_inputs: list[int] = []
-        new_outputs: list[Atom] = []
-        new_starts: list[Atom] = []
-        new_results: list[int] = []
-        for carry, summands in assignment.split_sums:
-            made = outputs[carry]
-            assert isinstance(made, int)
-            template = made_by[made]
-            by_stage: dict[int, list[int]] = {}
-            for value, stage in summands:
-                by_stage.setdefault(stage, []).append(value)
-            total = results[carry]
-            parts: list[int] = []
-            for number, (stage, some) in enumerate(by_stage.items()):
-                held = inputs[consts + carry] if number == 0 else self.like(made)
-                contribution = some[0]
-                sources = [made_by[v].index for v in some if v in made_by]
-                for value in some[1:]:
-                    contribution = self.add(template, contribution, value, stage, kept, sources)
-                new = self.add(template, held, contribution, stage, kept, sources)
-                parts.append(self.like(total))
-                if number == 0:
-                    outputs[carry] = new
-                    results[carry] = parts[0]
-                else:
-                    new_inputs.append(held)
-                    new_outputs.append(new)
-                    new_starts.append(self.zeros(total, before))
-                    new_results.append(parts[-1])
-            self.join(template, total, parts, after)
-        split = consts + carries
-        new_scan = replace(
-            scan,
-            params={**scan.params, "num_carry": carries + len(new_inputs)},
-            operands=(*scan.operands[:split], *new_starts, *scan.operands[split:]),
-            results=(*results[:carries], *new_results, *results[carries:]),
-            bodies=(
-                Block(
-                    (*inputs[:split], *new_inputs, *inputs[split:]),
-                    tuple(_ordered(kept, {*inputs, *new_inputs})),
-                    (*outputs[:carries], *new_outputs, *outputs[carries:]),
-                ),
-            ),
-        )
-        ops: list[Op] = []
-        for op in graph.block.ops:
-            ops += [*before, new_scan, *after] if op.index == self.scan else [op]
-        block = replace(graph.block, ops=tuple(ops))
-        changed = Graph(tuple(self.values), block, graph.constants)
-        return replace(self.traced, graph=changed), replace(
+        self.made_by = producers(self.scan.bodies[0].ops)
+        self.readers = users(traced.graph.block.ops)
+        self.before: list[Op] = []
+        self.after: list[Op] = []
+
+    def result(self) -> tuple[Traced, Assignment]:
+        view, assignment = ScanView(self.scan), self.assignment
+        self.body = [op for op in view.body.ops if op.index not in assignment.dissolved]
+        carries, added = view.carries, list[Carried]()
+        for number, summands in assignment.split_sums:
+            carries[number], *others = self.split(carries[number], summands)
+            added += others
+        scan = view.rebuilt(self.body, view.consts, [*carries, *added], view.xs, view.ys)
+        scan = replace(scan, key=self.scan.key)
+        block = substituted(self.traced.graph.block, self.scan, [*self.before, scan, *self.after])
+        graph = replace(self.traced.graph, values=tuple(self.rewriter.values), block=block)
+        return replace(self.traced, graph=graph), replace(
             assignment,
             stage=self.stage,
             backward=frozenset(self.backward),
@@ -119,76 +68,56 @@ class _Splitter:
             dissolved=frozenset(),
         )
 
-    def like(self, value: int) -> int:
-        """A new value of the same type."""
-        self.values.append(self.values[value])
-        return len(self.values) - 1
+    def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
+        """One carry for each stage that makes summands; the first starts where the whole did."""
+        assert isinstance(whole.output, int)
+        template = self.made_by[whole.output]
+        by_stage: dict[int, list[int]] = {}
+        for value, stage in summands:
+            by_stage.setdefault(stage, []).append(value)
+        parts: list[Carried] = []
+        for stage, values in by_stage.items():
+            held = self.rewriter.fresh(whole.output) if parts else whole.input
+            sources = [self.made_by[v].index for v in values if v in self.made_by]
+            contribution = values[0]
+            for value in values[1:]:
+                contribution = self.add(template, contribution, value, stage, sources)
+            total = self.add(template, held, contribution, stage, sources)
+            start = self.zeros(whole.end) if parts else whole.start
+            parts.append(Carried(start, held, total, self.rewriter.fresh(whole.end)))
+        self.join(template, whole.end, [part.end for part in parts])
+        return parts
 
-    def new(self, op: Op, operands: Sequence[Atom], result: int) -> Op:
-        self.index += 1
-        return replace(op, index=self.index - 1, operands=tuple(operands), results=(result,))
+    def addition(self, template: Op, left: int, right: int, result: int, stage: int) -> Op:
+        """An op like the template, on other values."""
+        index = self.rewriter.index()
+        self.stage[index] = stage
+        return replace(template, index=index, operands=(left, right), results=(result,))
 
-    def add(self, template: Op, left: int, right: int, stage: int, out: list[Op], sources: Sequence[int]) -> int:
+    def add(self, template: Op, left: int, right: int, stage: int, sources: Sequence[int]) -> int:
         """Appends an addition to the body; it runs when what it adds is made."""
-        result = self.like(template.results[0])
-        op = self.new(template, (left, right), result)
-        out.append(op)
-        self.stage[op.index] = stage
-        if any(i in self.backward for i in sources):
+        op = self.addition(template, left, right, self.rewriter.fresh(template.results[0]), stage)
+        self.body.append(op)
+        if not self.backward.isdisjoint(sources):
             self.backward.add(op.index)
-            if all(i in self.weight for i in sources):
+            if self.weight.issuperset(sources):
                 self.weight.add(op.index)
-        return result
+        return op.results[0]
 
-    def zeros(self, value: int, out: list[Op]) -> int:
+    def zeros(self, value: int) -> int:
         """Appends an op before the scan that makes zeros like `value`."""
-        aval = self.values[value].aval
+        aval = self.rewriter.values[value].aval
         zero = Lit(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
-        params: Mapping[str, object] = {
-            "shape": tuple(aval.shape),
-            "broadcast_dimensions": (),
-            "sharding": None,
-        }
-        keys = Keys()
-        primitive = jax.lax.broadcast_in_dim_p
-        key = keys.key(keys.head(primitive, params), [zero])
-        source = scan_op(self.traced, self.scan).source
-        result = self.like(value)
-        out.append(Op(self.index, primitive, params, (zero,), (result,), (), source, key))
-        self.index += 1
+        params = {"shape": tuple(aval.shape), "broadcast_dimensions": (), "sharding": None}
+        result = self.rewriter.fresh(value)
+        self.before.append(self.rewriter.op(jax.lax.broadcast_in_dim_p, params, [zero], [result], self.scan.source))
         return result
 
-    def join(self, template: Op, total: int, parts: Sequence[int], out: list[Op]) -> None:
+    def join(self, template: Op, total: int, parts: Sequence[int]) -> None:
         """Appends the additions after the scan, on the stage that reads the total."""
-        readers = [
-            self.assignment.stage[op.index]
-            for op in self.traced.graph.block.ops
-            if total in op.operands and op.index in self.assignment.stage
-        ]
-        stage = readers[0] if readers else 0
+        stages = [self.stage[op.index] for op in self.readers.get(total, ()) if op.index in self.assignment.stage]
         left = parts[0]
         for number, part in enumerate(parts[1:], start=2):
-            result = total if number == len(parts) else self.like(total)
-            op = self.new(template, (left, part), result)
-            out.append(op)
-            self.stage[op.index] = stage
+            result = total if number == len(parts) else self.rewriter.fresh(total)
+            self.after.append(self.addition(template, left, part, result, stages[0] if stages else 0))
             left = result
-
-
-def _ordered(ops: Sequence[Op], known: set[int]) -> list[Op]:
-    """The ops in an order in which each comes after what it reads; otherwise as they stand."""
-    made = {v for op in ops for v in op.results}
-    seen = set(known)
-    out: list[Op] = []
-    waiting = list(ops)
-    while waiting:
-        rest = []
-        for op in waiting:
-            if all(not isinstance(a, int) or a in seen or a not in made for a in op.operands):
-                out.append(op)
-                seen.update(op.results)
-            else:
-                rest.append(op)
-        assert len(rest) < len(waiting)
-        waiting = rest
-    return out
