@@ -28,8 +28,8 @@ ring carries payload * s / 8 over its fullest link and a line payload * s / 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -42,48 +42,6 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 #: The longest part of k that one tile works through before splitting k over idle units pays, in tiles.
 _SPLIT_TILES = 8
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What something costs: a value that adds and scales.
-
-    Attributes:
-      seconds: time.
-      flops: operations of one device.
-      bytes_moved: bytes that one device reads and writes in its memory.
-      bytes_sent: payload bytes by mesh axis, as sorted pairs; a collective over several axes counts under "a+b".
-    """
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    bytes_moved: float = 0.0
-    bytes_sent: tuple[tuple[str, float], ...] = ()
-
-    def __add__(self, other: Cost) -> Cost:
-        sent = dict(self.bytes_sent)
-        for axis, count in other.bytes_sent:
-            sent[axis] = sent.get(axis, 0.0) + count
-        return Cost(
-            self.seconds + other.seconds,
-            self.flops + other.flops,
-            self.bytes_moved + other.bytes_moved,
-            tuple(sorted(sent.items())),
-        )
-
-    def __mul__(self, times: float) -> Cost:
-        sent = tuple((axis, count * times) for axis, count in self.bytes_sent)
-        return Cost(self.seconds * times, self.flops * times, self.bytes_moved * times, sent)
-
-    __rmul__ = __mul__
-
-    @staticmethod
-    def sum(costs: Iterable[Cost]) -> Cost:
-        """The sum of `costs`, zero for none."""
-        total = Cost()
-        for cost in costs:
-            total = total + cost
-        return total
 
 
 @dataclass(frozen=True)
@@ -101,22 +59,42 @@ class _Rung:
     exchange: float
 
 
+@dataclass(frozen=True)
 class MeshCost:
-    """Prices on one logical mesh of a cluster.
+    """Prices on one logical mesh of a cluster: a value, so that whatever is derived from it is derived once.
 
     The mesh takes the cluster's first `mesh.size` devices in order: its last axis joins neighbours.
+
+    Raises:
+      OptionError: if the mesh has more devices than the cluster.
     """
 
-    def __init__(self, cluster: Cluster, mesh: LogicalMesh) -> None:
-        """Raises OptionError if the mesh has more devices than the cluster."""
-        self.cluster = cluster
-        self.mesh = mesh
-        self._levels = cluster.levels(mesh.size)
-        sizes = tuple(level.size for level in self._levels)
-        self._pieces = decompose(mesh.shape, sizes)
-        # The cluster and the mesh never change, so these memos are invisible to callers.
-        self._coefficients: dict[tuple[str, Axes], tuple[float, float]] = {}
-        self._peaks: dict[Any, float] = {}
+    cluster: Cluster
+    mesh: LogicalMesh
+    # Memos, invisible to callers.
+    _coefficients: dict[tuple[str, Axes], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _peaks: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._levels  # noqa: B018  raises if the mesh is too large
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """A cluster is a tree of values: its hash is computed once, not at each look into a table."""
+        return hash((self.cluster, self.mesh))
+
+    @cached_property
+    def _levels(self) -> tuple[Level, ...]:
+        return tuple(self.cluster.levels(self.mesh.size))
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...] | None:
+        return decompose(self.mesh.shape, tuple(level.size for level in self._levels))
 
     def collective(self, kind: str, axes: Axes, payload: float) -> float:
         """Seconds of one collective.
@@ -143,12 +121,6 @@ class MeshCost:
         if found is None:
             found = self._coefficients[kind, axes] = self._derive(kind, axes)
         return found
-
-    def collective_cost(self, kind: str, axes: Axes, payload: float) -> Cost:
-        """`collective` as a `Cost`, with the payload under its axes."""
-        name = "+".join(axis for axis in self.mesh.axis_names if axis in axes and self.mesh.axis_size(axis) > 1)
-        sent = ((name, float(payload)),) if name and kind != "slice" else ()
-        return Cost(self.collective(kind, axes, payload), bytes_sent=sent)
 
     def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
         """Seconds of an operation on one device: max(flops / (peak * efficiency), bytes / bandwidth).

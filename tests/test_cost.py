@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.cluster import Cluster, Link
-from alpa_lite.cost import Cost, MeshCost
+from alpa_lite.cost import MeshCost
 from alpa_lite.layout import LogicalMesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -207,13 +207,9 @@ def test_roofline():
     assert cost.compute(1.0, 1e11, "float32") == pytest.approx(1.0)
 
 
-def test_costs_add_and_scale():
-    cost = prices(NODE, 2, 2)
-    one = cost.collective_cost("all_gather", ("a",), 100)
-    both = cost.collective_cost("all_reduce", ("b", "a"), 50)
-    total = one + 2 * both + Cost(1.0, 5.0, 7.0)
-    assert total == Cost.sum([one, both, both, Cost(1.0, 5.0, 7.0)])
-    assert total.bytes_sent == (("a", 100.0), ("a+b", 100.0))
-    assert total.seconds == pytest.approx(1.0 + one.seconds + 2 * both.seconds)
-    assert (total.flops, total.bytes_moved) == (5.0, 7.0)
-    assert cost.collective_cost("slice", ("a",), 100) == Cost()
+def test_prices_are_values():
+    one, same, other = prices(NODE, 2, 2), prices(NODE, 2, 2), prices(NODE, 4)
+    assert one == same and hash(one) == hash(same)
+    assert one != other
+    one.collective("all_reduce", ("a",), 8.0)  # what has been asked makes no difference
+    assert one == same

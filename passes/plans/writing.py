@@ -20,7 +20,7 @@ from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.lowering.program import LocalProgram, block_count
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.plans.alternatives import Weighed
+from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import prices, tables
 from alpa_lite.passes.sharding import space as strategy_space
@@ -311,7 +311,7 @@ def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.
 
 
 def _alternatives(
-    node: Node, weighed: Sequence[Weighed], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
+    node: Node, weighed: Sequence[Forced], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
 ) -> tuple[Alternative, ...]:
     """The weighed strategies of a node: those that fit first, then by the seconds of the whole step."""
     out = []

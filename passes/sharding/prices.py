@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -85,9 +87,44 @@ def _codes(cost: MeshCost) -> _Codes:
     return _Codes(cost)
 
 
-@functools.lru_cache(maxsize=20_000)
-def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> tuple[np.ndarray, ...]:
-    """Coefficients of every pair of layouts of one rank: three arrays [P, Q]."""
+class Recent:
+    """Arrays by key, those used last, as many as take a number of bytes.
+
+    Attributes:
+      limit: bytes. nbytes: of what is kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.nbytes = limit, 0
+        self._arrays: OrderedDict[object, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The array of a key, made if it is not there."""
+        with self._lock:
+            if key in self._arrays:
+                self._arrays.move_to_end(key)
+                return self._arrays[key]
+        array = make()
+        with self._lock:
+            if key not in self._arrays:
+                self._arrays[key] = array
+                self.nbytes += array.nbytes
+            while self.nbytes > self.limit:
+                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
+        return array
+
+
+RECENT = Recent(64 * 2**20)
+"""Tables of `pairs`: layers, stages and later plans on equal clusters and meshes share them."""
+
+
+def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
+    """[3, P, Q] coefficients of every pair of layouts of one rank, as of `_coefficients`."""
+    return RECENT.get((cost, produced, wanted), lambda: _pairs(cost, produced, wanted))
+
+
+def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
     codes = _codes(cost)
     (sources, before), (goals, after) = codes.of(produced), codes.of(wanted)
     changes = sources[:, None, :] != goals[None, :, :]
@@ -106,8 +143,10 @@ def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ..
         if code not in known:
             known[code] = _coefficients(cost, produced[i // len(wanted)], wanted[i % len(wanted)])
         found.append(known[code])
-    table = np.array(found)[kind.reshape(number.shape)]
-    return table[..., 0], table[..., 1], table[..., 2] / unchanged
+    table = np.moveaxis(np.array(found)[kind.reshape(number.shape)], -1, 0).copy()
+    table[2] /= unchanged
+    table.flags.writeable = False
+    return table
 
 
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:

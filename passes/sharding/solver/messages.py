@@ -68,7 +68,7 @@ class _Classes:
 class Ascent:
     """Messages that make a lower bound of a problem, improved by `sweep`.
 
-    Every class of the problem must be in use and every strategy have an allowed partner, as `prune` leaves it.
+    Every class of the problem must be in use, and every strategy have an allowed partner: see `restrict.consistent`.
 
     Attributes:
       bound: seconds, valid for every choice.

@@ -1,8 +1,8 @@
 """The strategy graph in the form that the solver works on: dense arrays, with memory beside each cost.
 
 A `StrategyGraph` lists buffers by owner. Here every node and every edge carries its own bytes: for some closed
-intervals of program points, an array of the shape of its cost. So a reduction moves bytes as it moves seconds, and one
-that may not ignore memory has only to look beside the cost.
+intervals of program points, an array of the shape of its cost. So whatever
+restricts or prices a problem treats bytes as it treats seconds.
 
     seconds(choice)  = sum_i node_i.cost[s_i] + sum_e sum_{q in Q_e} edge_e.cost[p_e, q]
     bytes(choice)[t] = base[t] + the same sum over the memory of the intervals that contain t
@@ -12,8 +12,9 @@ with p_e = src_class[s_src] and Q_e = {klass[s_node] for (node, klass) in consum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class Node:
 class Edge:
     """One transfer. cost: [P, Q] seconds, `inf` forbids. memory: [n, P, Q] bytes of the copy in layout q.
 
-    src_class: [S of src] -> p. consumers: (node, [S of node] -> q); no two of them alike.
+    src_class: [S of src] -> p. consumers: (node, [S of node] -> q); no two of them equal.
     """
 
     src: int
@@ -99,6 +100,14 @@ class Edge:
         """The layouts that some consumer wants, each once."""
         return sorted({int(klass[choice[node]]) for node, klass in self.consumers})
 
+    def seconds(self, choice: Sequence[int] | np.ndarray) -> float:
+        """What a choice pays for the transfer."""
+        paid = self.cost[self.src_class[choice[self.src]]]
+        if len(self.consumers) == 1:  # the usual case, quickly
+            node, klass = self.consumers[0]
+            return float(paid[klass[choice[node]]])
+        return float(paid[self.wanted(choice)].sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -112,21 +121,26 @@ class Problem:
     def seconds(self, choice: Sequence[int] | np.ndarray) -> float:
         """The objective of a choice; `inf` if it uses something forbidden."""
         total = sum(float(node.cost[s]) for node, s in zip(self.nodes, choice, strict=True))
-        return total + sum(float(e.cost[e.src_class[choice[e.src]], e.wanted(choice)].sum()) for e in self.edges)
+        return total + sum(edge.seconds(choice) for edge in self.edges)
 
     def bytes(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """[points] bytes live at each program point under a choice."""
+        return self.base + self.bytes_of(range(len(self.nodes)), range(len(self.edges)), choice)
+
+    def bytes_of(self, nodes: Iterable[int], edges: Iterable[int], choice: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[points] the bytes of some nodes and edges alone under a choice."""
         spans, sizes = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
-        for node, s in zip(self.nodes, choice, strict=True):
-            if node.memory:
-                spans.append(node.memory.span)
-                sizes.append(node.memory.size[:, s])
-        for edge in self.edges:
+        for i in nodes:
+            memory = self.nodes[i].memory
+            if memory:
+                spans.append(memory.span)
+                sizes.append(memory.size[:, choice[i]])
+        for edge in (self.edges[e] for e in edges):
             if edge.memory:
                 spans.append(edge.memory.span)
                 sizes.append(edge.memory.size[:, edge.src_class[choice[edge.src]], edge.wanted(choice)].sum(1))
         start, end = np.concatenate(spans).T
-        return self.base + timeline(len(self.base), start, end, np.concatenate(sizes))
+        return timeline(len(self.base), start, end, np.concatenate(sizes))
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""
@@ -136,6 +150,15 @@ class Problem:
         """Whether a choice stays within the budget, but for rounding of sums of fractional bytes."""
         return self.budget is None or self.peak(choice) <= allowance(self.budget)
 
+    @cached_property
+    def touching(self) -> list[list[int]]:
+        """For each node the edges that it is part of."""
+        touching: list[list[int]] = [[] for _ in self.nodes]
+        for e, edge in enumerate(self.edges):
+            for node in edge.nodes:
+                touching[node].append(e)
+        return touching
+
     @property
     def lower_bound(self) -> float:
         """Seconds that no choice can undercut: each node at its cheapest, each transfer free."""
@@ -143,7 +166,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """How many numbers decide the problem: a measure of what a reduction has gained."""
+        """How many numbers decide the problem: a measure of what a restriction has gained."""
         return sum(n.cost.size for n in self.nodes) + sum(e.cost.size * len(e.consumers) for e in self.edges)
 
 

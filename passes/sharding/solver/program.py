@@ -30,7 +30,7 @@ SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many uni
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LinearProgram:
     """The arrays of the program. Variables: all x, node by node from `first[i]`, then all z and w.
 
     cost: [n] seconds. equal, equal_to: equality rows. at_most, at_most_to: inequality rows. start, end, variable, size:
@@ -119,7 +119,7 @@ class _Triplets:
         return sparse.csr_array(entries, shape=(self.height, width))
 
 
-def build(problem: Problem) -> Program:
+def build(problem: Problem) -> LinearProgram:
     """The program of a problem; see the module's docstring."""
     sizes = [len(node.cost) for node in problem.nodes]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -140,7 +140,7 @@ def build(problem: Problem) -> Program:
     empty = np.zeros(0, dtype=np.int64)
     equal_to = np.zeros(equal.height)
     equal_to[: len(sizes)] = 1.0
-    return Program(
+    return LinearProgram(
         problem,
         first,
         np.concatenate(cost),
@@ -233,7 +233,7 @@ def _new_pairs(
     return width + len(p)
 
 
-def relax(program: Program, points: Sequence[int], unit: float, time_limit: float) -> Relaxed:
+def relax(program: LinearProgram, points: Sequence[int], unit: float, time_limit: float) -> Relaxed:
     """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
     rows, limits = _memory_rows(program, points)
     scale = SCALE / unit
@@ -258,7 +258,12 @@ def relax(program: Program, points: Sequence[int], unit: float, time_limit: floa
 
 
 def branch(
-    program: Program, points: Sequence[int], covers: Sequence[np.ndarray], unit: float, time_limit: float, gap: float
+    program: LinearProgram,
+    points: Sequence[int],
+    covers: Sequence[np.ndarray],
+    unit: float,
+    time_limit: float,
+    gap: float,
 ) -> Relaxed:
     """The integer program with the memory rows of some program points, and with sets of which not all may be chosen."""
     rows, limits = _memory_rows(program, points)
@@ -273,7 +278,7 @@ def branch(
     return _milp(program, program.cost * (SCALE / unit), constraints, unit / SCALE, time_limit, gap)
 
 
-def flatten(program: Program, points: Sequence[int], integral: bool, time_limit: float, gap: float) -> Relaxed:
+def flatten(program: LinearProgram, points: Sequence[int], integral: bool, time_limit: float, gap: float) -> Relaxed:
     """Minimise the largest of the bytes at some program points; the bound is in bytes."""
     matrix = sparse.csr_array(np.stack([program.memory_row(t) for t in points]))
     base = program.problem.base[list(points)]
@@ -296,7 +301,7 @@ def flatten(program: Program, points: Sequence[int], integral: bool, time_limit:
 
 
 def _milp(
-    program: Program,
+    program: LinearProgram,
     cost: np.ndarray,
     constraints: list[LinearConstraint],
     unit: float,
@@ -324,20 +329,20 @@ def _rows(matrix: sparse.csr_array, low: np.ndarray | float, high: np.ndarray | 
     return LinearConstraint(matrix, cast(float, low), cast(float, high))
 
 
-def _bounds(program: Program) -> np.ndarray:
+def _bounds(program: LinearProgram) -> np.ndarray:
     bounds = np.zeros((len(program.cost), 2))
     bounds[:, 1] = np.inf
     bounds[: program.integers, 1] = 1.0
     return bounds
 
 
-def _row_scale(program: Program) -> float:
+def _row_scale(program: LinearProgram) -> float:
     """What makes the budget of a row `SCALE`, in which the solver's tolerance is one part in 1e10 of the budget."""
     budget = program.problem.budget
     return SCALE / abs(budget) if budget else 1.0
 
 
-def _memory_rows(program: Program, points: Sequence[int]) -> tuple[sparse.csr_array, np.ndarray]:
+def _memory_rows(program: LinearProgram, points: Sequence[int]) -> tuple[sparse.csr_array, np.ndarray]:
     """Rows and limits: bytes at these points within the budget."""
     if not len(points):
         return sparse.csr_array((0, len(program.cost))), np.zeros(0)

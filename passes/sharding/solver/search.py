@@ -1,9 +1,9 @@
-"""The search for the best choice of a sharding problem: from cheap proofs to dear ones.
+"""The search for the best choice of a sharding problem: from cheap proofs to expensive ones.
 
-The way to the optimum, each step with a proof of its own:
+The way to the optimum, each step with its own proof:
   1. without memory: bound from below by message passing (`sharding.solver.messages`), from above by descent; forbid
-     what the two exclude, reduce (`sharding.solver.reductions`), and again. Mostly bound and choice meet; if the choice
-     fits, it is best.
+     what the two exclude, restrict the problem to the rest (`sharding.solver.restrict`), and repeat. Mostly bound and
+     choice meet; if the choice fits, it is best.
   2. with a budget that binds: the same at the best price of memory (`sharding.solver.memory`).
   3. the linear relaxation of what is left (`sharding.solver.program`), memory rows added for the program points that
      are too full until none is; again forbid what its reduced costs exclude.
@@ -31,8 +31,8 @@ from alpa_lite.passes.sharding.solver.problem import (
     forget_seconds,
     price_memory,
 )
-from alpa_lite.passes.sharding.solver.program import Program, Relaxed, branch, build, flatten, relax
-from alpa_lite.passes.sharding.solver.reductions import Contradiction, Reduction, chain, consistent, reduce
+from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, build, flatten, relax
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
 from alpa_lite.strategy import Solution
 
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
@@ -57,7 +57,7 @@ class Search:
     choice: np.ndarray | None = None
     objective: float = math.inf
     bound: float = 0.0
-    ceiling: float = math.inf  # choices at least this dear may have been forbidden
+    ceiling: float = math.inf  # choices at least this expensive may have been forbidden
     roof: float = math.inf  # bytes above which a choice is of no interest but for its bound
     variables: int = 0
     constraints: int = 0
@@ -104,16 +104,16 @@ class Search:
 
     def _solve_free(self) -> None:
         """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
-        reduction, best, fits = consistent(forget_memory(self.problem)), math.inf, False
-        while not _is_settled(reduction.problem):
-            problem = reduction.problem
+        restriction, best, fits = consistent(forget_memory(self.problem)), math.inf, False
+        while not _is_settled(restriction.problem):
+            problem = restriction.problem
             ascent = Ascent(problem)
             for _ in range(ROUNDS):
                 before = ascent.bound
                 ascent.sweep(SWEEPS)
                 choice = descend(problem, ascent.choice())
                 if (seconds := problem.seconds(choice)) < best:
-                    best, fits = seconds, self._offer(reduction.lift(choice))
+                    best, fits = seconds, self._offer(restriction.lift(choice))
                 self._raise_bound(min(ascent.bound, best))
                 if best - ascent.bound <= LOOSE * best and self._is_over_roof():
                     return
@@ -123,18 +123,18 @@ class Search:
                     return
             if self.closed or (self._is_close(best, ascent.bound) and not fits):
                 return
-            smaller = self._forbid(reduction, ascent.bound, *ascent.slack(), best * (1 + ROUNDING))
+            smaller = self._forbid(restriction, ascent.bound, *ascent.slack(), best * (1 + ROUNDING))
             stuck = smaller.problem.size > 0.5 * problem.size
-            reduction = smaller
+            restriction = smaller
             if stuck:
                 break
-        if fits or self.problem.budget is None or _is_settled(reduction.problem):
-            self._finish(reduction)
+        if fits or self.problem.budget is None or _is_settled(restriction.problem):
+            self._finish(restriction)
 
     def _solve_within(self) -> None:
         """Respect the budget."""
         budget = allowance(self.problem.budget or 0.0)
-        reduction, price = consistent(self.problem), None
+        restriction, price = consistent(self.problem), None
         if self.choice is None:
             search = replace(self, problem=replace(self.problem, budget=None))
             least = search._flatten(_for_memory_alone(search.problem), enough=budget)
@@ -143,49 +143,49 @@ class Search:
                 return
             if search.choice is not None:
                 self._offer(search.choice)
-        while not _is_settled(reduction.problem):
-            problem = reduction.problem
+        while not _is_settled(restriction.problem):
+            problem = restriction.problem
             dual = MemoryDual(problem, price)
             if self.choice is not None:
                 dual.add(self.objective, self.problem.bytes(self.choice))
             for i in range(STEPS):
-                self._offer(reduction.lift(dual.step(SWEEPS if i == 0 else 2)))
+                self._offer(restriction.lift(dual.step(SWEEPS if i == 0 else 2)))
                 self._raise_bound(dual.bound)
                 if self.closed or dual.finished or self.left <= 0:
                     break
             price = dual.price
-            self._spend(reduction, price, None)
+            self._spend(restriction, price, None)
             self._note_peaks()
             if self.closed or self.left <= 0 or math.isinf(self.objective):
                 break
-            smaller = self._forbid(reduction, *dual.slack(SWEEPS), self._limit())
+            smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
             stuck = smaller.problem.size > 0.7 * problem.size
-            reduction = smaller
+            restriction = smaller
             if stuck:
                 break
         if not self.closed:
-            self._finish(reduction)
+            self._finish(restriction)
 
     def minimise_peak(self) -> tuple[float, bool]:
         """Find a choice of the least peak; returns the peak, and whether that is proven minimal within the gap."""
         try:
-            reduction = _for_memory_alone(self.problem)
+            restriction = _for_memory_alone(self.problem)
         except Contradiction:
             return math.inf, True
-        bound = self._flatten(reduction, -math.inf)
+        bound = self._flatten(restriction, -math.inf)
         if self.choice is None:
             return math.inf, False
         best = self.problem.peak(self.choice)
         return best, self._is_close(best, bound)
 
-    def _flatten(self, reduction: Reduction, enough: float) -> float:
+    def _flatten(self, restriction: Restriction, enough: float) -> float:
         """Look for a choice of the least peak, or one of at most `enough` bytes; returns a lower bound of peaks."""
-        bound, best = float(reduction.problem.base.max(initial=0.0)), math.inf
+        bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
         while True:
-            problem = reduction.problem
+            problem = restriction.problem
             dual = MemoryDual(problem)
             for i in range(STEPS):
-                best = self._offer_peak(reduction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
+                best = self._offer_peak(restriction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
                 bound = max(bound, min(dual.bound, best))
                 if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
                     return bound
@@ -194,20 +194,20 @@ class Search:
             if _is_settled(problem) or math.isinf(best) or self.left <= 0:
                 break
             try:
-                smaller = self._forbid(reduction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
+                smaller = self._forbid(restriction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
             except Contradiction:
                 return best
             stuck = smaller.problem.size > 0.7 * problem.size
-            reduction = smaller
+            restriction = smaller
             if stuck:
                 break
-        return self._flatten_exactly(reduction, enough, best, bound)
+        return self._flatten_exactly(restriction, enough, best, bound)
 
-    def _flatten_exactly(self, reduction: Reduction, enough: float, best: float, bound: float) -> float:
+    def _flatten_exactly(self, restriction: Restriction, enough: float, best: float, bound: float) -> float:
         """The rest of `_flatten`, by linear and integer programs over ever more program points."""
-        problem = reduction.problem
+        problem = restriction.problem
         if _is_settled(problem):
-            return max(bound, self._offer_peak(reduction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
+            return max(bound, self._offer_peak(restriction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
         if self.left <= 0 or problem.size > LARGEST:
             return bound
         program = self._build(forget_seconds(problem))
@@ -219,7 +219,7 @@ class Search:
                 if answer.x is None:
                     return bound
                 choice = program.round(answer.x)
-                best = self._offer_peak(reduction.lift(choice), best)
+                best = self._offer_peak(restriction.lift(choice), best)
                 if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
                     return bound
                 live = problem.bytes(choice) if integral else program.bytes(answer.x)
@@ -252,7 +252,8 @@ class Search:
           CutoffReached: the cutoff cannot be beaten.
         """
         self.bound = max(self.bound, min(bound, self.ceiling, self.objective))
-        if math.isfinite(self.bound) and self.bound >= self.cutoff:
+        if math.isfinite(self.bound) and self.cutoff - self.bound <= ROUNDING * self.bound:
+            self.bound = max(self.bound, self.cutoff)
             raise CutoffReached
 
     def _is_over_roof(self) -> bool:
@@ -269,35 +270,35 @@ class Search:
 
     def _forbid(
         self,
-        reduction: Reduction,
+        restriction: Restriction,
         bound: float,
         slack: list[np.ndarray],
         pairs: dict[int, np.ndarray],
         limit: float,
-    ) -> Reduction:
-        """Forbid the strategies, and the pairs of edges, that lift a choice above a limit; reduce.
+    ) -> Restriction:
+        """Forbid the strategies, and the pairs of edges, that lift a choice above a limit.
 
         Raises:
           Contradiction: nothing is below the limit.
         """
         spare = limit - bound
-        problem = reduction.problem
+        problem = restriction.problem
         nodes = [
-            replace(node, cost=np.where(dear > spare, np.inf, node.cost))
-            for node, dear in zip(problem.nodes, slack, strict=True)
+            replace(node, cost=np.where(above > spare, np.inf, node.cost))
+            for node, above in zip(problem.nodes, slack, strict=True)
         ]
         edges = list(problem.edges)
-        for e, dear in pairs.items():
-            edges[e] = replace(edges[e], cost=np.where(dear > spare, np.inf, edges[e].cost))
-        return chain(reduction, reduce(replace(problem, nodes=tuple(nodes), edges=tuple(edges))))
+        for e, above in pairs.items():
+            edges[e] = replace(edges[e], cost=np.where(above > spare, np.inf, edges[e].cost))
+        return restriction.further(replace(problem, nodes=tuple(nodes), edges=tuple(edges)))
 
-    def _finish(self, reduction: Reduction) -> None:
+    def _finish(self, restriction: Restriction) -> None:
         """Steps 3 and 4: relax, round, forbid, again while that helps, then branch."""
         while True:
-            problem = reduction.problem
+            problem = restriction.problem
             if _is_settled(problem):
                 choice = np.zeros(len(problem.nodes), dtype=int)
-                fits = self._offer(reduction.lift(choice))
+                fits = self._offer(restriction.lift(choice))
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
             self._raise_bound(problem.lower_bound)
@@ -309,33 +310,33 @@ class Search:
             if math.isinf(relaxed.bound) or self.left <= 0:
                 return
             start = None if relaxed.x is None else program.round(relaxed.x)
-            self._spend(reduction, relaxed.price, start)
+            self._spend(restriction, relaxed.price, start)
             if self.closed or self.left <= 0:
                 return
-            smaller = reduction
+            smaller = restriction
             if relaxed.reduced_cost is not None and math.isfinite(self.objective):
                 slack, pairs = program.slack(relaxed.reduced_cost)
-                smaller = self._forbid(reduction, relaxed.bound, slack, pairs, self._limit())
+                smaller = self._forbid(restriction, relaxed.bound, slack, pairs, self._limit())
             stuck = smaller.problem.size > 0.7 * problem.size
-            reduction = smaller
-            if stuck and not _is_settled(reduction.problem):
-                self._branch(reduction)
+            restriction = smaller
+            if stuck and not _is_settled(restriction.problem):
+                self._branch(restriction)
                 return
 
-    def _build(self, problem: Problem) -> Program:
+    def _build(self, problem: Problem) -> LinearProgram:
         program = build(problem)
         self.variables = max(self.variables, len(program.cost))
         self.constraints = max(self.constraints, program.height)
         return program
 
-    def _unit(self, program: Program) -> float:
+    def _unit(self, program: LinearProgram) -> float:
         """Seconds that the objective amounts to, at least roughly."""
         for guess in (self.objective, self.bound, float(program.cost.max())):
             if math.isfinite(guess) and guess > 0:
                 return guess
         return 1.0
 
-    def _relax(self, program: Program) -> Relaxed:
+    def _relax(self, program: LinearProgram) -> Relaxed:
         """The relaxation with as many memory rows as it takes to satisfy all."""
         budget = program.problem.budget
         while True:
@@ -353,27 +354,27 @@ class Search:
         if self.choice is not None and self.problem.budget is not None and not self.points:
             self.points = peaks(self.problem.bytes(self.choice), 0.98 * self.problem.budget)
 
-    def _spend(self, reduction: Reduction, price: np.ndarray | None, start: np.ndarray | None) -> None:
+    def _spend(self, restriction: Restriction, price: np.ndarray | None, start: np.ndarray | None) -> None:
         """Offer the choices that descent finds at multiples of a price of memory: the least that fits is the best."""
-        problem = reduction.problem
+        problem = restriction.problem
         if start is not None:
-            self._offer(reduction.lift(start))
+            self._offer(restriction.lift(start))
         if problem.budget is None or price is None or not price.any():
-            self._offer(reduction.lift(descend(problem, start)))
+            self._offer(restriction.lift(descend(problem, start)))
             return
-        low, high = 0.5, math.inf  # too cheap, and dear enough
+        low, high = 0.5, math.inf  # too cheap, and expensive enough
         for _ in range(8):
             factor = low * 2 if math.isinf(high) else (low + high) / 2
-            if self._offer(reduction.lift(descend(price_memory(problem, factor * price), start))):
+            if self._offer(restriction.lift(descend(price_memory(problem, factor * price), start))):
                 high = factor
             else:
                 low = factor
             if self.closed or high < 1.02 * low or self.left <= 0:
                 return
 
-    def _branch(self, reduction: Reduction) -> None:
+    def _branch(self, restriction: Restriction) -> None:
         """Branch and bound, adding memory rows until the choice fits."""
-        problem = reduction.problem
+        problem = restriction.problem
         program = self._build(problem)
         covers: list[np.ndarray] = []
         while True:
@@ -383,7 +384,7 @@ class Search:
             if answer.x is None:
                 return
             choice = program.round(answer.x)
-            if self._offer(reduction.lift(choice)) or self.closed or self.left <= 0 or problem.budget is None:
+            if self._offer(restriction.lift(choice)) or self.closed or self.left <= 0 or problem.budget is None:
                 return
             live = problem.bytes(choice)
             new = [t for t in peaks(live, allowance(problem.budget)) if t not in points]
@@ -392,10 +393,9 @@ class Search:
             self.points += new
 
 
-def _for_memory_alone(problem: Problem) -> Reduction:
-    """The problem without seconds, reduced unless it is so large that forbidding should come first."""
-    problem = replace(forget_seconds(problem), budget=None)
-    return reduce(problem) if problem.size < 200_000 else consistent(problem)
+def _for_memory_alone(problem: Problem) -> Restriction:
+    """The problem without seconds and budget."""
+    return consistent(replace(forget_seconds(problem), budget=None))
 
 
 def _is_settled(problem: Problem) -> bool:
@@ -403,7 +403,7 @@ def _is_settled(problem: Problem) -> bool:
     return all(len(node.cost) == 1 for node in problem.nodes)
 
 
-def _cover(program: Program, choice: np.ndarray, point: int) -> np.ndarray:
+def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray:
     """[variables] mask of the strategies that overfill a program point: not all of them can be chosen together."""
     problem = program.problem
 
