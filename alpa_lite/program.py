@@ -77,7 +77,7 @@ class Executable:
       kind: see `Kind`.
       donated: the positions of the inputs whose buffers it consumes.
       seconds: predicted time of one run.
-      temporary_bytes: predicted bytes per device that a run needs besides its inputs and outputs.
+      temporary_bytes: predicted bytes per device that a run needs beyond its inputs and outputs.
     """
 
     name: str

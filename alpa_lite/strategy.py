@@ -57,7 +57,7 @@ class Transfer:
     The producer's strategies fall into P classes, one for each layout that the value may be produced in; a consumer's
     into classes of Q layouts that it may be wanted in. Getting the value from layout p into layout q costs
     `cost[p, q]` seconds, once, however many consumers want layout q; `inf` forbids the pair. Multiplicity (how many
-    alike values the transfer stands for, trip counts) is already in `cost`.
+    identical values the transfer stands for, trip counts) is already in `cost`.
 
     Attributes:
       src: producing node. src_class: [strategies of src] -> p.

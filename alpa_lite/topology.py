@@ -98,7 +98,7 @@ def mesh_shapes(levels: tuple[Level, ...], max_axes: int) -> tuple[tuple[int, ..
 
     Of equivalent shapes the one with the larger axes first is listed. Shapes of one and two axes are complete. Of three
     and more axes only those are kept whose axes each lie within one level or cover their levels wholly (any other is a
-    kept shape with some axes used jointly), and besides the one nearest to a cube, which 3-D algorithms want.
+    kept shape with some axes used jointly), and also the one nearest to a cube, which 3-D algorithms want.
 
     Args:
       levels: outermost first, with the sizes in use.

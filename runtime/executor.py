@@ -3,7 +3,7 @@
 The executable takes flat arrays, in two groups: those that are donated, and the rest. Flattening and unflattening are
 JAX's, in C++, and replace those that `jax.jit` would do on the pytrees, so a call costs what the same `jax.jit` costs.
 To call a `jax.jit` with the pytrees themselves would cost more: what is donated must be looked at leaf by leaf, which
-means to flatten a second time. And it would compile the step anew for a batch in NumPy arrays, for one on no certain
+means to flatten a second time. And it would compile the step again for a batch in NumPy arrays, for one on no certain
 device, and for one on the mesh, because the sharding is part of an array's type; the executable takes them all.
 
 What a call must make sure of:
@@ -172,7 +172,7 @@ class Executable:
         # What the last call returned for donated arguments: a reference to the last of them, and all others. Threads
         # replace it as a whole.
         self._own: tuple[weakref.ref[Any], Sequence[Any]] | None = None
-        self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given anew
+        self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given again
         self._kept_weak = [self._spec(i).weak_type for i in self._kept]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ class Stopwatch:
     def __init__(
         self, program: Program, items: Sequence[Instruction], sharding_of: Callable[[int], NamedSharding]
     ) -> None:
-        """Compiles what it dispatches besides.
+        """Compiles the functions that it dispatches in addition.
 
         Args:
           program: what runs.

@@ -1,6 +1,6 @@
 """Is the plan true? Three checks, each on what a compiler made of the step, and none on what we meant.
 
-    check_shardy   the lowered StableHLO: exactly the planned collectives within the written regions, none besides
+    check_shardy   the lowered StableHLO: exactly the planned collectives within the written regions, and no others
     compare_hlo    the optimised HLO of CPU, GPU or TPU: the planned collectives, up to rewrites listed by name
     memory_of      the compiler's own memory, against the bytes that the plan predicts
 

@@ -1,7 +1,7 @@
 """Asks Shardy, XLA's partitioner, for the factor rules of equations.
 
 All equations are lowered in one module and one compiler pass attaches a rule to every StableHLO operation, so that a
-few hundred equations take a fraction of a second. Most equations are one operation, besides splat constants; those
+few hundred equations take a fraction of a second. Most equations are one operation and splat constants; those
 that are several (an FFT of reals converts first) get the composition of the rules: factors that meet in a dim of an
 intermediate value are one factor, of the more restrictive kind.
 

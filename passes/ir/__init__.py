@@ -1,4 +1,4 @@
-"""Tools for graphs: edit one, prune it, number it anew, run it, and tell when two operations are the same.
+"""Tools for graphs: edit one, prune it, renumber it, run it, and tell when two operations are the same.
 
 In and out: `alpa_lite.graph.Graph`, the program that every other room works on. Nothing here knows of devices, meshes
 or costs. A pass that changes a graph does it with `Rewriter`; `evaluate` runs a graph, so that a rewriting can be

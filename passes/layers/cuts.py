@@ -5,7 +5,7 @@ considering only where the next operation raises C, or is heavy and does not low
 operation rather than after it. Between such places lie *atoms*.
 
     repeats     the atoms' fingerprints are a word; its runs of repeated subwords, those that cover most seconds first,
-                are the model's alike layers, and a layer is a whole number of repeats, cut where that costs least
+                are the model's identical layers, and a layer is a whole number of repeats, cut where that costs least
     the rest    is cut by a dynamic program over the atoms. With T the seconds of all, h those of the heaviest atom, K
                 the most layers allowed, m = max(T / K, h / 3) the mean to aim at, n = T / m and b a typical C:
 
@@ -31,7 +31,7 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reads
 from alpa_lite.strategy import Rule
 
-# A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is alike on all accelerators.
+# A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is similar on all accelerators.
 _PEAK, _BANDWIDTH = 1e14, 1e12
 _FREE_SECONDS = 1e-12  # of an operation that moves nothing, so that no layer takes no time
 

@@ -2,8 +2,8 @@
 
 `layering` finds the forward pass in the body of the scan over micro-batches (`layers.forward`), orders it so that what
 needs no activation stands before its first user, and cuts it into layers (`layers.cuts`): contiguous groups of
-forward operations that balance seconds and cut few bytes, alike where the model repeats itself. `assign` gives every
-operation of the step a stage, once layers have been grouped into stages (`layers.assignment`).
+forward operations that balance seconds and cut few bytes, identical where the model repeats itself. `assign` gives
+every operation of the step a stage, once layers have been grouped into stages (`layers.assignment`).
 
 Nothing here depends on a device: seconds are those of a nominal accelerator and serve only to compare layers.
 """

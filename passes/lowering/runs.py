@@ -1,8 +1,9 @@
 """Runs of instructions that repeat, so that what looks at a program looks at each distinct run once.
 
 The instructions of an unrolled model repeat with the layers. Two runs are equal if instruction by instruction they do
-the same (operation, local form, layouts, steps) and are wired alike: every operand is the same result within the run,
-or the same one of its inputs, and the same results leave it. Equal runs are one function, called several times.
+the same (operation, local form, layouts, steps) and are wired in the same way: every operand is the same
+result within the run, or the same one of its inputs, and the same results leave it. Equal runs are one function, called
+several times.
 
 Where runs begin is found from the distances at which equal instructions follow each other: a stretch in which every
 instruction equals that p places on is cut into pieces of length p. Any cut is correct; a good one shares much.

@@ -1,4 +1,4 @@
-"""Micro-batches that are batches of their own: the inexact form of steps that look across the batch.
+"""Independent micro-batches: the inexact form of steps that look across the batch.
 
 Problem. A contrastive loss compares every example with every other, and the capacity of an expert is a share of the
 batch. Such operations have no local form, and no sum over micro-batches gives what they give on the whole batch. What

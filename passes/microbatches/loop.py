@@ -11,7 +11,7 @@ the whole batch (a mean's 1/N is a constant of the step), so sums are exact up t
 examples would need S itself, S is computed from the batch before the loop if it depends on no parameters; else the step
 has no exact form and is refused, unless `allow_inexact`: then b s(x_t) stands for S within micro-batch t, which is what
 a step on the micro-batch alone would use, and what is returned of it is the mean over micro-batches. Where there is no
-such S (contrastive losses, capacities), each micro-batch is made a batch of its own (`microbatches.independent`).
+such S (contrastive losses, capacities), each micro-batch is computed independently (`microbatches.independent`).
 
 Source: DESIGN section 3; GPipe (Huang et al. 2019), section 2.2, for micro-batches and for batch norm within them.
 """
@@ -38,7 +38,7 @@ from alpa_lite.paths import shown, tokens
 from alpa_lite.strategy import Rule
 
 Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]
-"""Traces the step anew with other shapes for some flat arguments, by their numbers."""
+"""Traces the step again with other shapes for some flat arguments, by their numbers."""
 
 
 @dataclass(frozen=True, eq=False)

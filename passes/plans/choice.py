@@ -1,7 +1,7 @@
 """How many micro-batches, and one mesh or a pipeline: the best plan of any kind that a method allows.
 
 The integer program on one mesh is solved first. On one mesh, micro-batches only save memory: the step computes as much,
-synchronises its gradients once either way, and keeps accumulators besides. So unless a number is given there is one
+synchronises its gradients once either way, and also keeps accumulators. So unless a number is given there is one
 micro-batch if that fits, and else the least power of two that does. A plan whose peak is S + A, of which only A shrinks
 with the micro-batch, needs S + A/b bytes with b micro-batches. If no plan needs less than P bytes with one, and every
 plan holds the training state, F bytes per device when all of it is sharded, then S + A >= P and S >= F give
@@ -43,7 +43,7 @@ WORTH = 0.9
 """A pipeline is searched if one mesh computes for less than this fraction of its step."""
 
 LEAST = 2e-3
-"""Seconds that one mesh must spend besides computing for a pipeline to be searched: what it takes to dispatch one.
+"""Seconds that one mesh must spend on anything but computation for a pipeline to be searched.
 
 Two stages and two micro-batches are some twenty tasks and transfers, at about 1e-4 seconds each for one controller
 (`benchmarks/pipeline_overhead.py`), which predictions do not count.

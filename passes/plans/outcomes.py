@@ -7,7 +7,7 @@ Latency is what remains of communication with unlimited links. What grows with t
 operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
 dims are found by following values from the batch arguments through the groups that use them (`growing_factors`).
 
-A plan differs from the chosen one in a few nodes, so only those and the transfers around them are summed anew.
+A plan differs from the chosen one in a few nodes, so only those and the transfers around them are summed again.
 """
 
 from __future__ import annotations

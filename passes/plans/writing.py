@@ -32,7 +32,7 @@ from alpa_lite.plan import Alternative, Collective, Decision, Leaf, Memory, Plan
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
-"""How many alternatives of each kind of decision a plan keeps besides the chosen one: those of the least bounds."""
+"""How many alternatives of each kind of decision a plan keeps beyond the chosen one: those with the least bounds."""
 _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 
@@ -258,7 +258,7 @@ def _decisions(
 
 
 def _renamed(traced: Traced, grouping: Grouping, found: Found, like: Sequence[Decision]) -> tuple[Decision, ...]:
-    """The decisions of an alike step under the names of this one."""
+    """The decisions of an identical step under the names of this one."""
     paths = _paths(traced, grouping)
     nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
     out = []
@@ -313,7 +313,7 @@ def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.
 def _alternatives(
     node: Node, weighed: Sequence[Forced], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
 ) -> tuple[Alternative, ...]:
-    """The weighed strategies of a node: those that fit first, then by the seconds of the whole step."""
+    """The strategies of a node with their steps: those that fit first, then by the seconds of the whole step."""
     out = []
     for one in weighed:
         strategy = node.strategies[one.strategy]

@@ -5,12 +5,12 @@ two prices of memory (`stages.layer_costs`); repeated layers are planned once. W
 over its layers. The stage DP (`stages.slicing`) then chooses the number of micro-batches, the cuts, the submeshes and
 the
 schedule together, and for each stage a variant: the price of its memory, and what its backward pass computes again.
-Seconds and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned anew at
+Seconds and bytes for other numbers of micro-batches are scaled from one reference, and the layers are planned again at
 the number that was chosen, on the sizes of submeshes that were, so that the choice of stages rests on true sizes.
 
 The chosen stages are then planned whole, and the program is written and simulated: what the plan predicts is the
 simulation's time and the program's own peak of buffers, not the DP's estimate. Where a submesh exceeds the budget, its
-stages are planned again with memory four times as dear; if that does not help, the DP chooses anew with less room.
+stages are planned again with memory four times as expensive; else the DP chooses again with less room.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(lay
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
 ATTEMPTS = 3
-"""How often the same stages are planned, each time with memory dearer to those that exceed the budget."""
+"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
 CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
@@ -395,7 +395,7 @@ class _Slicer:
         """Plans every stage; the mesh of the first stage of a submesh binds its others.
 
         Which mesh shape suits a stage has been weighed for its layers. `planned` gathers what has been planned: what is
-        asked again is taken from it, and alike stages take over the choices of the first.
+        asked again is taken from it, and identical stages take over the choices of the first.
         """
         stages: list[PlannedStage] = []
         meshes: dict[int, tuple[int, ...]] = {}

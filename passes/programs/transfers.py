@@ -7,7 +7,7 @@ the destination taking turns in order of their number.
 
 Blocks need not be received as they are needed. The array may *land* in another layout of the destination, and reach the
 wanted one by the collectives of `layout.reshard_steps`, which the destination runs on its own links. Two kinds of
-landing are tried besides the wanted layout itself:
+landing are tried in addition to the wanted layout:
 
 1. Where the wanted layout leaves axes of the destination unused, landings that shard dims over these too: each device
    receives a part, and an all-gather makes the whole. Less crosses between the submeshes, more within one.

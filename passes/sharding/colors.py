@@ -1,4 +1,4 @@
-"""Colours of groups: groups of equal colour are alike, and share one decision.
+"""Colours of groups: groups of equal colour are identical, and share one decision.
 
 The first colour is what a group consists of. Two rounds of Weisfeiler-Lehman refinement over demands (Weisfeiler &
 Leman 1968) add what its neighbours are, so that a model of any depth has a bounded number of classes.

@@ -1,4 +1,4 @@
-"""Groups operations that share one decision, and ties groups that are alike.
+"""Groups operations that share one decision, and ties identical groups.
 
 Problem. A train step has tens of thousands of equations, but few real decisions: an elementwise operation follows the
 operand that it transforms, and the layers of a model repeat. Choosing per equation would make the integer program grow

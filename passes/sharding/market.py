@@ -1,12 +1,12 @@
 """Searches mesh shapes at a price of memory, for what shares its budget with others: layers, and stages of a pipeline.
 
 What a stage may fill depends on how many micro-batches are in flight, on what its neighbours send, and on what runs
-besides; no budget of its own says that. So in place of a budget memory has a price (Lagrange), and the program is
+in addition; no separate budget says that. So in place of a budget memory has a price (Lagrange), and the program is
 
     minimise  seconds + price * bytes, averaged over the program's points.
 
-Averaging rather than charging the fullest point makes dear what lives long: parameters, gradients, and what waits for
-the backward pass. A price is given as a multiple of a unit, at which all bytes of the fastest choice are worth all of
+Averaging, in place of charging the fullest point, charges long-lived values most: parameters, gradients, saved
+activations. A price is given as a multiple of a unit, at which all bytes of the fastest choice are worth all of
 its seconds: at price p, a choice that takes a share s less memory may take a share p s more time.
 
 Prices leave the integer program without a hard constraint, and that is solved by message passing in a fraction of the

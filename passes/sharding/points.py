@@ -64,7 +64,7 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
 def _implying(counts: np.ndarray) -> list[int]:
     """Rows whose convex combinations are at least all rows: the ends of linear runs of every row, second row, ..."""
     best = list(range(len(counts)))
-    for stride in range(1, _STRIDES + 1):  # a layer may hold several alike operations
+    for stride in range(1, _STRIDES + 1):  # a layer may hold several identical operations
         if len(best) <= 4 * stride:
             break
         found = [first + stride * i for first in range(stride) for i in _ends(counts[first::stride])]

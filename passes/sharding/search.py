@@ -6,7 +6,7 @@ the memory budget and, if that does not fit, within it; one that is proven no be
 off. The best objective wins. Textbook methods are the same program with the layouts of arguments fixed, so the free
 program is never worse than a textbook plan on the same mesh.
 
-Under a binding memory budget the program is also solved with state gathered anew for late uses
+Under a binding memory budget the program is also solved with state gathered again for late uses
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
 """
 
@@ -139,7 +139,7 @@ def search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The integer program of one mesh, to be built with or without gathering late uses of state anew."""
+    """The integer program of one mesh, to be built with or without gathering state again for late uses."""
 
     mesh: LogicalMesh
     platform: str
@@ -176,7 +176,7 @@ def _by(mesh: LogicalMesh) -> str:
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
-# 0.10.2): a plan that counts on gathering anew would not be true there.
+# 0.10.2): a plan that counts on gathering again would not be true there.
 _MERGING = frozenset({"cpu"})
 
 

@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What a transfer of the integer program stands for: `count` alike values, each moved `trips` times."""
+    """What a transfer of the integer program stands for: `count` identical values, each moved `trips` times."""
 
     value: int
     src: int

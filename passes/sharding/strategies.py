@@ -5,9 +5,9 @@ local form (`local.forms`): a sharded sum factor leaves a partial sum. For a lin
 a partial sum through. Leaves, ports and light groups may shard any of their dims.
 
 Seconds of a strategy: the roofline of its local work, max(FLOPs / peak, bytes / bandwidth), times the trip count and
-the number of alike groups; light operations fuse, so they pay the bytes that enter and leave their group. Seconds of a
-transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload is the tensor's bytes
-over the shards that the layout leaves, so every pair of layouts has one pair of coefficients whatever the tensor.
+the number of identical groups; light operations fuse, so they pay the bytes that enter and leave their group. Seconds
+of a transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload is the tensor's
+bytes over the shards that the layout leaves, so every pair of layouts has one pair of coefficients whatever the tensor.
 Gradient reductions and the gathers of updated state are combined by the compiler, so all of them together pay latency
 once.
 

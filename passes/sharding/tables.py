@@ -20,7 +20,7 @@ class Passage:
     """Alike values on their way from one node to the same consumers: a transfer, before any mesh is known.
 
     Attributes:
-      src: the node that makes them. values: all of them. phase: 1 for late uses of state that are served anew.
+      src: the node that makes them. values: all of them. phase: 1 for late uses of state that are served again.
       demands: those on the first of the values.
       spans: [n, 3] first point, last point, and number of values of equal span.
       holders: for each span a value that has it.
@@ -54,7 +54,7 @@ class Tables:
 
     Attributes:
       members: the groups of each node. node_of: group -> node.
-      late_from: program point from which state is served anew; None if it is not.
+      late_from: program point from which state is served again; None if it is not.
       passages: every transfer. kept: every buffer of what stays where it is made.
       points: how many program points are left; intervals are in their numbers.
     """
@@ -289,7 +289,7 @@ class _Maker:
         return int(late and self.is_state_leaf(value))
 
     def alike(self) -> np.ndarray:
-        """[points] a number for each program point, the same where alike operations stand."""
+        """[points] a number for each program point, the same for identical operations."""
         out = np.full(self.grouping.points + 1, -1, dtype=np.int64)
         names: dict[tuple[int, int], int] = {}
         for group in self.grouping.groups[1:]:

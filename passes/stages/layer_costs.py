@@ -44,7 +44,7 @@ class LayerCost:
       kept: of that what the selective choice of rematerialisation saves: results of products and the like.
       again: seconds for one micro-batch of computing the rest of it again.
       entering: bytes per device and micro-batch of what comes from the layer before.
-      temporary: bytes per device that the largest segment needs besides.
+      temporary: bytes per device that the largest segment needs in addition.
     """
 
     mesh_shape: tuple[int, ...]

@@ -12,7 +12,7 @@ reading and writing it takes no longer than an array takes the host,
     2 * bytes / memory bandwidth <= ARGUMENT_SECONDS.
 
 Larger values keep buffers of their own: a weight matrix that is copied for each micro-batch would cost more than it
-saves. Values that cross to other stages are not packed, because a transfer may lay each out anew.
+saves. Values that cross to other stages are not packed, because a transfer may change the layout of each.
 """
 
 from __future__ import annotations

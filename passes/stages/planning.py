@@ -81,7 +81,7 @@ class PlannedStage:
 
     @cached_property
     def temporary(self) -> dict[Segment, int]:
-        """Predicted bytes per device that one run of each segment needs besides inputs and outputs."""
+        """Predicted bytes per device that one run of each segment needs beyond inputs and outputs."""
         return {s: segment_costs.temporary_bytes(self.segments, s) for s in self.segments.items}
 
     @cached_property
@@ -132,7 +132,7 @@ def plan(
     """
     traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
     graph = replace(graph, traced=traced)
-    if like is not None:  # equal digests, and values numbered alike: the graphs differ in names alone
+    if like is not None:  # equal digests, and equal value numbers: the graphs differ in names alone
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return realised(graph, like.rules, groups, like.found, cluster, split_weights=split_weights)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
@@ -159,7 +159,7 @@ def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layo
 
 
 def digest(graph: StageGraph) -> str:
-    """Equal for stages that are planned alike: the same operations wired the same way, arguments of the same roles."""
+    """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles."""
     traced, keys = graph.traced, Keys()
     roles = ",".join(a.role for a in traced.arguments)
     ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))

@@ -1,4 +1,4 @@
-"""What one run of a segment costs: seconds by roofline, and the bytes that it needs besides its inputs and outputs.
+"""What one run of a segment costs: seconds by roofline, and the bytes that it needs beyond its inputs and outputs.
 
 Seconds. A product costs max(FLOPs / reached peak, bytes / bandwidth) at its local sizes (`cost.MeshCost`). Elementwise
 operations fuse, as compilers fuse them: what they cost is the bytes that come into a fused run of them, and that leave
@@ -42,7 +42,7 @@ def communication(segments: Segments, segment: Segment, cost: MeshCost, rules: M
 
 
 def temporary_bytes(segments: Segments, segment: Segment) -> int:
-    """Predicted bytes per device that a run needs besides its inputs and outputs, at the fullest point."""
+    """Predicted bytes per device that a run needs beyond its inputs and outputs, at the fullest point."""
     sizes = _Sizes(segments)
     outputs = {o for o in segment.reads if not isinstance(o, Lit)}
     return int(sizes.peak(segment.instructions, outputs))

@@ -7,8 +7,8 @@ exchange values between (a global norm).
 
 Answer. Instructions are sorted into segments by the op that they belong to; a resharding belongs to its first reader.
 What one segment makes and a later one reads becomes an output of the one and an input of the other, a `Wire`, in the
-layout that its register has. Values that a later segment can make anew from state and the micro-batch's number alone,
-without a matrix product or a gather, are made anew: holding a gathered parameter or a mask for each micro-batch in
+layout that its register has. Values that a later segment can make again from state and the micro-batch's number alone,
+without a matrix product or a gather, are made again: holding a gathered parameter or a mask for each micro-batch in
 flight would cost memory for nothing.
 """
 

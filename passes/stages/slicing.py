@@ -61,7 +61,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     """The fastest pipeline.
 
     Args:
-      costs: one for each number of micro-batches to try; layers, kinds, variants and devices alike.
+      costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
       options: the budget, and what is fixed.
 
     Raises:

@@ -11,7 +11,7 @@ passes over the matrices, so that problems far too large for a simplex method ta
 further above the bound than a known choice can be forbidden.
 
 A transfer with several consumers is split between them: any non-negative parts that sum to its cost give a lower bound.
-What a consumer's part has left over after a sweep is divided anew.
+What a consumer's part has left over after a sweep is divided again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Ascent:
         self.reprice(problem)
 
     def reprice(self, problem: Problem) -> None:
-        """Begin the bound anew for a problem that differs in costs alone, with the messages as they are."""
+        """Begin the bound again for a problem that differs in costs alone, with the messages as they are."""
         self.problem, self.bound = problem, -np.inf
         self.cost = [node.cost.copy() for node in problem.nodes]
         self.loops: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -147,7 +147,7 @@ class Ascent:
         return potential
 
     def _share(self, e: int) -> None:
-        """Divide a shared transfer among its consumers anew: each has what it needs, and an equal part of the rest.
+        """Divide a shared transfer among its consumers again: each has what it needs, and an equal part of the rest.
 
         A consumer needs what its messages have taken away; one that is the source, what its best strategies pay.
         """

@@ -8,7 +8,7 @@ while at every program point the live buffers fit the budget. This is the intege
 2022, section 4) with two additions: a value that several consumers want in one layout is resharded once, and memory is
 a constraint in bytes over program points, not a sum.
 
-How it is solved is told in `sharding.solver.search`.
+The docstring of `sharding.solver.search` says how it is solved.
 """
 
 from __future__ import annotations
