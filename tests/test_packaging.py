@@ -27,8 +27,9 @@ def build(kind: str, folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
     """Builds a wheel or an sdist of the project in `folder`."""
     into.mkdir(exist_ok=True)
     run = subprocess.run(
-        [sys.executable, "-c", BUILD, f"build_{kind}", str(into)], cwd=folder, capture_output=True, text=True
-    )
+        [sys.executable, "-c", BUILD, f"build_{kind}", str(into)],
+        cwd=folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return into / run.stdout.splitlines()[-1]
 

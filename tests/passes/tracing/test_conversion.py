@@ -344,6 +344,8 @@ def test_keys_do_not_depend_on_the_process():
         "import tests.passes.tracing.test_conversion as t; print('\\n'.join(t.all_keys()))"
     )
     environment = dict(os.environ, PYTHONHASHSEED="7", PYTHONPATH=os.pathsep.join([os.getcwd(), *sys.path]))
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, timeout=120
+    )
     assert found.stdout.splitlines() == all_keys()
     assert not any(" at 0x" in key or ".py" in key for key in all_keys())
