@@ -14,7 +14,8 @@ from alpa_lite.errors import (
     VerificationError,
 )
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
-from alpa_lite.plan import Collective, Plan
+from alpa_lite.plan import Plan
+from alpa_lite.records import Collective
 
 __version__ = "0.1.0"
 

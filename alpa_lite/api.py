@@ -1,9 +1,4 @@
-"""`parallelize`: a train step written for one device, run on all of them. The whole compiler is `compile_step`.
-
-step --tracing--> Traced --factors--> rules --accumulation, grouping--> Step, a loop over micro-batches
-     for each mesh shape: --strategies--> StrategyGraph --sharding--> Solution      (both inside `search`)
-     --lowering--> LocalProgram --planning--> Plan --verification--> the plan is true --executor--> outputs
-"""
+"""The face: `parallelize` runs a train step that is written for one device on all of them. See `compiler`."""
 
 from __future__ import annotations
 
@@ -12,152 +7,29 @@ import functools
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from alpa_lite import collecting
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import InfeasibleError, OptionError
-from alpa_lite.graph import Traced
-from alpa_lite.options import Method, Off, Options, Pipeline
-from alpa_lite.passes import factors
-from alpa_lite.passes.checks import verification
-from alpa_lite.passes.lowering import lowering
-from alpa_lite.passes.lowering.program import LocalProgram
-from alpa_lite.passes.plans import choice, pipeline_replay, pipelines, replay, writing
-from alpa_lite.passes.programs.search import FoundPipeline
-from alpa_lite.passes.tracing import calls, tracing
+from alpa_lite.compiler import Compiled, compile_step
+from alpa_lite.errors import OptionError
+from alpa_lite.options import Off, Options
+from alpa_lite.passes import checks
+from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
-from alpa_lite.report import dump, progress, timeline
-from alpa_lite.runtime import executor, pipeline
+from alpa_lite.report import timeline
+from alpa_lite.runtime import executor, loading
+from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
-
-AnyExecutable = executor.Executable | pipeline.PipelineExecutable
-
-
-@dataclass(frozen=True, eq=False)
-class Compiled:
-    """A planned step: what was traced, what each device or each stage of a pipeline does, and the plan that says so."""
-
-    traced: Traced
-    program: LocalProgram | FoundPipeline
-    plan: Plan
-
-
-def compile_step(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster
-) -> Compiled:
-    """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched."""
-    clock = _Clock()
-    method = options.method
-    assert isinstance(method, Method)  # `Options` has looked names up
-    budget = options.memory_per_device or cluster.usable_memory
-    given = Plan.load(options.plan) if isinstance(options.plan, str | os.PathLike) else options.plan
-    trace = functools.partial(
-        tracing.trace, fun, args, kwargs,
-        batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
-        static_argnums=options.static_argnums, static_argnames=options.static_argnames,
-    )  # fmt: skip
-    inexact = {"allow_inexact": options.allow_inexact, "retrace": lambda shapes: trace(shapes=shapes)}
-    with collecting.seldom(), progress.planning() as show, dump.stages(options.dump_dir) as write:
-        with clock.lap("tracing", show):
-            traced = trace()
-            write("graph", traced.graph)
-        with clock.lap("factors", show):
-            rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-            write("factors", rules)
-        with clock.lap("grouping", show):
-            step = choice.cut(traced, rules, _parts(options, given), **inexact)
-            if not isinstance(method, Pipeline):
-                write("groups", step.groups)
-        with clock.lap("search", show):
-            if given is not None and given.pipeline is not None:
-                found = pipeline_replay.replayed(traced, rules, cluster, given, **inexact)
-            elif given is not None:
-                found = choice.OneMesh(
-                    step,
-                    replay.replay(
-                        step.traced, step.groups, step.rules, cluster, given, communication=options.communication
-                    ),
-                )
-            else:
-                found = choice.choose(
-                    traced, rules, step, cluster, method,
-                    num_microbatches=options.num_microbatches, **inexact,
-                    budget=budget, time_limit=options.solver_time_limit, progress=show.stage,
-                )  # fmt: skip
-            write("solution", found if isinstance(found, FoundPipeline) else found.found)
-        described = method.describe() if given is None else given.method
-        if isinstance(found, FoundPipeline):
-            compiled = _pipelined(traced, found, cluster, described, budget, options, clock, show, write)
-            _check_memory(compiled.plan, given, options)
-            return compiled
-        step, found = found.step, found.found
-        with clock.lap("lowering", show):
-            whole = step.traced, step.groups, step.rules
-            program = lowering.lower(*whole, found.mesh, found.choice, found.space.late_from)
-            write("program", program)
-            plan = writing.write(
-                *whole, found, program, cluster, method=described, budget=budget,
-                communication=options.communication, replayed=given is not None, num_microbatches=step.num_microbatches,
-            )  # fmt: skip
-        with clock.lap("verification", show):
-            if options.verify != "off":
-                plan = verification.verified(plan, step.traced, program)
-        plan = replace(plan, planning_seconds=dict(clock.laps))
-        _check_memory(plan, given, options)
-        write("plan", plan)
-    logger.info("planned %s: %s", getattr(fun, "__name__", fun), clock.laps)
-    return Compiled(step.traced, program, plan)
-
-
-def _check_memory(plan: Plan, given: Plan | None, options: Options) -> None:
-    """Raises InfeasibleError if a given plan needs more than the given memory."""
-    needed = max(stage.memory.total for stage in plan.stages)
-    if given is not None and options.memory_per_device is not None and needed > options.memory_per_device:
-        raise InfeasibleError(
-            f"the given plan needs {needed:,} bytes per device, more than memory_per_device="
-            f"{options.memory_per_device:,}; leave that out, or plan again without plan="
-        )
-
-
-def _parts(options: Options, given: Plan | None) -> int:
-    """The micro-batches that one mesh is tried with first; 1 for pipelines, which cut the step on their own."""
-    asked = options.num_microbatches
-    if given is not None:
-        if asked not in ("auto", given.num_microbatches):
-            raise OptionError(
-                f"num_microbatches={asked}: the given plan has {given.num_microbatches}; leave one of the two out"
-            )
-        return given.num_microbatches if given.pipeline is None else 1
-    return asked if isinstance(asked, int) and not isinstance(options.method, Pipeline) else 1
-
-
-def _pipelined(
-    traced: Traced, found: FoundPipeline, cluster: Cluster, method: str, budget: float, options: Options,
-    clock: _Clock, show: Any, write: Callable[[str, Any], None],
-) -> Compiled:  # fmt: skip
-    """The last passes of `compile_step` for a pipeline, whose stages the search has lowered."""
-    with clock.lap("lowering", show):
-        if options.donate_argnums != "auto":
-            found = pipelines.donating(found, executor.donated_leaves(traced, options.donate_argnums))
-        write("program", found.pipeline.program)
-        plan = pipelines.write(found.accumulated.traced, found, cluster, method=method, budget=budget)
-    with clock.lap("verification", show):
-        if options.verify != "off":
-            plan = pipelines.verified(plan, found)
-    plan = replace(plan, planning_seconds=dict(clock.laps))
-    write("plan", plan)
-    return Compiled(found.accumulated.traced, found, plan)
 
 
 def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -307,11 +179,11 @@ class ParallelStep:
         """
         executable = self._executable(args, kwargs)
         plan = self.plan(*args, **kwargs)
-        if plan.pipeline is None or not isinstance(executable, pipeline.PipelineExecutable):
+        if not isinstance(executable, PipelineExecutable):
             raise OptionError("trace: the plan has one mesh and no pipeline; use jax.profiler.trace for its executable")
         executed = executable.trace(*args, **kwargs)
         if path is not None:
-            timeline.write(path, executed, plan.pipeline.timeline)
+            timeline.write(path, executed, plan.division.timeline)
         return executed
 
     @property
@@ -375,16 +247,11 @@ class _Planned:
 
 def _loaded(compiled: Compiled, options: Options) -> tuple[Compiled, AnyExecutable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
-    traced, program, plan = compiled.traced, compiled.program, compiled.plan
-    if isinstance(program, FoundPipeline):
-        stages = pipeline.PipelineExecutable(traced, program.pipeline, plan.cluster)
-        if options.verify == "hlo":
-            plan = pipelines.verified_compiled(plan, program, stages.compile())
-        return replace(compiled, plan=plan), stages
-    executable = executor.load(traced, program, plan, donate=options.donate_argnums)
+    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums)
     if options.verify == "hlo":
-        plan = verification.verified_compiled(plan, traced, program, executable.compiled())
-    return replace(compiled, plan=plan), executable
+        plan = checks.verified_compiled(compiled.plan, compiled.staged, loading.compiled(executable))
+        compiled = replace(compiled, plan=plan)
+    return compiled, executable
 
 
 def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -402,17 +269,3 @@ def _cluster(options: Options) -> Cluster:
     if isinstance(options.cluster, Cluster):
         return options.cluster
     return _local_cluster(tuple(jax.devices()))
-
-
-class _Clock:
-    """Seconds of each pass."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def lap(self, name: str, show: Any) -> Iterator[None]:
-        show.stage(name)
-        start = time.perf_counter()
-        yield
-        self.laps[name] = time.perf_counter() - start

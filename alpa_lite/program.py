@@ -21,9 +21,10 @@ from typing import Any, Literal
 from alpa_lite.errors import PlanError
 from alpa_lite.layout import Layout, LogicalMesh, local_shape
 
-Kind = Literal["prologue", "forward", "backward", "weight", "update"]
+Kind = Literal["prologue", "forward", "backward", "weight", "update", "step"]
 """prologue: once, before the micro-batches. forward, backward, weight: once for each micro-batch; with `weight`, the
-gradients of parameters are computed apart from those of activations. update: once, after them."""
+gradients of parameters are computed apart from those of activations. update: once, after them. step: all of it, once,
+with its micro-batches inside."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
-EventKind = Literal["prologue", "forward", "backward", "weight", "update", "transfer"]
+EventKind = Literal["prologue", "forward", "backward", "weight", "update", "step", "transfer"]
 
 
 @dataclass(frozen=True, slots=True)

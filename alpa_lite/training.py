@@ -121,7 +121,7 @@ def train(
         num_microbatches=num_microbatches, plan=plan,
     )  # fmt: skip
     found = step.plan(state, example)
-    if trace is not None and found.pipeline is None:
+    if trace is not None and not found.pipelined:
         raise OptionError(
             f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; use --stages 2, or leave --trace out"
         )
@@ -131,7 +131,7 @@ def train(
     trained = _loop(step, state, batches, steps, on_line)
     losses = trained.losses
     on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
-    if found.pipeline is not None and (trace is not None or on_trace is not None):
+    if found.pipelined and (trace is not None or on_trace is not None):
         executed = step.trace(trace, trained.state, next(batches))
         if on_trace is not None:
             on_trace(executed)

@@ -151,7 +151,7 @@ def planning(num_microbatches: int | str) -> dict[str, Any]:
 
 def describe(plan: alpa_lite.Plan) -> str:
     """What a plan consists of, in a few words."""
-    if plan.pipeline is None:
+    if not plan.pipelined:
         shape = " x ".join(map(str, plan.stages[0].mesh_shape))
         parts = f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else ""
         return f"one mesh {shape}{parts}"

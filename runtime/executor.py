@@ -49,7 +49,6 @@ from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
-from alpa_lite.plan import Plan
 from alpa_lite.runtime import callbacks, placement
 
 Donate = str | int | Sequence[int]
@@ -69,18 +68,19 @@ FORM = "the number of arguments, the keywords or a static argument"
 STRUCTURE = "the structure of the arguments"
 
 
-def load(
+def load_step(
     traced: Traced,
     program: LocalProgram,
-    plan: Plan,
     *,
+    communication: str = "explicit",
     donate: Donate = "auto",
     devices: Sequence[Any] | None = None,
 ) -> Executable:
     """The planned step on devices that are here.
 
     Args:
-      traced, program, plan: of one step.
+      traced, program: of one step.
+      communication: "explicit", or "compiler" where the collectives are left to it.
       donate: "auto", or the positions of the arguments to donate; () for none.
       devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
 
@@ -90,7 +90,7 @@ def load(
     mesh = mesh_of(program.mesh, devices)
     return Executable(
         traced,
-        emission.function_of(program, traced, mesh, plan.ingredients.get("communication", "explicit")),
+        emission.function_of(program, traced, mesh, communication),
         mesh,
         [lowering.spec_of(layout) for layout in program.inputs],
         [lowering.spec_of(layout) for layout in program.outputs],
@@ -136,7 +136,7 @@ class Executable:
           mesh: the devices.
           in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
           out_specs: a spec for each output.
-          donate: as for `load`.
+          donate: as for `load_step`.
           calls_back: whether the step calls functions of the user on the host, which may raise.
         """
         self.mesh = mesh

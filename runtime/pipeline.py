@@ -35,7 +35,7 @@ from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
-from alpa_lite.passes.programs.writing import Pipeline
+from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.program import Free, Program, Run, Send, describe, order
@@ -53,20 +53,20 @@ Watch = Callable[[int, Sequence[Any]], None]
 class PipelineExecutable:
     """A pipelined step on devices that are here. Call it like the user's function."""
 
-    def __init__(self, traced: Traced, pipeline: Pipeline, cluster: Cluster, devices: Sequence[Any] | None = None):
+    def __init__(self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None):
         """Prepares the executables; they are compiled by the first call, or by `compile`.
 
         Args:
           traced: the step as the user wrote it.
-          pipeline: of the same step.
+          written: the program of the same step.
           cluster: what transfers were planned for.
           devices: in the order of the cluster; by default `jax.devices()`.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
         """
-        self._traced, self._pipeline, self._cluster = traced, pipeline, cluster
-        self._program: Program = pipeline.program
+        self._traced, self._written, self._cluster = traced, written, cluster
+        self._program: Program = written.program
         self._devices = list(jax.devices() if devices is None else devices)
         needed = max(submesh.devices.stop for submesh in self._program.submeshes)
         if len(self._devices) < needed:
@@ -244,15 +244,15 @@ class PipelineExecutable:
 
     def _function(self, number: int) -> Callable[..., Any]:
         """An executable as a function of flat arrays."""
-        parts, segment = self._pipeline.stages[self._pipeline.functions[number][0]], self._segment(number)
+        parts, segment = self._written.stages[self._written.functions[number][0]], self._segment(number)
         mesh, count = self._meshes[self._program.executables[number].mesh], self._program.num_microbatches
         function = functions.function_of(parts, segment, mesh, count)
         return lambda *arrays: function(*arrays)  # a name of its own
 
     def _segment(self, number: int) -> segments.Segment:
         """What an executable does."""
-        stage, position = self._pipeline.functions[number]
-        return self._pipeline.stages[stage].items[position]
+        stage, position = self._written.functions[number]
+        return self._written.stages[stage].items[position]
 
     def _sharding(self, number: int) -> NamedSharding:
         item = self._program.buffers[number]

@@ -1,7 +1,7 @@
 """Pipelines with given stages, planned straight through the passes: what tests of pipelines run on.
 
 The stage search is left out: the forward pass is cut into stages of about as many layers each, and every stage is
-planned on the submesh that it is given. What follows is what `programs.search` does with the stages that it chose.
+planned on the submesh that it is given. What follows is what the compiler does with the stages that it chose.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.types import Assignment, Layering
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.programs.search import written
-from alpa_lite.passes.programs.writing import Pipeline
+from alpa_lite.passes.programs.staged import write
+from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
@@ -60,7 +60,7 @@ class Driven:
     staged: Staged
     stages: tuple[PlannedStage, ...]
     schedule: Schedule
-    pipeline: Pipeline
+    pipeline: Written
     cluster: Cluster
 
     def executable(self) -> PipelineExecutable:
@@ -113,9 +113,12 @@ def drive(
     cluster = Cluster.local()
     tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual)
     planned = tuple(
-        planning.plan(
-            one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
-            price=0.0, time_limit=60.0, split_weights=tasks.splits_backward,
+        planning.lowered(
+            planning.decide(
+                one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
+                price=0.0, time_limit=60.0,
+            ),
+            split_weights=tasks.splits_backward,
         )
         for number, one in enumerate(cut.graphs)
     )  # fmt: skip
@@ -136,7 +139,7 @@ def _written(
     cut: Staged, planned: tuple[PlannedStage, ...], devices: Sequence[int], tasks: Schedule, cluster: Cluster
 ) -> Driven:
     first_devices = [sum(devices[:m]) for m in range(len(devices))]
-    pipeline = written(cut.accumulated.traced, planned, first_devices, tasks, cluster)
+    pipeline = write(cut.accumulated.traced, planned, first_devices, tasks, cluster)
     return Driven(cut, planned, tasks, pipeline, cluster)
 
 

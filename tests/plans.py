@@ -8,20 +8,21 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
-from alpa_lite.plan import (
+from alpa_lite.plan import Plan
+from alpa_lite.records import (
     Alternative,
     Candidate,
     Collective,
     Decision,
+    Division,
     Leaf,
     Memory,
     Outcome,
-    PipelineShape,
-    Plan,
     Replicated,
     Solver,
     Stage,
 )
+from alpa_lite.timeline import Event, Timeline
 
 WIDTH, VOCABULARY, LAYERS = 768, 50304, 12
 MESH = ((4, 2), ("data", "model"))
@@ -230,8 +231,16 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
     state = tuple(leaf for leaf in leaves if leaf.role == "state")
     loss = Leaf("result[1]['loss']", (), "float32", 4, "other", P())
     memory = Memory(312_840_192, 91_226_112, 170_393_600, 2_905_604_096, 3_389_050_880)
-    stage = Stage(*MESH, leaves, (*state, loss), memory, compute + communication, compute, communication)
     total = compute + communication
+    solver = Solver("optimal", total, total, 0.0, 0.84, 12_345)
+    replicated = (
+        Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),
+        Replicated("sort", "gpt.py:103 metrics", "the sorted dim cannot be sharded", 262_144, 1.2e-5, 1),
+    )
+    stage = Stage(
+        *MESH, leaves, (*state, loss), memory, total, compute, communication, solver,
+        decisions=gpt_decisions(layers), replicated=replicated,
+    )  # fmt: skip
     return Plan(
         method="Auto()",
         cluster=Cluster.preset("p3.16xlarge", nodes=1),
@@ -245,12 +254,8 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
         stages=(stage,),
         collectives=collectives,
         collective_seconds=seconds,
-        solver=Solver("optimal", total, total, 0.0, 0.84, 12_345),
-        decisions=gpt_decisions(layers),
-        replicated=(
-            Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),
-            Replicated("sort", "gpt.py:103 metrics", "the sorted dim cannot be sharded", 262_144, 1.2e-5, 1),
-        ),
+        solver=solver,
+        division=one_stage(total, memory.total),
         rewrites=("combined", "dtype promoted: bf16 all_reduce runs as f32"),
         verification=("Shardy: the 74 planned collectives are in the lowered program, and no others",),
         candidates=(
@@ -266,10 +271,17 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
     )
 
 
+def one_stage(seconds: float, size: int) -> Division:
+    """The division of a plan on one mesh: one stage, run once."""
+    timeline = Timeline((Event(0, 0.0, seconds, "step", "step", 0),), 1, "predicted")
+    return Division(1, 1, 1, (0,), (0,), (0,), ("none",), (size,), (0,), timeline)
+
+
 def small_plan() -> Plan:
     """Two matrices on two devices, without alternatives, remarks or collectives."""
     leaf = Leaf("params[0]", (8, 8), "float32", 256, "state", P("x"))
-    stage = Stage((2,), ("x",), (leaf,), (leaf,), Memory(128, 128, 0, 64, 320), 1e-5, 1e-5, 0.0)
+    solver = Solver("fixed", 1e-5, 1e-5, 0.0, 0.0, 0)
+    stage = Stage((2,), ("x",), (leaf,), (leaf,), Memory(128, 128, 0, 64, 320), 1e-5, 1e-5, 0.0, solver)
     return dataclasses.replace(
         gpt_plan(1),
         method="DataParallel()",
@@ -278,9 +290,8 @@ def small_plan() -> Plan:
         stages=(stage,),
         collectives=(),
         collective_seconds=(),
-        solver=Solver("fixed", 1e-5, 1e-5, 0.0, 0.0, 0),
-        decisions=(),
-        replicated=(),
+        solver=solver,
+        division=one_stage(1e-5, 320),
         rewrites=(),
         verification=(),
         candidates=(),
@@ -292,11 +303,7 @@ def small_plan() -> Plan:
 def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
     """The GPT on four submeshes of two devices each, eight micro-batches; the middle stages are alike."""
     count, meshes, each = 8, 4, LAYERS // (4 * virtual)
-    stages, parts = [], []
-    for number in range(meshes * virtual):
-        stage, part = _stage(number, meshes * virtual, each)
-        stages.append(stage)
-        parts.append(part)
+    stages = [_stage(number, meshes * virtual, each) for number in range(meshes * virtual)]
     schedule = schedules.schedule(name, meshes, count, virtual=virtual)
     timeline = schedules.simulate(schedule, forward=1e-3, backward=1e-3, weight=1e-3, transfer=1e-4)
     entries = [
@@ -316,13 +323,10 @@ def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
         schedule=name,
         step_seconds=timeline.seconds,
         stages=tuple(stages),
-        parts=tuple(parts),
         collectives=tuple(c for c, _ in entries),
         collective_seconds=tuple(seconds for _, seconds in entries),
-        decisions=(),
-        replicated=(),
         candidates=(Candidate(f"{name}, 8 micro-batches", (4,), timeline.seconds, 3_389_050_880, "chosen"),),
-        pipeline=PipelineShape(
+        division=Division(
             virtual=virtual,
             num_layers=LAYERS,
             max_layers=64,
@@ -337,8 +341,8 @@ def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
     )
 
 
-def _stage(number: int, of: int, layers: int) -> tuple[Stage, Plan]:
-    """A stage of the pipeline, and its plan as a step of its own."""
+def _stage(number: int, of: int, layers: int) -> Stage:
+    """A stage of the pipeline."""
     here = tuple(f"['h_{i}']" for i in range(number * layers, (number + 1) * layers))
     ends = {0: ("['wte']", "['wpe']", "['tokens']"), of - 1: ("['ln_f']", "['labels']")}
     names = (*here, *ends.get(number, ()))
@@ -348,22 +352,14 @@ def _stage(number: int, of: int, layers: int) -> tuple[Stage, Plan]:
         if any(name in leaf.path for name in names)
     )
     memory = Memory(400_000_000, 400_000_000, 800_000_000, 900_000_000, 2_500_000_000)
-    stage = Stage((2,), ("data",), leaves, leaves, memory, 24e-3, 23.8e-3, 0.2e-3)
     weight = dataclasses.replace(
         gpt_decisions()[1],
         name=f"state['params']['h_{{{number * layers}-{(number + 1) * layers - 1}}}']['mlp']['up']['kernel']",
         paths=tuple(f"state['params']{h}['mlp']['up']['kernel']" for h in here),
     )
-    part = dataclasses.replace(
-        gpt_plan(),
-        method=f"stage {number}",
-        num_devices=2,
-        stages=(stage,),
-        collectives=(),
-        collective_seconds=(),
+    last = Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1)
+    return Stage(
+        (2,), ("data",), leaves, leaves, memory, 24e-3, 23.8e-3, 0.2e-3, gpt_plan().solver,
         decisions=(gpt_decisions()[0], weight),
-        replicated=(Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),)
-        if number == of - 1
-        else (),
-    )
-    return stage, part
+        replicated=(last,) if number == of - 1 else (),
+    )  # fmt: skip

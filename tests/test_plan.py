@@ -13,21 +13,24 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite import plan as plan_module
+from alpa_lite import records
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import (
+from alpa_lite.plan import Plan
+from alpa_lite.records import (
     Alternative,
     Candidate,
     Collective,
     Decision,
+    Division,
     Leaf,
     Memory,
     Outcome,
-    Plan,
     Replicated,
     Solver,
     Stage,
 )
+from alpa_lite.timeline import Event, Timeline
 from tests.plans import gpt_plan, small_plan
 
 AXES = ("x", "y", "z")
@@ -66,10 +69,20 @@ decisions = st.builds(
     Decision, texts, texts, texts, sizes, shapes, strategy, times, tuples(alternatives), tuples(texts)
 )
 memories = st.builds(Memory, sizes, sizes, sizes, sizes, sizes)
+solvers = st.builds(Solver, texts, times, times, times, times, sizes, st.sampled_from(["step", "layers"]))
+replicated = st.builds(Replicated, texts, texts, texts, sizes, times, sizes)
 stages = st.builds(
-    Stage, st.just((2, 2, 2)), st.just(AXES), tuples(leaves), tuples(leaves), memories, times, times, times
-)
-collectives = st.builds(Collective, st.sampled_from(plan_module.KINDS), axes, sizes, sizes, sizes, texts)
+    Stage, st.just((2, 2, 2)), st.just(AXES), tuples(leaves), tuples(leaves), memories, times, times, times, solvers,
+    received=tuples(leaves), sent=tuples(leaves), decisions=tuples(decisions), replicated=tuples(replicated),
+    ingredients=st.dictionaries(texts, texts, max_size=2),
+)  # fmt: skip
+finite = st.floats(0, 1e6)
+events = st.builds(Event, sizes, finite, finite, texts, st.sampled_from(["forward", "step", "transfer"]), sizes, sizes)
+divisions = st.builds(
+    Division, sizes, sizes, sizes, shapes, shapes, shapes, tuples(texts), shapes, shapes,
+    st.builds(Timeline, tuples(events), sizes, texts), texts,
+)  # fmt: skip
+collectives = st.builds(Collective, st.sampled_from(records.KINDS), axes, sizes, sizes, sizes, texts)
 
 
 @st.composite
@@ -89,9 +102,8 @@ def plans(draw: st.DrawFn) -> Plan:
         stages=parts,
         collectives=some,
         collective_seconds=tuple(draw(times) for _ in some),
-        solver=draw(st.builds(Solver, texts, times, times, times, times, sizes)),
-        decisions=draw(tuples(decisions)),
-        replicated=draw(tuples(st.builds(Replicated, texts, texts, texts, sizes, times, sizes))),
+        solver=draw(solvers),
+        division=draw(divisions),
         candidates=draw(tuples(st.builds(Candidate, texts, shapes, st.none() | times, st.none() | sizes, texts))),
         notes=draw(tuples(texts)),
         ingredients=draw(st.dictionaries(texts, texts, max_size=2)),

@@ -43,7 +43,7 @@ def test_two_stages_have_a_scan_of_half_the_layers_each():
     pipeline_driver.compare_steps(executable, step, arguments)
     assert trips(executable.hlo()) == [2, 2, 2, 2]  # forward and backward of each
     plain = driven("linen")[2]
-    for less, more in zip(peak_bytes(found.pipeline.program), peak_bytes(plain.pipeline.program), strict=True):
+    for less, more in zip(peak_bytes(found.division.program), peak_bytes(plain.division.program), strict=True):
         assert less < more
     leaf = executable(*pipeline_driver._copied(arguments, "functional"))[0]["params"]["Block_0"]["q"]["kernel"]
     assert leaf.shape[0] == 4 and len(leaf.sharding.device_set) == 8
@@ -72,9 +72,8 @@ def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: P
     method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe")
     pipelined = alpa_lite.parallelize(step, method=method, num_microbatches=4, memory_per_device=450_000)
     plan = pipelined.plan(*arguments)
-    assert plan.pipeline is not None
-    assert set(plan.pipeline.remat) != {"none"}  # which takes 650,000 bytes
-    used = zip(plan.pipeline.buffer_bytes, plan.pipeline.temporary_bytes, strict=True)
+    assert set(plan.division.remat) != {"none"}  # which takes 650,000 bytes
+    used = zip(plan.division.buffer_bytes, plan.division.temporary_bytes, strict=True)
     assert all(sum(pair) <= 450_000 for pair in used)
     assert any("nothing is moved or copied" in note for note in plan.notes)
     assert any("[0:2]" in leaf.path for leaf in plan.stages[0].arguments)
@@ -84,4 +83,4 @@ def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: P
     comparing.compare(comparing.called(pipelined, arguments, "functional"), want)
     again = alpa_lite.parallelize(step, plan=tmp_path / "plan.json")
     comparing.compare(comparing.called(again, arguments, "functional"), want)
-    assert again.plan(*arguments).pipeline.remat == plan.pipeline.remat
+    assert again.plan(*arguments).division.remat == plan.division.remat

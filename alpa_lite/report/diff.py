@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from alpa_lite.paths import shown, tokens
-from alpa_lite.plan import Decision, Leaf, Plan, Stage
-from alpa_lite.report import grouping, pipeline, tables, units
+from alpa_lite.records import Decision, Leaf, Stage
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import grouping, stages, tables, units
 
 _ABSENT = "absent"
 
@@ -44,8 +45,8 @@ def _facts(before: Plan, after: Plan) -> list[RenderableType]:
         ("cluster", str(before.cluster), str(after.cluster)),
         ("devices", str(before.num_devices), str(after.num_devices)),
         ("stages", str(before.num_stages), str(after.num_stages)),
-        ("layers by stage", pipeline.layer_ranges(before), pipeline.layer_ranges(after)),
-        ("mesh", pipeline.meshes(before), pipeline.meshes(after)),
+        ("layers by stage", stages.layer_ranges(before), stages.layer_ranges(after)),
+        ("mesh", stages.meshes(before), stages.meshes(after)),
         ("micro-batches", str(before.num_microbatches), str(after.num_microbatches)),
         ("schedule", before.schedule, after.schedule),
         ("rematerialisation", _remat(before), _remat(after)),
@@ -56,12 +57,12 @@ def _facts(before: Plan, after: Plan) -> list[RenderableType]:
 
 def _remat(plan: Plan) -> str:
     """What the backward pass of each stage computes again, stages with the same answer joined."""
-    if plan.pipeline is None:
-        return "as written in the step"
     found: dict[str, list[int]] = {}
-    for number, what in enumerate(plan.pipeline.remat):
+    for number, what in enumerate(plan.division.remat):
         found.setdefault(what, []).append(number)
-    return "; ".join(f"{pipeline.named(numbers)}: {what}" for what, numbers in found.items())
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{stages.named(numbers)}: {what}" for what, numbers in found.items())
 
 
 def _ingredients(before: Plan, after: Plan) -> list[RenderableType]:
@@ -94,7 +95,7 @@ class _Placed:
 
     def text(self) -> str:
         """Stages, type, sharding and bytes per device."""
-        where = f"{pipeline.named(self.stages)}: " if self.stages else ""
+        where = f"{stages.named(self.stages)}: " if self.stages else ""
         kind = f"{tables.type_text(self.leaf)} " if self.typed else ""
         return f"{where}{kind}{units.spec(self.leaf.spec)} {units.nbytes(self.stage.bytes_per_device(self.leaf))}"
 
@@ -103,7 +104,7 @@ def _leaves(plan: Plan) -> dict[str, _Placed]:
     """The arguments by path. One that several stages hold is shown with the sharding of the first of them."""
     out: dict[str, _Placed] = {}
     for number, stage in enumerate(plan.stages):
-        numbers = (number,) if plan.pipeline is not None else ()
+        numbers = (number,) if len(plan.stages) > 1 else ()
         for leaf in stage.arguments:
             placed = out.get(leaf.path, _Placed((), stage, leaf))
             out[leaf.path] = replace(placed, stages=(*placed.stages, *numbers))
@@ -204,11 +205,11 @@ def _memory(before: Plan, after: Plan) -> list[RenderableType]:
 
 
 def _peaks(plan: Plan) -> dict[str, int]:
-    """Bytes by kind; for a pipeline, buffers between tasks apart from the temporaries of executables."""
-    if plan.pipeline is None:
+    """Bytes by kind; of several stages, buffers between tasks apart from the temporaries of executables."""
+    if len(plan.stages) == 1:
         memory = plan.stages[0].memory
         return {kind: getattr(memory, kind) for kind in ("params", "gradients", "optimizer", "activations", "total")}
-    rows = pipeline.memory(plan, plan.pipeline)
+    rows = stages.memory(plan)
     kinds = {"params": "params", "gradients": "gradients", "optimizer": "optimizer"}
     kinds |= {"in flight": "in_flight", "temporaries": "temporaries", "total": "peak"}
     return {name: max(getattr(row, kind) for row in rows) for name, kind in kinds.items()}
@@ -216,7 +217,7 @@ def _peaks(plan: Plan) -> dict[str, int]:
 
 def _seconds(before: Plan, after: Plan) -> list[RenderableType]:
     """Seconds of the step, and where they go: means over devices."""
-    old, new = pipeline.spent(before), pipeline.spent(after)
+    old, new = stages.spent(before), stages.spent(after)
     rows = []
     for name, a, b in (
         ("step", before.step_seconds, after.step_seconds),
@@ -248,7 +249,7 @@ def _relative(old: float, new: float) -> str:
 
 def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
     """The operations whose strategy differs; decisions about arguments are among the shardings."""
-    apart = len(before.parts) == len(after.parts)
+    apart = len(before.stages) == len(after.stages)
     old, new = _operations(before, apart), _operations(after, apart)
     both = [key for key in old if key in new and old[key].strategy != new[key].strategy]
     lines: list[RenderableType] = []
@@ -268,8 +269,8 @@ def _decisions(before: Plan, after: Plan) -> list[RenderableType]:
 def _operations(plan: Plan, apart: bool) -> dict[tuple[int, str], Decision]:
     """The decisions on operations by stage and key; by key alone unless stages are kept `apart`."""
     out: dict[tuple[int, str], Decision] = {}
-    for number, part in enumerate(plan.parts or (plan,)):
-        for decision in part.decisions:
+    for number, stage in enumerate(plan.stages):
+        for decision in stage.decisions:
             if not decision.paths:
                 out.setdefault((number if apart else 0, decision.key), decision)
     return out
@@ -281,7 +282,7 @@ def _strategy(strategy: tuple[tuple[str, ...], ...]) -> str:
 
 
 def _replicated(before: Plan, after: Plan) -> list[RenderableType]:
-    old, new = ({(r.name, r.where): r.reason for r in pipeline.replicated(plan)} for plan in (before, after))
+    old, new = ({(r.name, r.where): r.reason for r in stages.replicated(plan)} for plan in (before, after))
     return [
         f"{name} at {where}: {_arrow(old.get((name, where), 'not listed'), new.get((name, where), 'not listed'))}"
         for name, where in dict.fromkeys((*old, *new))

@@ -1,7 +1,7 @@
 """Why this sharding: the alternatives, the cost of the whole step with each, and what would have to change.
 
-For every alternative the plan holds a whole step in which it is forced and the others adapt (`plan.Outcome`). Of its T
-seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
+For every alternative the plan holds a whole step in which it is forced and the others adapt (`records.Outcome`). Of its
+T seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
 large, this step takes
 
     T(x) = T - V + V / x          T(b) = T - G + b G
@@ -12,8 +12,8 @@ and so does the plan with its own T, V and G. Where the two lines cross, the alt
 
 These are predictions to first order: neither step adapts further on the way, and a third may win before.
 
-In a pipeline each stage was sharded as a separate step (`Plan.parts`). Its seconds are then those of the stage, for all
-micro-batches one after another, and stages with identical explanations share one.
+In a pipeline each stage was sharded as a separate step (`Stage.decisions`). Its seconds are then those of the stage,
+for all micro-batches one after another, and stages with identical explanations share one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from rich.text import Text
 
 from alpa_lite import paths
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Alternative, Decision, Leaf, Outcome, Plan, Replicated, Stage
-from alpa_lite.report import grouping, pipeline, tables, units
+from alpa_lite.records import Alternative, Decision, Leaf, Outcome, Replicated, Stage
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import grouping, stages, tables, units
 
 _LISTED = 20
 _SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
@@ -80,20 +81,24 @@ def explain(plan: Plan, name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """A mesh with the decisions for it: the plan itself, or a stage of a pipeline with its own plan."""
+    """A stage with the decisions for it; it has a number if there are several."""
 
     plan: Plan
     stage: Stage
     examples: int | None  # in the batch
     number: int | None = None
 
+    @property
+    def seconds(self) -> float:
+        """The objective of its integer program, which the alternatives are compared with."""
+        return self.stage.solver.objective
+
 
 def _sites(plan: Plan) -> list[_Site]:
     sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
     now = sizes.pop() if len(sizes) == 1 else None
-    if not plan.parts:
-        return [_Site(plan, stage, now) for stage in plan.stages]
-    return [_Site(part, stage, now, n) for n, (part, stage) in enumerate(zip(plan.parts, plan.stages, strict=True))]
+    several = len(plan.stages) > 1
+    return [_Site(plan, stage, now, n if several else None) for n, stage in enumerate(plan.stages)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +192,7 @@ def _told(subjects: list[_Subject]) -> RenderableType:
 
 def _stages(subjects: list[_Subject]) -> str:
     numbers = sorted({s.site.number for s in subjects if s.site.number is not None})
-    return f" ({pipeline.named(numbers)})" if numbers else ""
+    return f" ({stages.named(numbers)})" if numbers else ""
 
 
 def _title(subjects: list[_Subject]) -> str:
@@ -204,7 +209,7 @@ def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
     """One subject for each decision that the arguments share, and for identical arguments without a decision."""
     out: list[_Subject] = []
     for site in dict.fromkeys(site for site, _ in leaves):
-        by_path = {path: decision for decision in site.plan.decisions for path in decision.paths}
+        by_path = {path: decision for decision in site.stage.decisions for path in decision.paths}
         decided: dict[str, _Subject] = {}
         free: dict[str, Leaf] = {}
         for leaf in (leaf for other, leaf in leaves if other is site):
@@ -220,8 +225,8 @@ def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
 
 def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
     """Operations whose name or key is `name`, else those whose name or place contains it."""
-    operations = [_Subject((d.name,), site, d) for site in sites for d in site.plan.decisions if not d.paths]
-    operations += [_Subject((r.name,), site, replicated=r) for site in sites for r in site.plan.replicated]
+    operations = [_Subject((d.name,), site, d) for site in sites for d in site.stage.decisions if not d.paths]
+    operations += [_Subject((r.name,), site, replicated=r) for site in sites for r in site.stage.replicated]
     exact = [s for s in operations if name in s.names or (s.decision and name == s.decision.key)]
     if exact or not name.strip():
         return exact
@@ -236,8 +241,8 @@ def _where(subject: _Subject) -> str:
 
 def _unknown(sites: list[_Site], name: str) -> str:
     known = [paths.shown(leaf.path) for site in sites for leaf in site.stage.arguments]
-    known += [d.name for site in sites for d in site.plan.decisions if not d.paths]
-    known += [r.name for site in sites for r in site.plan.replicated]
+    known += [d.name for site in sites for d in site.stage.decisions if not d.paths]
+    known += [r.name for site in sites for r in site.stage.replicated]
     by_form = {item.lower(): item for item in reversed(known)}
     ends = {"/".join(form.split("/")[-n:]): item for form, item in by_form.items() for n in range(1, 5)}
     close = difflib.get_close_matches(paths.spellings(name)[-1].lower(), [*by_form, *ends], n=20, cutoff=0.6)
@@ -370,31 +375,32 @@ def _local(decision: Decision) -> RenderableType:
 
 def _verdict(site: _Site, other: Alternative, chosen: Alternative) -> str:
     """How much worse `other` is, and under which conditions it would beat the plan."""
-    plan = site.plan
+    plan, step = site.plan, site.seconds
     delta = other.step.seconds - chosen.step.seconds
     if not other.fits:
         return f"{_too_large(plan, other.step, chosen)}."
-    parts = [_difference(plan, other, chosen, delta)]
+    parts = [_difference(site, other, chosen, delta)]
     changes = []
-    if delta > _SAME * plan.step_seconds:
+    if delta > _SAME * step:
         changes = [*_links(other.step, chosen.step), *_batch(site.examples, other.step, chosen.step)]
     changes += _memory(plan, other, chosen)
     if changes:
         parts.append("would win " + ", or ".join(changes))
-    elif delta > _SAME * plan.step_seconds:
+    elif delta > _SAME * step:
         parts.append("no change of batch size, link speed or memory alone would make it faster")
     return "; ".join(parts) + "."
 
 
-def _difference(plan: Plan, other: Alternative, chosen: Alternative, delta: float) -> str:
+def _difference(site: _Site, other: Alternative, chosen: Alternative, delta: float) -> str:
     """How much slower the step with `other` is, and why."""
-    if abs(delta) <= _SAME * plan.step_seconds:
+    step, solver = site.seconds, site.stage.solver
+    if abs(delta) <= _SAME * step:
         return "the step takes equally long: either choice will do"
     if delta < 0:
-        gap = plan.solver.objective - plan.solver.bound
+        gap = solver.objective - solver.bound
         reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the fastest"
         return f"the step takes {units.seconds(-delta)} less: {reason}"
-    more = f"{units.seconds(delta)} ({_share(delta, plan.step_seconds)}) slower per step"
+    more = f"{units.seconds(delta)} ({_share(delta, step)}) slower per step"
     compute = other.step.compute_seconds - chosen.step.compute_seconds
     causes = [
         f"{units.seconds(abs(value))} {'more' if value > 0 else 'less'} {name}"
@@ -410,7 +416,7 @@ def _difference(plan: Plan, other: Alternative, chosen: Alternative, delta: floa
         more += ", from communication"
         more += f" ({units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'} sent)" if sent else ""
     least = other.bound_seconds - chosen.step.seconds
-    if least > _SAME * plan.step_seconds and least < 0.9 * delta:
+    if least > _SAME * step and least < 0.9 * delta:
         more += f"; at least {units.seconds(least)} slower in any plan"
     return more
 

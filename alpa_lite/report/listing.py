@@ -12,10 +12,17 @@ from alpa_lite import _jax
 from alpa_lite import program as programs
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.layout import Layout
+from alpa_lite.passes.layers.division import Divided, Divisible
+from alpa_lite.passes.layers.types import Layering
 from alpa_lite.passes.lowering.program import Body, LocalProgram, Loop, Reshard
-from alpa_lite.passes.programs.search import FoundPipeline
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.pricing import Priced
+from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
 from alpa_lite.report import units
 from alpa_lite.strategy import Factor, Rule
@@ -34,8 +41,25 @@ def text(value: Any) -> str:
             return "\n".join(_groups(value))
         case Found():
             return "\n".join(_found(value))
-        case FoundPipeline():
-            return "\n".join(_pipeline(value))
+        case DecidedStage():
+            program = _program(value.program) if isinstance(value, PlannedStage) else ()
+            return "\n".join((*_found(value.found), *program))
+        case StageGraph():
+            return text(value.traced)
+        case Accumulated():
+            return "\n".join((*(f"note: {note}" for note in value.notes), text(value.traced)))
+        case Divisible():
+            return "\n".join((*_layers(value.layering), "", text(value.layering.traced)))
+        case Divided():
+            return "\n".join((*_layers(value.layering), "", text(value.accumulated)))
+        case Priced():
+            return "\n".join(_priced(value))
+        case Sliced():
+            return "\n".join(_sliced(value))
+        case Staged():
+            return "\n".join(_staged(value))
+        case tuple():
+            return "\n\n".join(map(text, value))
         case programs.Program():
             return "\n".join(_executables(value))
         case LocalProgram():
@@ -135,27 +159,44 @@ def _found(found: Found) -> Iterator[str]:
             yield f"  {mark} {axes}{partial}: {cost}"
 
 
-def _pipeline(found: FoundPipeline) -> Iterator[str]:
-    """The result of the stage search, and each stage as a separate step."""
-    slices = found.slices
-    yield from (f"note: {note}" for note in found.accumulated.notes)
-    for number, layer in enumerate(found.layers.layers):
+def _staged(found: Staged) -> Iterator[str]:
+    """The stages, and the program that runs them."""
+    yield from (f"note: {note}" for note in found.loop.notes)
+    yield f"{found.num_layers} layers, {found.program.num_microbatches} micro-batches, {found.program.schedule}"
+    choice = found.choice
+    yield f"chosen by {choice.model}: {choice.seconds} s, bound {choice.bound} s; simulated {found.seconds} s"
+    for mesh, (buffers, temporary) in enumerate(found.bytes):
+        yield f"submesh {mesh}: {buffers} + {temporary} bytes"
+    for number, first in enumerate(found.first_layers):
+        mesh = found.written.mesh_of[number]
+        yield f"stage {number}: from layer {first}, submesh {mesh}, remat {found.remat[number]}"
+    yield from _executables(found.program)
+
+
+def _layers(layers: Layering) -> Iterator[str]:
+    for number, layer in enumerate(layers.layers):
         cost = f"{layer.flops:.3e} FLOPs, {layer.bytes_out} bytes cross the cut after it"
         yield f"layer {number}: {len(layer.ops)} operations, {cost}, {layer.fingerprint}"
+
+
+def _priced(priced: Priced) -> Iterator[str]:
+    for number, kinds in enumerate(priced.layers):
+        for devices, offers in zip(priced.devices, kinds, strict=True):
+            for price, cost in enumerate(offers):
+                yield f"layer {number} on {devices} devices, price {price}: {cost}"
+
+
+def _sliced(found: Sliced) -> Iterator[str]:
+    """What the stage search chose, and what it compared."""
+    slices = found.slices
     yield f"{slices.schedule}, {slices.num_microbatches} micro-batches, {slices.virtual} stages per submesh"
-    yield f"estimated {slices.seconds} s, bound {found.bound} s, simulated {found.seconds} s"
+    yield f"estimated {slices.seconds} s, bound {found.bound} s"
+    for number, stage in enumerate(slices.stages):
+        yield f"stage {number}: layers {stage.first} to {stage.stop - 1}, submesh {stage.mesh}"
     for w in found.weighed:
         size = "" if w.bytes is None else f", {w.bytes:.0f} bytes"
         numbers = f"{w.num_stages} submeshes, {w.seconds} s{size}, bound {w.bound} s"
         yield f"compared {w.schedule} x {w.virtual}, {w.num_microbatches} micro-batches: {w.status}, {numbers}"
-    for mesh, (buffers, temporary) in enumerate(found.bytes):
-        devices = f"{slices.devices[mesh]} devices, the first is {slices.first_devices[mesh]}"
-        yield f"submesh {mesh}: {devices}, {buffers} + {temporary} bytes of {found.budget:.0f}"
-    for number, (choice, stage) in enumerate(zip(slices.stages, found.stages, strict=True)):
-        layers = f"layers {choice.first} to {choice.stop - 1}"
-        yield f"\nstage {number}: {layers}, submesh {choice.mesh}, remat {found.remat[number]}"
-        yield from _found(stage.found)
-        yield from _program(stage.program)
 
 
 def _executables(program: programs.Program) -> Iterator[str]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_lite.paths import shown
-from alpa_lite.plan import Collective, Leaf, Stage
+from alpa_lite.records import Collective, Leaf, Stage
 from alpa_lite.report import grouping, units
 
 WIDTH = 100

@@ -1,32 +1,23 @@
-"""A plan as text of a hundred columns: `str(plan)`, and in colour the output of `alpa-lite show`.
-
-The sections that only a pipeline has are in `report.pipeline`.
-"""
+"""A plan as text of a hundred columns: `str(plan)`, and in colour the output of `alpa-lite show`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from alpa_lite.plan import Candidate, Plan, Replicated, Stage
-from alpa_lite.report import pipeline, units
+from alpa_lite.records import Candidate, Replicated
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import stages, units
 from alpa_lite.report.tables import (
-    BAR,
     WIDTH,
     add,
-    bars,
-    collective_rows,
-    collective_table,
     plain,
     section,
-    sharding_table,
     table,
 )
 
-_MAX_COLLECTIVES = 16
 _MAX_REPLICATED = 10
 _MAX_CANDIDATES = 16
 
@@ -38,17 +29,8 @@ def render(plan: Plan) -> str:
 
 def renderable(plan: Plan) -> Group:
     """The plan as a Rich renderable."""
-    parts: list[RenderableType] = [header(plan)]
-    if plan.pipeline is not None:
-        parts += pipeline.sections(plan, plan.pipeline)
-    else:
-        parts.append(section(f"Predicted step: {units.seconds(plan.step_seconds)}", _time(plan)))
-        for stage in plan.stages:
-            parts.append(section("Shardings", sharding_table(stage)))
-            parts.append(section("Memory per device", _memory(plan, stage)))
-        rows = collective_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
-        parts.append(section("Collectives per step", collective_table(rows, _MAX_COLLECTIVES)))
-    whole = pipeline.replicated(plan)
+    parts: list[RenderableType] = [header(plan), *stages.overview(plan), *stages.sections(plan)]
+    whole = stages.replicated(plan)
     if whole:
         parts.append(
             section("Not distributed: computed whole on every device, or left to the compiler", _replicated(whole))
@@ -63,10 +45,7 @@ def renderable(plan: Plan) -> Group:
 
 def overview(plan: Plan) -> Group:
     """The beginning of `renderable`: where the time goes, and the memory; for a pipeline also stages and schedule."""
-    if plan.pipeline is None:
-        time = section(f"Predicted step: {units.seconds(plan.step_seconds)}", _time(plan))
-        return Group(header(plan), time, section("Memory per device", _memory(plan, plan.stages[0])))
-    return Group(header(plan), *pipeline.overview(plan, plan.pipeline))
+    return Group(header(plan), *stages.overview(plan))
 
 
 def header(plan: Plan) -> RenderableType:
@@ -77,63 +56,17 @@ def header(plan: Plan) -> RenderableType:
     whole = plan.cluster.num_devices
     used = f"{plan.num_devices} of {whole}" if plan.num_devices < whole else f"{plan.num_devices}"
     facts = [f"{used} device{'s' if whole != 1 else ''}"]
-    if plan.pipeline is None:
-        stage = plan.stages[0]
-        facts.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}")
-    stages = f"{plan.num_stages} stage{'s' if plan.num_stages != 1 else ''}"
-    if plan.pipeline is not None and plan.pipeline.virtual > 1:
-        stages += f" on {len(plan.pipeline.first_devices)} submeshes"
-    facts.append(stages)
+    if len(plan.stages) == 1:
+        facts.append(f"mesh {stages.meshes(plan)}")
+    number = f"{plan.num_stages} stage{'s' if plan.num_stages != 1 else ''}"
+    if plan.division.virtual > 1:
+        number += f" on {len(plan.division.first_devices)} submeshes"
+    facts.append(number)
     facts.append(f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches != 1 else ''}")
     if plan.schedule != "none":
         facts.append(f"schedule {plan.schedule}")
     facts.append(f"fingerprint {plan.fingerprint[:12]}")
     return Group(head, *map(Text, _filled(f"{facts[0]},", facts[1:])))
-
-
-@dataclass
-class Cost:
-    """The cost of collectives per step: seconds, bytes per device, executions."""
-
-    seconds: float = 0.0
-    bytes: int = 0
-    count: int = 0
-
-
-def communication_by_axes(plan: Plan) -> dict[tuple[str, ...], Cost]:
-    """The cost per step of the collectives over each set of mesh axes, the most expensive first."""
-    out: dict[tuple[str, ...], Cost] = {}
-    for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
-        cost = out.setdefault(collective.axes, Cost())
-        cost.seconds += seconds
-        cost.bytes += collective.bytes * collective.count
-        cost.count += collective.count
-    return dict(sorted(out.items(), key=lambda item: -item[1].seconds))
-
-
-def _time(plan: Plan) -> RenderableType:
-    """Where the predicted step time goes."""
-    compute = sum(stage.compute_seconds for stage in plan.stages)
-    rows = [("compute", compute, "green")]
-    rows += [(f"over {units.axes(axes)}", c.seconds, "yellow") for axes, c in communication_by_axes(plan).items()]
-    rest = sum(stage.communication_seconds for stage in plan.stages) - sum(plan.collective_seconds)
-    if rest > 5e-4 * plan.step_seconds:
-        rows.append(("other communication", rest, "yellow"))
-    return bars(rows, max(plan.step_seconds, sum(seconds for _, seconds, _ in rows)))
-
-
-def _memory(plan: Plan, stage: Stage) -> RenderableType:
-    memory = stage.memory
-    out = table("", "", "", "", right=(1, 2))
-    kinds = ("params", "gradients", "optimizer", "activations")
-    for kind in kinds:
-        size = getattr(memory, kind)
-        text = Text(units.bar(size, plan.memory_per_device, BAR), style="blue")
-        add(out, f"{kind}", units.nbytes(size), units.percent(size, plan.memory_per_device), text)
-    text = Text(units.bar(memory.total, plan.memory_per_device, BAR), style="bold blue")
-    share = units.percent(memory.total, plan.memory_per_device)
-    add(out, f"peak, of {units.nbytes(plan.memory_per_device)}", units.nbytes(memory.total), share, text)
-    return out
 
 
 def _replicated(rows: Sequence[Replicated]) -> RenderableType:
@@ -153,9 +86,9 @@ def _replicated(rows: Sequence[Replicated]) -> RenderableType:
 
 def _candidates(plan: Plan) -> RenderableType:
     """The chosen plan first, then by seconds. Pipelines are compared by the estimates of the stage search."""
-    out = table("plan", "mesh" if plan.pipeline is None else "stages", "step", "memory", "", right=(2, 3), wide=0)
+    out = table("plan", "mesh" if plan.solver.model == "step" else "stages", "step", "memory", "", right=(2, 3), wide=0)
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
-    chosen = order[0].step_seconds if plan.pipeline is not None and order[0].status == "chosen" else None
+    chosen = order[0].step_seconds if order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
     order = list(dict.fromkeys(order))
     for candidate in order[:_MAX_CANDIDATES]:
@@ -193,11 +126,16 @@ def _solver(plan: Plan) -> list[str]:
         effort = "nothing to solve"
     elif solver.variables:
         effort = f"{solver.variables:,} variables {spent}"
-    elif plan.pipeline is not None:
+    elif solver.model == "layers":
         effort = f"searched {spent}; the stages needed no integer program"
     else:
         effort = f"{'proven' if solver.status == 'optimal' else 'bounded'} by dual bounds {spent} (no LP needed)"
     lines = _filled(f"{solver.status}:", [*costs, effort])
+    if solver.model == "layers":
+        lines += _filled(
+            "objective and bound are sums over layers, by which stages are chosen;",
+            [f"the simulated step takes {units.seconds(plan.step_seconds)} and is not comparable with the bound"],
+        )
     if plan.planning_seconds:
         parts = [f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items()]
         lines += _filled(f"planned in {units.seconds(sum(plan.planning_seconds.values()))}:", parts)

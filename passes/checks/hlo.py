@@ -37,7 +37,7 @@ from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
 from alpa_lite.passes.checks.replica_groups import normal_axes
-from alpa_lite.plan import Collective
+from alpa_lite.records import Collective
 
 _WIDE = ("f32", "f16", "bf16")
 _TILE = 512

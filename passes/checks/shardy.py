@@ -35,7 +35,7 @@ from jax.interpreters import mlir
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, normal_axes
-from alpa_lite.plan import Collective
+from alpa_lite.records import Collective
 
 SHARDY_PASSES = (
     "builtin.module(sdy-propagation-pipeline)",

@@ -19,14 +19,18 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
+from alpa_lite.errors import VerificationError
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes import lowering
 from alpa_lite.passes.checks.hlo import compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy
-from alpa_lite.passes.lowering import emission
-from alpa_lite.passes.lowering.program import LocalProgram
+from alpa_lite.passes.lowering import function_of, spec_of
+from alpa_lite.passes.lowering.program import Reshard
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.passes.stages import functions
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.plan import Plan
+from alpa_lite.records import Collective
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,8 @@ def lowered_module(
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
-def step_module(plan: Plan, traced: Traced, program: LocalProgram, *, shared: bool = False) -> Any:
-    """The StableHLO module of a planned step, on an abstract mesh; with `shared`, equal layers are one function."""
-    communication = plan.ingredients["communication"]
-    return lowered_module(
-        lambda abstract: emission.function_of(program, traced, abstract, communication, shared=shared),
-        program.mesh,
-        [traced.graph.values[v].aval for v in traced.graph.block.inputs],
-        [lowering.spec_of(layout) for layout in program.inputs],
-        plan.cluster.platform,
-    )
-
-
-def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
-    """The plan with the result of the partitioner's check.
+def verified(plan: Plan, staged: Staged) -> Plan:
+    """The plan with the result of the partitioner's check of every executable of every stage.
 
     With written collectives the check is exact, and a difference raises. With communication left to the compiler there
     is nothing to compare with: the plan then lists the collectives that the partitioner inserts.
@@ -128,25 +120,50 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
     Raises:
       VerificationError: if the written collectives are not those of the plan, or the partitioner adds any.
     """
-    mesh = program.mesh
-    if mesh.size == 1:
-        return replace(plan, verification=("one device: nothing to communicate",))
-    if program.outside:
-        names = ", ".join(sorted({op.name for op in program.outside}))
-        text = (
-            f"not checked: {names} run outside the shard_map regions, where the compiler decides what they communicate"
-        )
-        return replace(plan, verification=(text,))
-    module = step_module(plan, traced, program, shared=True)
-    if plan.ingredients["communication"] == "explicit":
-        report = check_shardy(module, mesh, plan.collectives)
-        loops = report.unknown_loops
+    lines: list[str] = []
+    known: set[Any] = set()
+    loops: dict[str, None] = {}
+    for stage in staged.stages:
+        mesh = stage.found.mesh
+        if mesh.size == 1:
+            continue
+        if stage.program.outside:
+            names = ", ".join(sorted({op.name for op in stage.program.outside}))
+            lines.append(
+                f"not checked: {names} run outside the shard_map regions, where the compiler decides what they "
+                "communicate"
+            )
+            continue
+        if stage.communication == "compiler":
+            return _inserted(plan, stage)
+        for segment in stage.segments.items:
+            wanted = wanted_of(stage, segment)
+            key = (
+                mesh, segment.kind, segment.round, tuple((c.kind, c.axes, c.bytes, c.count) for c in wanted),
+                tuple(item.op.key for item in segment.instructions if not isinstance(item, Reshard)),
+            )  # fmt: skip
+            if key in known:
+                continue
+            known.add(key)
+            report = check_shardy(module_of(stage, segment, plan.cluster.platform, shared=True), mesh, wanted)
+            loops.update(dict.fromkeys(report.unknown_loops))
+    if known:
+        count = sum(c.count for c in plan.collectives if c.kind != "transfer")
+        what = "the lowered program" if len(known) == 1 else f"{len(known)} distinct stage executables"
         unknown = f"; of unknown trip count, counted once: {', '.join(loops)}" if loops else ""
-        count = sum(c.count for c in plan.collectives)
-        text = f"Shardy: the {count} planned collectives are in the lowered program, and no others{unknown}"
-        return replace(plan, verification=(text,))
+        lines.append(f"Shardy: the {count} planned collectives are in {what}, and no others{unknown}")
+    if not lines:
+        one = len(staged.stages) == 1
+        lines.append(f"{'one device' if one else 'every stage has one device'}: nothing to communicate")
+    return replace(plan, verification=tuple(lines))
+
+
+def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
+    """The plan with the collectives that the partitioner inserts, where communication is left to it."""
+    mesh = stage.found.mesh
     cost = MeshCost(plan.cluster, mesh)
-    found = collectives_of_shardy(module, mesh)
+    (segment,) = stage.segments.items
+    found = collectives_of_shardy(module_of(stage, segment, plan.cluster.platform, shared=True), mesh)
     # The partitioner may use a part of an axis, `x:(1)4`, which costs no more than all of it.
     whole = [tuple(dict.fromkeys(axis.partition(":(")[0] for axis in c.axes)) for c in found]
     return replace(
@@ -161,30 +178,90 @@ def verified(plan: Plan, traced: Traced, program: LocalProgram) -> Plan:
     )
 
 
-def verified_compiled(plan: Plan, traced: Traced, program: LocalProgram, compiled: Any) -> Plan:
-    """The plan with the compiler's rewrites by name, and the memory of the compiled program.
+def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Plan:
+    """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
     Args:
-      compiled: the `jax.stages.Compiled` of the step.
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
 
     Raises:
-      VerificationError: if the compiled program has a collective that neither the plan nor a known rewrite explains.
-        With communication left to the compiler, differences are listed instead.
+      VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains. With
+        communication left to the compiler, differences are listed instead.
     """
-    lines, rewrites = list(plan.verification), ()
-    if program.mesh.size > 1 and not program.outside:
-        module = step_module(plan, traced, program)
-        report = compare_hlo(compiled.as_text(), program.mesh, plan.collectives, module)
-        if plan.ingredients["communication"] == "explicit":
-            report.raise_if_bad()
-            lines.append("compiled: the planned collectives, apart from the listed rewrites")
-        else:
-            lines += [f"compiled, differs from the partitioner: {line}" for line in report.differences]
-        rewrites = tuple(str(rewrite) for rewrite in report.rewrites)
-    memory = memory_of(compiled, plan.stages[0].memory.total)
-    if memory is not None and memory.ratio is not None:
-        lines.append(
-            f"compiled: {memory.peak} bytes per device, of which {memory.arguments} are arguments and "
-            f"{memory.temporaries} temporaries; the plan predicts {memory.predicted}, {memory.ratio:.2f} of it"
-        )
-    return replace(plan, verification=tuple(lines), rewrites=rewrites)
+    program = staged.program
+    lines, rewrites = list(plan.verification), []
+    largest: dict[int, tuple[float, str]] = {}
+    checked = 0
+    for number, one in enumerate(compiled):
+        name, (position, item) = program.executables[number].name, staged.written.functions[number]
+        stage = staged.stages[position]
+        segment, mesh = stage.segments.items[item], stage.found.mesh
+        if mesh.size > 1 and not stage.program.outside:
+            compiler = stage.communication == "compiler"
+            wanted = plan.collectives if compiler else wanted_of(stage, segment)
+            report = compare_hlo(one.as_text(), mesh, wanted, module_of(stage, segment, plan.cluster.platform))
+            if compiler:
+                lines += [f"compiled, differs from the partitioner: {line}" for line in report.differences]
+            else:
+                try:
+                    report.raise_if_bad()
+                except VerificationError as error:
+                    raise VerificationError(f"{name}: {error}") from None
+                checked += 1
+            rewrites += [f"{name}: {rewrite}" for rewrite in report.rewrites]
+        where = program.executables[number].mesh
+        found = _measured(name, memory_of(one, _predicted(plan, stage, segment)), segment)
+        if found is not None:
+            largest[where] = max(largest.get(where, (-1, "")), found)
+    if checked:
+        what = "the step has" if len(program.executables) == 1 else f"{checked} stage executables have"
+        lines.append(f"compiled: {what} the planned collectives, apart from the listed rewrites")
+    several = len(program.submeshes) > 1
+    for where, (_, text) in sorted(largest.items()):
+        lines.append(f"compiled: on submesh {where} at most {text}" if several else f"compiled: {text}")
+    return replace(plan, verification=tuple(lines), rewrites=tuple(rewrites))
+
+
+def _predicted(plan: Plan, stage: PlannedStage, segment: Segment) -> int:
+    """Bytes per device that the plan predicts: of a whole step its peak, of a part of one its temporaries."""
+    return plan.stages[0].memory.total if segment.kind == "step" else stage.temporary[segment]
+
+
+def _measured(name: str, memory: MemoryReport | None, segment: Segment) -> tuple[float, str] | None:
+    """What an executable takes, and the same in words beside what was predicted."""
+    if memory is None:
+        return None
+    if segment.kind != "step":
+        text = f"{memory.temporaries} bytes of temporaries in {name}; the plan predicts {memory.predicted}"
+        return memory.temporaries, text
+    if memory.ratio is None:
+        return None
+    text = (
+        f"{memory.peak} bytes per device, of which {memory.arguments} are arguments and {memory.temporaries} "
+        f"temporaries; the plan predicts {memory.predicted}, {memory.ratio:.2f} of it"
+    )
+    return memory.peak, text
+
+
+def wanted_of(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
+    """The collectives that one run of a segment must have."""
+    return tuple(collective for collective, _ in stage.prices.collectives(segment.instructions))
+
+
+def module_of(stage: PlannedStage, segment: Segment, platform: str, *, shared: bool = False) -> Any:
+    """The lowered program of a segment, on an abstract mesh; with `shared`, identical layers are one function."""
+    traced, program = stage.graph.traced, stage.program
+    if segment.kind == "step":
+        avals: Sequence[Any] = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
+        specs = [spec_of(layout) for layout in program.inputs]
+    else:
+        taken, _ = functions.types_of(stage.segments, segment, stage.num_microbatches)
+        avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in taken]
+        specs = [spec_of(layout) for _, _, layout in taken]
+
+    def make(abstract: Any) -> Any:
+        if segment.kind == "step":
+            return function_of(program, traced, abstract, stage.communication, shared=shared)
+        return functions.function_of(stage.segments, segment, abstract, stage.num_microbatches, shared=shared)
+
+    return lowered_module(make, stage.found.mesh, avals, specs, platform)

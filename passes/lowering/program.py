@@ -16,7 +16,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.plan import Collective
+from alpa_lite.records import Collective
 
 Operand = int | Lit
 

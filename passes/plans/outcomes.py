@@ -22,7 +22,7 @@ from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
 from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.plan import Outcome
+from alpa_lite.records import Outcome
 from alpa_lite.strategy import Rule
 
 Parts = tuple[float, float, float, float, float]

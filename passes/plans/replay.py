@@ -1,8 +1,8 @@
 """Replays a plan: finds each group's decision by its key, without solving.
 
-A plan holds the sharding of every argument by path, and a strategy for every class of groups by structural key. Another
-JAX version may trace a step into other equations; then some groups have no decision, and the plan is refused with their
-names rather than completed by guessing.
+A plan holds the sharding of every argument by path, and a strategy for every class of groups by structural key, stage
+by stage. Another JAX version may trace a step into other equations; then some groups have no decision, and the plan is
+refused with their names rather than completed by guessing.
 """
 
 from __future__ import annotations
@@ -16,43 +16,49 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.passes.plans import writing
-from alpa_lite.passes.sharding import strategies
+from alpa_lite.passes import factors
+from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.plans.writing import ingredients
+from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.passes.stages.pricing import REMAT
+from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
-from alpa_lite.plan import Candidate, Plan, spec_axes
+from alpa_lite.plan import Plan
+from alpa_lite.records import Candidate, Stage, spec_axes
 from alpa_lite.strategy import Rule, Solution
 
 
-def replay(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[Any, Rule],
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    communication: str,
-) -> Found:
-    """What `search` would return, with the decisions of `plan`.
+def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str) -> DecidedStage:
+    """A stage with the decisions of a plan: what solving it would return.
+
+    Args:
+      graph: the stage as a step of its own.
+      cluster: the devices of its submesh.
+      stage: of the plan.
+      communication: "explicit" or "compiler".
 
     Raises:
-      PlanError: if the plan is for other arguments, another number of devices, or another program; says what differs.
+      PlanError: the plan is for other arguments, or another program; says what differs.
     """
     start = time.perf_counter()
-    stage = plan.stages[0]
+    traced = graph.traced
+    rules: Mapping[Any, Rule] = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
-    here = writing.ingredients(traced, grouping, cluster, mesh.shape, mesh.axis_names, communication)
-    _check(traced, plan, here, cluster)
-    allowed = _argument_layouts(traced, grouping, plan)
-    regather = plan.ingredients.get("state gathered anew for late uses") == "True"
-    space = strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, regather=regather)
-    decided = {d.key: Strategy(d.strategy, d.partial) for d in plan.decisions if not d.paths}
+    here = ingredients(traced, groups, cluster, mesh, communication)
+    _check_arguments(traced, stage, here)
+    allowed = _argument_layouts(traced, groups, stage)
+    regather = stage.ingredients.get("state gathered anew for late uses") == "True"
+    space = strategies.build(traced, groups, rules, MeshCost(cluster, mesh), allowed=allowed, regather=regather)
+    decided = {d.key: Strategy(d.strategy, d.partial) for d in stage.decisions if not d.paths}
     choice, missing = [], []
     for node in space.nodes:
-        group = grouping.groups[node.group]
+        group = groups.groups[node.group]
         wanted = decided.get(group.color)
         if len(node.strategies) == 1:
             choice.append(0)
@@ -63,33 +69,63 @@ def replay(
     if missing:
         raise PlanError(
             f"the plan has no decision for {len(missing)} of {len(space.nodes)} kinds of operations, such as "
-            f"{', '.join(sorted(set(missing))[:5])}: {_differences(plan, here)}. "
+            f"{', '.join(sorted(set(missing))[:5])}: {_differences(stage, here)}. "
             "Plan again for this program and version."
         )
     undecided = all(len(node.strategies) == 1 for node in space.nodes)  # one device: no key has been compared
-    if undecided and plan.ingredients.get("jax") == here["jax"] and plan.ingredients.get("program") != here["program"]:
-        raise PlanError(f"the plan is for another program: {_differences(plan, here)}. Plan again for this one.")
-    objective, peak = solve.evaluate(space.program, tuple(choice))
-    solution = Solution("feasible", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
+    if undecided and stage.ingredients.get("jax") == here["jax"] and stage.ingredients["program"] != here["program"]:
+        raise PlanError(f"the plan is for another program: {_differences(stage, here)}. Plan again for this one.")
+    objective, peak = evaluate(space.program, tuple(choice))
+    solution = Solution("replayed", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
     strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
     candidate = Candidate("replayed", mesh.shape, objective, int(peak), "chosen")
-    return Found(mesh, space, solution, strategies_of, (candidate,))
+    return DecidedStage(graph, rules, groups, Found(mesh, space, solution, strategies_of, (candidate,)), cluster)
 
 
-def _check(traced: Traced, plan: Plan, here: Mapping[str, str], cluster: Cluster) -> None:
-    if plan.num_devices != cluster.num_devices:
+def check_devices(plan: Plan, cluster: Cluster) -> None:
+    """Raises PlanError if the plan is for another number of devices."""
+    if plan.cluster.num_devices != cluster.num_devices:
         raise PlanError(
-            f"the plan is for {plan.num_devices} devices, but the cluster has {cluster.num_devices}; plan again for "
-            "this cluster."
+            f"the plan is for {plan.cluster.num_devices} devices, but the cluster has {cluster.num_devices}; plan "
+            "again for this cluster."
         )
-    if plan.ingredients.get("arguments") == here["arguments"]:
+
+
+def check_layers(plan: Plan, found: int) -> None:
+    """Raises PlanError if the plan was made for another number of layers."""
+    if found != plan.division.num_layers:
+        raise PlanError(
+            f"the plan cuts the step into {plan.division.num_layers} layers, and this one has {found}: it is for "
+            "another program or version. Plan again."
+        )
+
+
+def remat_of(plan: Plan) -> tuple[Choice, ...]:
+    """What each stage computes again.
+
+    Raises:
+      PlanError: this version does not know it.
+    """
+    out = []
+    for name in plan.division.remat:
+        known = [choice for choice in REMAT if choice == name]
+        if not known:
+            raise PlanError(
+                f"the plan computes {name!r} again in a stage, which this version does not know. Plan again."
+            )
+        out += known
+    return tuple(out)
+
+
+def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> None:
+    if stage.ingredients.get("arguments") == here["arguments"]:
         return
     values, block = traced.graph.values, traced.graph.block
     found = {
         shown(a.path): (tuple(values[v].shape), str(values[v].dtype))
         for a, v in zip(traced.arguments, block.inputs, strict=False)
     }
-    planned = {shown(leaf.path): (leaf.shape, leaf.dtype) for leaf in plan.stages[0].arguments}
+    planned = {shown(leaf.path): (leaf.shape, leaf.dtype) for leaf in (*stage.arguments, *stage.received)}
     lines = [f"{p} is not in the plan" for p in found if p not in planned]
     lines += [f"{p} is in the plan but was not passed" for p in planned if p not in found]
     lines += [
@@ -103,16 +139,16 @@ def _check(traced: Traced, plan: Plan, here: Mapping[str, str], cluster: Cluster
     )
 
 
-def _differences(plan: Plan, here: Mapping[str, str]) -> str:
-    differ = [f"{k} was {plan.ingredients.get(k)}, is {v}" for k, v in here.items() if plan.ingredients.get(k) != v]
+def _differences(stage: Stage, here: Mapping[str, str]) -> str:
+    differ = [f"{k} was {stage.ingredients.get(k)}, is {v}" for k, v in here.items() if stage.ingredients.get(k) != v]
     return "; ".join(differ) or "nothing else differs"
 
 
-def _argument_layouts(traced: Traced, grouping: Grouping, plan: Plan) -> dict[int, tuple[Layout, ...]]:
-    specs = plan.stages[0].inputs
+def _argument_layouts(traced: Traced, groups: Grouping, stage: Stage) -> dict[int, tuple[Layout, ...]]:
+    specs = {leaf.path: leaf.spec for leaf in (*stage.arguments, *stage.received)}
     out: dict[int, tuple[Layout, ...]] = {}
     for number, argument in enumerate(traced.arguments):
-        group = grouping.leaves[number]
+        group = groups.leaves[number]
         if not group:
             continue
         shape = traced.graph.values[traced.graph.block.inputs[number]].shape

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -18,17 +19,22 @@ from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
-from alpa_lite.passes.lowering.program import LocalProgram, block_count
+from alpa_lite.passes.lowering.program import block_count
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.outcomes import Outcomes
-from alpa_lite.passes.sharding import prices, tables
+from alpa_lite.passes.programs.staged import Staged, notes
 from alpa_lite.passes.sharding import space as strategy_space
+from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.problem import from_graph
 from alpa_lite.passes.sharding.space import Node, Space, Strategy
-from alpa_lite.plan import Alternative, Collective, Decision, Leaf, Memory, Plan, Replicated, Solver, Stage
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.staging import Port
+from alpa_lite.plan import Plan
+from alpa_lite.program import Program
+from alpa_lite.records import Alternative, Collective, Decision, Division, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
@@ -36,102 +42,175 @@ KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
 _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 
-def write(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[Any, Rule],
-    found: Found,
-    program: LocalProgram,
-    cluster: Cluster,
-    *,
-    method: str,
-    budget: float,
-    communication: str,
-    replayed: bool = False,
-    num_microbatches: int = 1,
-    notes: Sequence[str] = (),
-    like: Plan | None = None,
-) -> Plan:
-    """The plan of a search's result and its lowered program. `verification` and `planning_seconds` are left empty.
+def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Plan:
+    """The plan of a step in planned stages. `verification` and `planning_seconds` are left empty.
 
     Args:
-      like: the plan of a step that differs in names alone and has the same solution; its alternatives are taken over.
+      cluster: all devices.
+      method: what was asked for, in words.
+      budget: bytes per device.
     """
-    cost = MeshCost(cluster, found.mesh)
-    moved = lowering.collectives(program, traced)
-    listed = tuple(collective for collective, _ in moved)
-    seconds = tuple(_collective_seconds(cost, found.space, *item) for item in moved)
-    parts = ingredients(traced, grouping, cluster, found.mesh.shape, found.mesh.axis_names, communication)
-    parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
-    parts["micro-batches"] = str(num_microbatches)
-    solution = found.solution
-    stage = Stage(
-        mesh_shape=found.mesh.shape,
-        axis_names=found.mesh.axis_names,
-        arguments=_leaves(traced, program, arguments=True),
-        results=_leaves(traced, program, arguments=False),
-        memory=_memory(traced, grouping, found.space, found.solution.choice),
-        seconds=solution.objective,
-        compute_seconds=found.compute_seconds,
-        communication_seconds=solution.objective - found.compute_seconds,
-    )
+    program = staged.program
+    stages: list[Stage] = []
+    listed: list[tuple[Collective, float]] = []
+    known: dict[int, Stage] = {}  # stages whose choices were taken over share the solution
+    for number, planned in enumerate(staged.stages):
+        own = collectives_of(planned, number)
+        like = known.get(id(planned.found.solution))
+        stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, budget, like)
+        known.setdefault(id(planned.found.solution), stage)
+        stages.append(stage)
+        listed += own
+    listed += _transfers(program)
+    parts = _whole_ingredients(staged, stages, cluster)
+    choice, step = staged.choice, staged.seconds
+    ordered = (_ordered(planned.grouping, planned.found.mesh) for planned in staged.stages)
     return Plan(
         method=method,
         cluster=cluster,
-        num_devices=found.mesh.size,
-        num_stages=1,
-        num_microbatches=num_microbatches,
-        schedule="none",
-        step_seconds=solution.objective,
+        num_devices=sum(submesh.mesh.size for submesh in program.submeshes),
+        num_stages=len(stages),
+        num_microbatches=program.num_microbatches,
+        schedule=program.schedule,
+        step_seconds=step,
         fingerprint=fingerprint(parts),
         memory_per_device=int(budget),
-        stages=(stage,),
-        collectives=listed,
-        collective_seconds=seconds,
+        stages=tuple(stages),
+        collectives=tuple(collective for collective, _ in listed),
+        collective_seconds=tuple(cost for _, cost in listed),
         solver=Solver(
-            "replayed" if replayed else solution.status,
-            solution.objective,
-            solution.bound,
-            solution.gap,
-            solution.seconds,
-            solution.variables,
+            choice.status,
+            choice.seconds,
+            choice.bound,
+            (choice.seconds - choice.bound) / choice.seconds if choice.seconds else 0.0,
+            sum(stage.solver.seconds for stage in known.values()),
+            max(stage.solver.variables for stage in stages),
+            choice.model,
         ),
-        decisions=_decisions(traced, grouping, rules, found, cost, budget, None if like is None else like.decisions),
-        replicated=_replicated(traced, grouping, rules, cost),
-        candidates=found.candidates,
-        notes=(*traced.notes, *_ordered(grouping, found.mesh), *notes),
+        division=Division(
+            virtual=staged.virtual,
+            num_layers=staged.num_layers,
+            max_layers=staged.max_layers,
+            first_layers=staged.first_layers,
+            submeshes=staged.written.mesh_of,
+            first_devices=tuple(submesh.first for submesh in program.submeshes),
+            remat=staged.remat,
+            buffer_bytes=tuple(pair[0] for pair in staged.bytes),
+            temporary_bytes=tuple(pair[1] for pair in staged.bytes),
+            timeline=staged.timeline,
+            idle_devices=choice.idle_devices,
+        ),
+        candidates=choice.candidates,
+        notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),
         ingredients=parts,
     )
 
 
-def _collective_seconds(cost: MeshCost, space: Space, collective: Collective, move: tuple[int, int] | None) -> float:
-    """Seconds of a collective; one that the compiler combines with others pays its share of one latency."""
-    alpha, beta = cost.coefficients(collective.kind, collective.axes)
-    share = 1.0
-    if move is not None and collective.kind in prices.combinable(cost):
-        share = space.shares.get(move, 1.0)
-    return (alpha * share + beta * collective.bytes) * collective.count
+def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective, float]]:
+    """The collectives of a stage in a step, with their seconds."""
+    out = []
+    for segment in planned.segments.items:
+        runs = planned.runs(segment)
+        for found, seconds in planned.prices.collectives(segment.instructions):
+            out.append((replace(found, count=found.count * runs, stage=number), seconds * runs))
+    return out
+
+
+def _stage(
+    planned: PlannedStage, used: tuple[int, int], own: Sequence[tuple[Collective, float]], budget: float,
+    like: Stage | None,
+) -> Stage:  # fmt: skip
+    """A stage of the plan.
+
+    Args:
+      used: bytes per device of its submesh: buffers at their peak, and temporaries.
+      own: its collectives and their seconds.
+      like: the stage of a step that differs in names alone and has the same solution; its alternatives are taken over.
+    """
+    graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.found
+    traced, solution = graph.traced, found.solution
+    cost = MeshCost(planned.cluster, found.mesh)
+    parts = ingredients(traced, groups, planned.cluster, found.mesh, planned.communication)
+    parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
+    memory = _memory(traced, groups, found.space, solution.choice)
+    if planned.segments.items[0].kind != "step":  # buffers wait between runs: the program knows how many
+        rest = max(0, sum(used) - memory.params - memory.gradients - memory.optimizer)
+        memory = replace(memory, activations=rest, total=sum(used))
+    seconds = sum(planned.seconds[s] * planned.runs(s) for s in planned.segments.items)
+    communication = min(seconds, sum(cost for _, cost in own))
+    arguments, received = _leaves(planned, graph.inputs, arguments=True)
+    results, sent = _leaves(planned, graph.outputs, arguments=False)
+    return Stage(
+        mesh_shape=found.mesh.shape,
+        axis_names=found.mesh.axis_names,
+        arguments=arguments,
+        results=results,
+        memory=memory,
+        seconds=seconds,
+        compute_seconds=seconds - communication,
+        communication_seconds=communication,
+        solver=Solver(
+            solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
+        ),
+        received=received,
+        sent=sent,
+        decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
+        replicated=_replicated(traced, groups, rules, cost),
+        ingredients=parts,
+    )
+
+
+def _transfers(program: Program) -> list[tuple[Collective, float]]:
+    """What goes between submeshes, equal transfers joined. Bytes are those of one device of the receiver."""
+    found: dict[tuple[int, int, int, str], list[float]] = {}
+    for transfer in program.transfers:
+        size = sum(program.buffers[b].bytes for b in transfer.received)
+        part = "of each micro-batch" if transfer.microbatch >= 0 else "once a step"
+        where = f"submesh {transfer.source} to {transfer.destination}, {len(transfer.sent)} buffers {part}"
+        found.setdefault((transfer.source, transfer.destination, size, where), []).append(transfer.seconds)
+    stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}
+    return [
+        (Collective("transfer", (), size, len(seconds), stage_of.get(source, source), where), sum(seconds))
+        for (source, _, size, where), seconds in found.items()
+    ]
+
+
+def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster) -> dict[str, str]:
+    """What the plan belongs to: the ingredients of its stages, and how the step was divided."""
+    program = staged.program
+    divided = zip(staged.first_layers, staged.written.mesh_of, staged.remat, strict=True)
+    out = {
+        "arguments": _digest(_signature(staged.traced)),
+        "cluster": cluster.fingerprint,
+        "communication": staged.stages[0].communication,
+        "micro-batches": str(program.num_microbatches),
+        "schedule": f"{program.schedule} x {staged.virtual}",
+        "stages": str(list(divided)),
+        "jax": jax.__version__,
+    }
+    for number, stage in enumerate(stages):
+        out[f"stage {number}"] = fingerprint(stage.ingredients)
+    return out
+
+
+def _signature(traced: Traced) -> list[str]:
+    values = traced.graph.values
+    return [
+        f"{a.path}: {values[v].dtype}{list(values[v].shape)}"
+        for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+    ]
 
 
 def ingredients(
-    traced: Traced,
-    grouping: Grouping,
-    cluster: Cluster,
-    mesh_shape: tuple[int, ...],
-    axis_names: tuple[str, ...],
-    communication: str,
-) -> dict[str, str]:
-    """What a plan belongs to. Two programs are the same if they have the same groups, each as often."""
+    traced: Traced, grouping: Grouping, cluster: Cluster, mesh: LogicalMesh, communication: str
+) -> dict[str, str]:  # fmt: skip
+    """What a stage belongs to. Two programs are the same if they have the same groups, each as often."""
     colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
-    signature = [
-        f"{a.path}: {traced.graph.values[v].dtype}{list(traced.graph.values[v].shape)}"
-        for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)
-    ]
     return {
         "program": _digest(colors),
-        "arguments": _digest(signature),
+        "arguments": _digest(_signature(traced)),
         "devices": f"{cluster.num_devices} x {cluster.device}",
-        "mesh": f"{mesh_shape} {axis_names}",
+        "mesh": f"{mesh.shape} {mesh.axis_names}",
         "communication": communication,
         "jax": jax.__version__,
     }
@@ -146,17 +225,22 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=12).hexdigest()
 
 
-def _leaves(traced: Traced, program: LocalProgram, *, arguments: bool) -> tuple[Leaf, ...]:
+def _leaves(
+    planned: PlannedStage, ports: Sequence[Port], *, arguments: bool
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """The flat arguments or results that the stage keeps, and those that it exchanges with other stages."""
+    traced, program = planned.graph.traced, planned.program
     values = traced.graph.values
     atoms = traced.graph.block.inputs if arguments else traced.graph.block.outputs
     layouts = program.inputs if arguments else program.outputs
-    out = []
+    kept, exchanged = [], []
     records = traced.arguments if arguments else traced.outputs
-    for record, atom, layout in zip(records, atoms, layouts, strict=False):
+    for port, record, atom, layout in zip(ports, records, atoms, layouts, strict=False):
         aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
         nbytes = 0 if isinstance(atom, Lit) else values[atom].nbytes
-        out.append(Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout)))
-    return tuple(out)
+        leaf = Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout))
+        (kept if port.kind == "argument" else exchanged).append(leaf)
+    return tuple(kept), tuple(exchanged)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,6 @@ each buffer begins and ends; `simulate` plays the lists that the runtime runs.
 """
 
 from alpa_lite.passes.programs.simulation import simulate
-from alpa_lite.passes.programs.writing import build
+from alpa_lite.passes.programs.staged import Staged, pipelined, single
 
-__all__ = ["build", "simulate"]
+__all__ = ["Staged", "pipelined", "simulate", "single"]

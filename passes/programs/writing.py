@@ -45,7 +45,7 @@ SegmentSeconds = Callable[[Segments, Segment], float]
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class Written:
     """A program and the functions that its executables stand for.
 
     Attributes:
@@ -70,7 +70,7 @@ def build(
     donated: Collection[int],
     segment_seconds: SegmentSeconds = lambda stage, segment: 1.0,
     transfer_seconds: TransferSeconds = lambda sent, source, destination, layout: 0.0,
-) -> Pipeline:
+) -> Written:
     """Writes and checks the program.
 
     Args:
@@ -122,7 +122,7 @@ class _Writer:
         self.ports: dict[tuple[int, int], tuple[Port, ...]] = {}  # (stage, position) -> what it takes
         self.outputs_of: dict[tuple[int, int], list[tuple[Wire, Buffer, str]]] = {}  # (stage, position) -> by output
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> Written:
         self._place()
         for stage in range(len(self.stages)):
             self._run_all(stage, "prologue")
@@ -143,7 +143,7 @@ class _Writer:
         )
         program = end_buffers(program, self.donatable)
         check(program)
-        return Pipeline(program, tuple(self.stages), self.mesh_of, tuple(self.functions))
+        return Written(program, tuple(self.stages), self.mesh_of, tuple(self.functions))
 
     # -- buffers --------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from alpa_lite.passes.sharding.solver.problem import Problem, from_graph, price_
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
-from alpa_lite.plan import Candidate
+from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
 WORTH = 1.3

@@ -33,7 +33,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
-from alpa_lite.plan import Candidate
+from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
 AXES = ("x", "y", "z")

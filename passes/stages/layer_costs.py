@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
@@ -20,8 +19,7 @@ from alpa_lite.passes.layers.rematerialisation import is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, reads, writes
 from alpa_lite.passes.sharding import grouping, search, tables
 from alpa_lite.passes.sharding.market import market
-from alpa_lite.passes.stages import segment_costs
-from alpa_lite.passes.stages.planning import PlannedStage, bytes_of, realised
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.staging import StageGraph
 
 PRICES = (0.0, 4.0)
@@ -80,7 +78,8 @@ def layer_costs(
         offers = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, shared=shared)
         costs: list[LayerCost] = []
         for price in PRICES:
-            costs.append(_cost(realised(graph, rules, groups, offers.at(price), cluster, split_weights=False)))
+            decided = DecidedStage(graph, rules, groups, offers.at(price), cluster)
+            costs.append(_cost(lowered(decided, split_weights=False)))
         out.append(tuple(costs))
     return tuple(out)
 
@@ -120,9 +119,8 @@ def _selective(planned: PlannedStage) -> tuple[float, float]:
         return 0.0, 0.0
     saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
     items, kept = _again(planned, segment.instructions, saved)
-    reduced = replace(segment, instructions=items)
-    cost = MeshCost(planned.cluster, planned.found.mesh)
-    return kept, segment_costs.seconds(planned.segments, reduced, cost, planned.rules)
+    seconds = planned.prices.compute(items) / planned.runs(segment)
+    return kept, seconds + sum(cost for _, cost in planned.prices.collectives(items))
 
 
 def _again(

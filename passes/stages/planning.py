@@ -18,13 +18,14 @@ from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.pruning import renumbered
-from alpa_lite.passes.lowering import lowering
+from alpa_lite.passes.lowering.lowering import lower
+from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.sharding import grouping, search
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.stages import packing, segment_costs, segments
+from alpa_lite.passes.stages import packing, segments, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.program import Submesh, buffer
@@ -50,12 +51,12 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedStage:
-    """A stage, solved and cut.
+class DecidedStage:
+    """A stage, solved.
 
     Attributes:
-      graph, rules, grouping, found, program: what each pass made of it; the graph's values are numbered densely.
-      segments: what a schedule runs.
+      graph: the stage as a step of its own; its values are numbered densely.
+      rules, grouping, found: what each pass made of it.
       cluster: the devices of its submesh, as a cluster.
     """
 
@@ -63,26 +64,55 @@ class PlannedStage:
     rules: Mapping[Any, Rule]
     grouping: Grouping
     found: Found
+    cluster: Cluster
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStage(DecidedStage):
+    """A stage, solved, lowered and cut.
+
+    Attributes:
+      program: what each device does.
+      segments: what a schedule runs; of a step that is not divided, one that is all of it.
+      communication: "explicit", or "compiler" where the collectives are left to it.
+    """
+
     program: LocalProgram
     segments: Segments
-    cluster: Cluster
+    communication: str = "explicit"
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How often its forward and backward segments run."""
+        traced = self.graph.traced
+        return next((int(op.params["length"]) for op in traced.graph.block.ops if op.index == self.graph.scan), 1)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What its instructions cost."""
+        cost = MeshCost(self.cluster, self.found.mesh)
+        return prices(self.graph.traced, self.grouping, self.rules, cost, self.found, self.program)
 
     @cached_property
     def seconds(self) -> dict[Segment, float]:
-        """Predicted seconds of one run of each segment."""
-        cost = MeshCost(self.cluster, self.found.mesh)
-        return {s: segment_costs.seconds(self.segments, s, cost, self.rules) for s in self.segments.items}
+        """Predicted seconds of one run of each segment. Reading arguments belongs to the last segment."""
+        out = {}
+        for segment in self.segments.items:
+            compute = self.prices.compute(segment.instructions)
+            if segment is self.segments.items[-1]:
+                compute += self.prices.arguments
+            out[segment] = compute / self.runs(segment) + self.communication_seconds[segment]
+        return out
 
     @cached_property
-    def communication(self) -> dict[Segment, float]:
+    def communication_seconds(self) -> dict[Segment, float]:
         """The part of `seconds` that is spent in collectives."""
-        cost = MeshCost(self.cluster, self.found.mesh)
-        return {s: segment_costs.communication(self.segments, s, cost, self.rules) for s in self.segments.items}
+        return {s: sum(cost for _, cost in self.prices.collectives(s.instructions)) for s in self.segments.items}
 
     @cached_property
     def temporary(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs beyond inputs and outputs."""
-        return {s: segment_costs.temporary_bytes(self.segments, s) for s in self.segments.items}
+        return {s: temporaries.temporary_bytes(self.segments, s) for s in self.segments.items}
 
     @cached_property
     def held(self) -> Held:
@@ -101,56 +131,73 @@ class PlannedStage:
                 fixed += bytes_of(self.found.mesh, *self.segments.register_type(register))
         return Held(fixed, saved, entering)
 
+    def runs(self, segment: Segment) -> int:
+        """How often a step runs a segment."""
+        return self.num_microbatches if segment.kind in ("forward", "backward", "weight") else 1
+
     def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
         """Bytes per device of a segment's input or output."""
         shape, dtype, layout = self.segments.type_of(segment, position, output=output)
         return bytes_of(self.found.mesh, shape, dtype, layout)
 
 
-def plan(
+def decide(
     graph: StageGraph,
     cluster: Cluster,
     method: Sharded,
     *,
     price: float,
     time_limit: float,
-    split_weights: bool,
-    like: PlannedStage | None = None,
-) -> PlannedStage:
-    """Plans a stage on its submesh.
+    like: DecidedStage | None = None,
+) -> DecidedStage:
+    """Solves a stage of several on its submesh.
 
     Args:
       cluster: the submesh's devices as a cluster.
       method: which logical meshes are allowed.
       price: of memory, in units of `sharding.market.Market`.
       time_limit: seconds for each integer program.
-      split_weights: as for `stages.segments.cut`.
-      like: a planned stage with the same `digest`, on a submesh of the same kind, whose choices are taken over.
+      like: a solved stage with the same `digest`, on a submesh of the same kind, whose choices are taken over.
 
     Raises:
       InfeasibleError: no choice was found in the time.
     """
     traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
     graph = replace(graph, traced=traced)
-    if like is not None:  # equal digests, and equal value numbers: the graphs differ in names alone
+    if like is not None:  # equal digests, and values numbered in the same way: the graphs differ in names alone
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
-        return realised(graph, like.rules, groups, like.found, cluster, split_weights=split_weights)
+        return DecidedStage(graph, like.rules, groups, like.found, cluster)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
     meshes = search.meshes(cluster, method)
     found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
-    return realised(graph, rules, groups, found, cluster, split_weights=split_weights)
+    return DecidedStage(graph, rules, groups, found, cluster)
 
 
-def realised(
-    graph: StageGraph, rules: Mapping[Any, Rule], groups: Grouping, found: Found, cluster: Cluster, *,
-    split_weights: bool,
-) -> PlannedStage:  # fmt: skip
-    """A solved stage, lowered and cut into segments; arguments as for `plan`."""
-    program = lowering.lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
-    cut = segments.cut(graph, program, split_weights=split_weights)
-    cut = packing.packed(cut, packing.limit(cluster.memory_bandwidth))
-    return PlannedStage(graph, rules, groups, found, program, cut, cluster)
+def lowered(stage: DecidedStage, *, split_weights: bool) -> PlannedStage:
+    """A solved stage, lowered and cut into segments.
+
+    Args:
+      split_weights: as for `segments.cut`.
+    """
+    program = _program(stage)
+    cut = segments.cut(stage.graph, program, split_weights=split_weights)
+    cut = packing.packed(cut, packing.limit(stage.cluster.memory_bandwidth))
+    return PlannedStage(stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut)
+
+
+def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
+    """A solved step that is not divided, lowered into one segment."""
+    program = _program(stage)
+    cut = segments.whole(stage.graph, program)
+    return PlannedStage(
+        stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, communication
+    )  # fmt: skip
+
+
+def _program(stage: DecidedStage) -> LocalProgram:
+    found = stage.found
+    return lower(stage.graph.traced, stage.grouping, stage.rules, found.mesh, found.choice, found.space.late_from)
 
 
 def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:

@@ -181,6 +181,44 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     return _Cut(stage, program, split_weights).segments()
 
 
+def _values_of(stage: StageGraph, program: LocalProgram) -> dict[int, int]:
+    """For each register the value that it holds."""
+    found = dict(zip(program.body.inputs, stage.traced.graph.block.inputs, strict=True))
+
+    def visit(items: Iterable[Instruction]) -> None:
+        for item in items:
+            if isinstance(item, Reshard):
+                found[item.result] = item.value
+                continue
+            found.update(zip(item.results, item.op.results, strict=True))
+            if isinstance(item, Loop):
+                for block, body in zip(item.op.bodies, item.bodies, strict=True):
+                    found.update(zip(body.inputs, block.inputs, strict=True))
+                    visit(body.instructions)
+
+    visit(program.body.instructions)
+    return found
+
+
+def whole(stage: StageGraph, program: LocalProgram) -> Segments:
+    """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
+    body = program.body
+    outputs = tuple(
+        Wire("literal", i) if isinstance(o, Lit) else Wire("top", o) for i, o in enumerate(body.outputs)
+    )  # fmt: skip
+    segment = Segment(
+        kind="step",
+        round=0,
+        inputs=tuple(Wire("top", register) for register in body.inputs),
+        binds=tuple((register,) for register in body.inputs),
+        preset=(),
+        outputs=outputs,
+        reads=body.outputs,
+        instructions=body.instructions,
+    )
+    return Segments(stage, program, (segment,), body.outputs, _values_of(stage, program))
+
+
 class _Cut:
     """The tables of one cut."""
 
@@ -191,24 +229,7 @@ class _Cut:
         self.loop: Loop | None = items[place[0]] if place else None  # type: ignore[assignment]
         self.early = items[: place[0]] if place else ()
         self.late = items[place[0] + 1 :] if place else items
-        self.value_of = self._values()
-
-    def _values(self) -> dict[int, int]:
-        found = dict(zip(self.program.body.inputs, self.stage.traced.graph.block.inputs, strict=True))
-
-        def visit(items: Iterable[Instruction]) -> None:
-            for item in items:
-                if isinstance(item, Reshard):
-                    found[item.result] = item.value
-                    continue
-                found.update(zip(item.results, item.op.results, strict=True))
-                if isinstance(item, Loop):
-                    for block, body in zip(item.op.bodies, item.bodies, strict=True):
-                        found.update(zip(body.inputs, block.inputs, strict=True))
-                        visit(body.instructions)
-
-        visit(self.program.body.instructions)
-        return found
+        self.value_of = _values_of(stage, program)
 
     def segments(self) -> Segments:
         items: list[Segment] = []

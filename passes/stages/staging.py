@@ -91,6 +91,25 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
 
 
+def whole(traced: Traced, scan: int) -> StageGraph:
+    """A step that is not divided, as its only stage.
+
+    Args:
+      scan: the index of its loop over micro-batches, or -1 without one.
+    """
+    return StageGraph(
+        traced=traced,
+        scan=scan,
+        inputs=tuple(Port("argument", i) for i in range(len(traced.arguments))),
+        outputs=tuple(Port("argument", i) for i in range(len(traced.outputs))),
+        backward=frozenset(),
+        weight=frozenset(),
+        rounds={},
+        late_rounds={},
+        constants=tuple(range(len(traced.graph.constants))),
+    )
+
+
 class _Step:
     """What is known of the whole step before any stage is built."""
 

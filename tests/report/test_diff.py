@@ -35,14 +35,18 @@ def test_changed_specs_are_grouped_and_nothing_else_is_listed() -> None:
 def test_every_kind_of_change_is_named() -> None:
     plan = gpt_plan()
     first, *others = plan.decisions
+    stage = dataclasses.replace(
+        plan.stages[0],
+        decisions=(dataclasses.replace(first, strategy=((), (), (), ("data", "model"))), *others),
+        replicated=plan.replicated[:1],
+    )
     after = dataclasses.replace(
         plan,
         method="Zero(stage=1)",
         step_seconds=2 * plan.step_seconds,
         collectives=plan.collectives[2:],
         collective_seconds=plan.collective_seconds[2:],
-        decisions=(dataclasses.replace(first, strategy=((), (), (), ("data", "model"))), *others),
-        replicated=plan.replicated[:1],
+        stages=(stage,),
         ingredients={**plan.ingredients, "jax": "0.12.0"},
     )
     printed = plan.diff(after)

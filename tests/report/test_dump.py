@@ -76,7 +76,7 @@ def test_what_runs_outside_of_regions_is_written(tmp_path: Path) -> None:
 
     args = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, jax.ShapeDtypeStruct((16, 8), jnp.float32)
     alpa_lite.make_plan(step, *args, cluster="a100", dump_dir=tmp_path)
-    (program,) = tmp_path.glob("*_program.txt")
+    (program,) = tmp_path.glob("*_lowering.txt")
     assert "rng_uniform" in program.read_text()
 
 
@@ -94,10 +94,12 @@ def test_a_pipeline_is_written_with_its_layers_stages_and_lists(tmp_path: Path) 
     args = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 4, jax.ShapeDtypeStruct((16, 8), jnp.float32)
     method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe", submesh_shapes=((4,), (4,)))
     alpa_lite.make_plan(step, *args, cluster="a100", method=method, num_microbatches=2, dump_dir=tmp_path)
-    solution, program = (next(tmp_path.glob(f"*_{name}.txt")).read_text() for name in ("solution", "program"))
-    assert "gpipe, 2 micro-batches" in solution
-    assert "stage 1: layers" in solution and "submesh 1, remat" in solution
-    assert "tanh" in solution
+    slicing, lowered, program = (
+        next(tmp_path.glob(f"*_{name}.txt")).read_text() for name in ("slicing", "lowering", "programs")
+    )
+    assert "gpipe, 2 micro-batches" in slicing
+    assert "stage 1: layers" in slicing and "submesh 1, remat" in program
+    assert "tanh" in lowered
     assert "executable 0: stage 0" in program
     assert "run stage 1 forward, micro-batch 1" in program
     assert max(map(len, program.splitlines())) < 1000

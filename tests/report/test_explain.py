@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Alternative, Decision, Outcome, Solver
+from alpa_lite.records import Alternative, Decision, Outcome, Solver
 from tests.plans import gpt_plan
 
 PATH = "state['params']['h_3']['mlp']['up']['kernel']"
@@ -16,7 +16,9 @@ def _verdict(chosen: Alternative, other: Alternative) -> str:
     decision = Decision("k", "matmul", "m.py:1", 1, (8,), chosen.strategy, 1.0, (chosen, other))
     seconds = chosen.step.seconds
     solver = Solver("optimal", seconds, seconds - 1e-4, 1e-4 / seconds, 0.1, 10)
-    plan = dataclasses.replace(gpt_plan(1), decisions=(decision,), step_seconds=seconds, solver=solver)
+    plan = gpt_plan(1)
+    stage = dataclasses.replace(plan.stages[0], decisions=(decision,), solver=solver)
+    plan = dataclasses.replace(plan, stages=(stage,), step_seconds=seconds, solver=solver)
     return " ".join(plan.explain("matmul").split("another choice win")[1].split())
 
 

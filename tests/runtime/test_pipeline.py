@@ -16,7 +16,7 @@ import pytest
 import alpa_lite
 from alpa_lite import program as programs
 from alpa_lite.errors import ExecutionError, VerificationError
-from alpa_lite.passes.plans import pipelines as pipeline_planning
+from alpa_lite.passes import checks
 from alpa_lite.program import Run, Send
 from alpa_lite.report import timeline
 from alpa_lite.runtime.executor import NewSignature
@@ -299,14 +299,14 @@ def test_a_compiled_stage_that_communicates_otherwise_is_named():
     run, args, plan = verified()
     compiled = run._compiled(args, {})
     made = run._executable(args, {}).compile()
-    found = compiled.program
-    kinds = [executable.name for executable in found.pipeline.program.executables]
+    found = compiled.staged
+    kinds = [executable.name for executable in found.program.executables]
     update, forward = kinds.index("stage 1 update"), kinds.index("stage 1 forward")
     assert made[update].as_text().count("all-reduce") != made[forward].as_text().count("all-reduce")
     wrong = list(made)
     wrong[forward] = made[update]
     with pytest.raises(VerificationError, match="stage 1 forward: the compiled program does not communicate"):
-        pipeline_planning.verified_compiled(replace(plan, verification=()), found, wrong)
+        checks.verified_compiled(replace(plan, verification=()), found, wrong)
 
 
 def test_inputs_and_outputs_of_executables_are_the_program_s_buffers():

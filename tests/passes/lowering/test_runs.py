@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alpa_lite
-from alpa_lite.api import Compiled, compile_step, make_options
+from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
+from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.graph import Lit
 from alpa_lite.options import Method
 from alpa_lite.passes.checks import shardy, verification
@@ -55,12 +56,14 @@ def planned(method: Method, fun: Any = step) -> Compiled:
     return compile_step(fun, arguments(), {}, options, Cluster.local(jax.devices()[:4]))
 
 
+def program_of(compiled: Compiled) -> LocalProgram:
+    return compiled.staged.stages[0].program
+
+
 def modules(compiled: Compiled) -> list[Any]:
-    assert isinstance(compiled.program, LocalProgram)
-    return [
-        verification.step_module(compiled.plan, compiled.traced, compiled.program, shared=shared)
-        for shared in (False, True)
-    ]
+    (stage,) = compiled.staged.stages
+    (segment,) = stage.segments.items
+    return [verification.module_of(stage, segment, "cpu", shared=shared) for shared in (False, True)]
 
 
 METHODS = [alpa_lite.DataParallel(), alpa_lite.TensorParallel(), alpa_lite.Zero(stage=3)]
@@ -69,8 +72,7 @@ METHODS = [alpa_lite.DataParallel(), alpa_lite.TensorParallel(), alpa_lite.Zero(
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_a_shared_program_computes_and_communicates_what_it_would_without(method):
     compiled = planned(method)
-    program = compiled.program
-    assert isinstance(program, LocalProgram)
+    program = program_of(compiled)
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
     mesh = executor.mesh_of(program.mesh)
     alone, shared = (
@@ -97,10 +99,9 @@ def test_a_shared_program_computes_and_communicates_what_it_would_without(method
 def test_a_wrong_count_is_found_in_a_shared_program():
     """A collective in a function that twelve layers call happens twelve times."""
     compiled = planned(alpa_lite.TensorParallel())
-    assert isinstance(compiled.program, LocalProgram)
     _, short = modules(compiled)
     with pytest.raises(alpa_lite.VerificationError, match="found but not planned: 1 x"):
-        shardy.check_shardy(short, compiled.program.mesh, compiled.plan.collectives[1:])
+        shardy.check_shardy(short, program_of(compiled).mesh, compiled.plan.collectives[1:])
 
 
 def test_operations_that_differ_in_a_literal_are_not_shared():
@@ -117,9 +118,8 @@ def test_operations_that_differ_in_a_literal_are_not_shared():
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
     compiled = planned(alpa_lite.DataParallel(), scaled)
-    assert isinstance(compiled.program, LocalProgram)
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
-    fun = emission.emit(compiled.program, compiled.traced, executor.mesh_of(compiled.program.mesh), shared=True)
+    fun = emission.emit(program_of(compiled), compiled.traced, executor.mesh_of(program_of(compiled).mesh), shared=True)
     want = jax.tree.leaves(jax.jit(scaled)(*arguments()))
     for a, b in zip(jax.jit(fun)(*leaves), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
@@ -127,8 +127,7 @@ def test_operations_that_differ_in_a_literal_are_not_shared():
 
 def test_runs_are_the_instructions_in_order_and_pass_on_what_is_read_later():
     compiled = planned(alpa_lite.TensorParallel())
-    assert isinstance(compiled.program, LocalProgram)
-    body = compiled.program.body
+    body = program_of(compiled).body
     wanted = sorted({o for o in body.outputs if not isinstance(o, Lit)})
     runs = shared_runs.runs_of(body.instructions, wanted, compiled.traced)
     assert [i for run in runs for i in run.instructions] == list(body.instructions)

@@ -19,7 +19,7 @@ from alpa_lite.passes.sharding import grouping, search, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.problem import from_graph
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.plan import Decision
+from alpa_lite.records import Decision
 
 BATCH = 65536
 CLUSTER = Cluster.preset("a100", nodes=1)

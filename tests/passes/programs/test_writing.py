@@ -13,7 +13,7 @@ from alpa_lite import program as programs
 from alpa_lite import schedules
 from alpa_lite.errors import PlanError
 from alpa_lite.passes.programs import simulation, writing
-from alpa_lite.passes.programs.writing import Pipeline
+from alpa_lite.passes.programs.writing import Written
 from alpa_lite.program import Receive, Run, Send
 from alpa_lite.schedules import Schedule, Task
 from tests.passes.layers.division_cases import driven
@@ -28,7 +28,7 @@ def planned(schedule: Schedule, kind: str = "plain") -> Driven:
     return driven(kind, schedule.num_meshes, name, schedule.virtual)
 
 
-def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0, **options: Any) -> Pipeline:
+def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0, **options: Any) -> Written:
     stages = planned(schedule, kind)
     return writing.build(
         stages.staged.accumulated.traced,

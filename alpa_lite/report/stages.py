@@ -1,13 +1,14 @@
-"""The sections that only the printout of a pipelined plan has: stages, schedule, memory of submeshes, transfers.
+"""The sections of a plan's printout: where the time goes, stages, schedule, memory, shardings, collectives, transfers.
 
+One mesh is a pipeline of one stage: a section that has nothing to say for one stage, or for one task, is left out.
 Identical stages (on meshes of one shape, with arguments that differ in layer numbers alone) are one row or one section.
 
 Where the time goes is a mean over devices. With n_m devices on submesh m, N in all, and stages s,
 
     compute = sum_s n_m(s) compute_s / N,    idle = step - compute - communication within stages,
 
-so that the rows add up to the step. Transfers between submeshes overlap with computation; where they
-do not, devices are idle.
+so that the rows add up to the step. Transfers between submeshes overlap with computation; where they do not, devices
+are idle.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from alpa_lite import schedules
-from alpa_lite.plan import Collective, PipelineShape, Plan, Replicated
+from alpa_lite.records import Collective, Division, Replicated
+from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import timeline, units
 from alpa_lite.report.tables import (
+    BAR,
     CollectiveRow,
     add,
     bars,
@@ -35,49 +39,61 @@ from alpa_lite.report.tables import (
     table,
 )
 
-_MAX_COLLECTIVES = 8  # rows for each kind of stage
+_MAX_COLLECTIVES = 12  # rows, divided among kinds of stages
 _MAX_TRANSFERS = 12
+_LEAST = 5e-4  # the share of a step below which idling is rounding
 _NUMBER = re.compile(r"\d+")
 _TRANSFER = re.compile(r"submesh (\d+) to (\d+), (.*)")
 
 
-def sections(plan: Plan, shape: PipelineShape) -> list[RenderableType]:
-    """All sections of a pipeline, in the order of the printout."""
-    parts = overview(plan, shape)
-    for group in identical(plan):
+def sections(plan: Plan) -> list[RenderableType]:
+    """The sections on shardings and communication, in the order of the printout."""
+    parts: list[RenderableType] = []
+    groups = identical(plan)
+    for group in groups:
         stages = [plan.stages[s] for s in group]
-        parts.append(section(f"Shardings of {named(group)}{_each(group)}", sharding_table(*stages)))
+        parts.append(section(f"Shardings{_of(plan, 'of', group)}{_each(group)}", sharding_table(*stages)))
     items = list(zip(plan.collectives, plan.collective_seconds, strict=True))
-    for group in identical(plan):
+    for group in groups:
         rows = collective_rows(item for item in items if item[0].stage in group and item[0].kind != "transfer")
         if rows:
-            heading = f"Collectives per step within {named(group)}{', total' * (len(group) > 1)}"
-            parts.append(section(heading, collective_table(rows, _MAX_COLLECTIVES)))
+            heading = f"Collectives per step{_of(plan, 'within', group)}{', total' * (len(group) > 1)}"
+            parts.append(section(heading, collective_table(rows, _MAX_COLLECTIVES // len(groups) + 4)))
     rows = transfer_rows(items)
     if rows:
         parts.append(section("Transfers between submeshes per step (overlapped with compute)", _transfers(rows)))
     return parts
 
 
-def overview(plan: Plan, shape: PipelineShape) -> list[RenderableType]:
-    """Where the time goes, the stages, the schedule drawn, and the memory."""
-    whole = units.seconds(plan.step_seconds)
-    lines = (bars(_time_rows(plan, shape), plan.step_seconds), _bubble(plan, shape))
+def overview(plan: Plan) -> list[RenderableType]:
+    """Where the time goes, the stages and their schedule, and the memory. A single task is no schedule."""
+    division = plan.division
+    several = len(plan.stages) > 1
+    whole = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
+    time = bars(_time_rows(plan), max(plan.step_seconds, 1e-300))
+    memory = section("Memory per device", _memory(plan) if several else _memory_of_one(plan))
+    if len(division.timeline.events) < 2:
+        return [section(whole, time), memory]
     return [
-        section(f"Predicted step: {whole} (mean over devices)", *lines),
-        section("Stages (times for one micro-batch)", _stages(plan, shape)),
-        section("Schedule", timeline.draw(shape.timeline, width=98)),
-        section("Memory per device", _memory(plan, shape)),
+        section(whole, time, _bubble(plan)),
+        section("Stages (times for one micro-batch)", _stages(plan)),
+        section("Schedule", timeline.draw(division.timeline, width=98)),
+        memory,
     ]
+
+
+def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
+    """Which stages, where there are several."""
+    return f" {preposition} {named(group)}" if len(plan.stages) > 1 else ""
 
 
 def identical(plan: Plan) -> list[tuple[int, ...]]:
     """Groups of identical stages: same mesh, layer count and rematerialisation, arguments equal but for numbers."""
-    shape = plan.pipeline
+    division = plan.division
     found: dict[object, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         leaves = Counter((_NUMBER.sub("#", x.path), x.shape, x.dtype, x.role, x.spec) for x in stage.arguments)
-        rest = None if shape is None else (shape.remat[number], _layers(shape, number)[1])
+        rest = division.remat[number], division.layers_of(number)[1]
         key = stage.mesh_shape, stage.axis_names, rest, frozenset(leaves.items())
         found.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in found.values()]
@@ -93,19 +109,11 @@ def _each(group: Sequence[int]) -> str:
     return " (identical; figures are for one of them)" if len(group) > 1 else ""
 
 
-def _layers(shape: PipelineShape, stage: int) -> tuple[int, int]:
-    """The first layer of a stage, and its number of layers."""
-    bounds = [*shape.first_layers, shape.num_layers]
-    return bounds[stage], bounds[stage + 1] - bounds[stage]
-
-
-def sizes(plan: Plan, shape: PipelineShape) -> list[int]:
+def sizes(plan: Plan) -> list[int]:
     """The number of devices of each submesh."""
-    out = [1] * len(shape.first_devices)
-    for stage, mesh in zip(plan.stages, shape.submeshes, strict=True):
-        out[mesh] = 1
-        for size in stage.mesh_shape:
-            out[mesh] *= size
+    out = [1] * len(plan.division.first_devices)
+    for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True):
+        out[mesh] = stage.num_devices
     return out
 
 
@@ -125,76 +133,74 @@ class Spent:
 
 
 def spent(plan: Plan) -> Spent:
-    """Where the seconds of any plan go; one mesh is never idle."""
-    shape = plan.pipeline
-    devices = [plan.num_devices] if shape is None else sizes(plan, shape)
-    mesh_of = (0,) if shape is None else shape.submeshes
-    share = [devices[mesh] / sum(devices) for mesh in mesh_of]
+    """Where the seconds of a plan go. Transfers between submeshes overlap with compute, or are waited for."""
+    devices = sizes(plan)
+    share = [devices[mesh] / sum(devices) for mesh in plan.division.submeshes]
     compute = sum(part * stage.compute_seconds for part, stage in zip(share, plan.stages, strict=True))
     by_axes: dict[tuple[str, ...], float] = {}
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
-        if collective.kind != "transfer" or shape is None:
+        if collective.kind != "transfer":
             by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + share[collective.stage] * seconds
-    idle = 0.0
-    if shape is not None:
-        idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()))
+    idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()))
     return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle)
 
 
-def _time_rows(plan: Plan, shape: PipelineShape) -> list[tuple[str, float, str]]:
+def _time_rows(plan: Plan) -> list[tuple[str, float, str]]:
     where = spent(plan)
     rows = [("compute", where.compute, "green")]
     rows += [(f"over {units.axes(axes)}", seconds, "yellow") for axes, seconds in where.communication.items()]
-    return [*rows, ("idle", where.idle, "red")]
+    return [*rows, ("idle", where.idle, "red")] if where.idle > _LEAST * plan.step_seconds else rows
 
 
-def _bubble(plan: Plan, shape: PipelineShape) -> str:
+def _bubble(plan: Plan) -> str:
     """The idle share of the schedule itself, apart from that of unequal stages and transfers."""
-    meshes, count = len(shape.first_devices), plan.num_microbatches
+    division, count = plan.division, plan.num_microbatches
+    meshes = len(division.first_devices)
     bubble = schedules.bubble(
-        plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=shape.virtual
+        plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=division.virtual
     )
-    share = units.percent(bubble, 3 * count * shape.virtual + bubble)
+    share = units.percent(bubble, 3 * count * division.virtual + bubble)
     text = f"ideal bubble {share} (equal stages, free transfers); the rest is imbalance, updates and waiting"
-    unequal = len(set(sizes(plan, shape))) > 1
+    unequal = len(set(sizes(plan))) > 1
     return f"{text}; idle shares below are means over submeshes, whatever their size" if unequal else text
 
 
-def _stages(plan: Plan, shape: PipelineShape) -> RenderableType:
+def _stages(plan: Plan) -> RenderableType:
     """A row for each group of identical stages."""
-    events = shape.timeline.events
+    division = plan.division
+    events = division.timeline.events
     kinds = [kind for kind in ("forward", "backward", "weight") if any(event.kind == kind for event in events)]
     columns = ("stages", "layers", "devices", "mesh", "in flight", "remat", *kinds, "once per step")
     out = table(*columns, right=(1, 2, 4, *range(6, 6 + len(kinds) + 1)))
-    devices = sizes(plan, shape)
+    devices = sizes(plan)
     for group in identical(plan):
-        stage, mesh_of = plan.stages[group[0]], shape.submeshes
-        layers = [_layers(shape, s) for s in group]
+        stage, mesh_of = plan.stages[group[0]], division.submeshes
+        layers = [division.layers_of(s) for s in group]
         meshes = [mesh_of[s] for s in group]
-        used = [(shape.first_devices[m], shape.first_devices[m] + devices[m] - 1) for m in meshes]
+        used = [(division.first_devices[m], division.first_devices[m] + devices[m] - 1) for m in meshes]
         held = [
-            schedules.in_flight_formula(plan.schedule, len(devices), plan.num_microbatches, m, shape.virtual)
+            schedules.in_flight_formula(plan.schedule, len(devices), plan.num_microbatches, m, division.virtual)
             for m in meshes
         ]
-        timed = [[_seconds(shape, s, (kind,), statistics.median) for s in group] for kind in kinds]
-        timed.append([_seconds(shape, s, ("prologue", "update"), sum) for s in group])
+        timed = [[_seconds(division, s, (kind,), statistics.median) for s in group] for kind in kinds]
+        timed.append([_seconds(division, s, ("prologue", "update", "step"), sum) for s in group])
         cells = (
             named(group).split(" ", 1)[1],
             _runs([(first, first + count - 1) for first, count in layers]),
             _runs(used),
             units.mesh(stage.mesh_shape, stage.axis_names),
             _between(sorted(held), str),
-            shape.remat[group[0]],
+            division.remat[group[0]],
         )
         add(out, *cells, *(_between(sorted(values), units.seconds) for values in timed))
     return out
 
 
 def _seconds(
-    shape: PipelineShape, stage: int, kinds: Sequence[str], combine: Callable[[list[float]], float]
+    division: Division, stage: int, kinds: Sequence[str], combine: Callable[[list[float]], float]
 ) -> float:  # fmt: skip
     """The seconds of one stage's events of some kinds, combined."""
-    found = [event.seconds for event in shape.timeline.events if event.stage == stage and event.kind in kinds]
+    found = [event.seconds for event in division.timeline.events if event.stage == stage and event.kind in kinds]
     return combine(found) if found else 0.0
 
 
@@ -237,11 +243,12 @@ class SubmeshMemory:
     peak: int
 
 
-def memory(plan: Plan, shape: PipelineShape) -> list[SubmeshMemory]:
+def memory(plan: Plan) -> list[SubmeshMemory]:
     """The memory of each submesh."""
+    division = plan.division
     out = []
-    for mesh, (buffers, temporary) in enumerate(zip(shape.buffer_bytes, shape.temporary_bytes, strict=True)):
-        stages = [stage.memory for stage, m in zip(plan.stages, shape.submeshes, strict=True) if m == mesh]
+    for mesh, (buffers, temporary) in enumerate(zip(division.buffer_bytes, division.temporary_bytes, strict=True)):
+        stages = [stage.memory for stage, m in zip(plan.stages, division.submeshes, strict=True) if m == mesh]
         params, gradients, optimizer = (
             sum(getattr(m, kind) for m in stages) for kind in ("params", "gradients", "optimizer")
         )
@@ -250,10 +257,10 @@ def memory(plan: Plan, shape: PipelineShape) -> list[SubmeshMemory]:
     return out
 
 
-def _memory(plan: Plan, shape: PipelineShape) -> RenderableType:
+def _memory(plan: Plan) -> RenderableType:
     """A row for each submesh; submeshes with equal numbers share a row."""
     found: dict[SubmeshMemory, list[int]] = {}
-    for number, row in enumerate(memory(plan, shape)):
+    for number, row in enumerate(memory(plan)):
         found.setdefault(row, []).append(number)
     columns = ("submesh", "params", "gradients", "optimizer", "in flight", "temporaries", "peak")
     out = table(*columns, f"of {units.nbytes(plan.memory_per_device)}", right=range(1, 8))
@@ -295,36 +302,48 @@ def _transfers(rows: Sequence[CollectiveRow]) -> RenderableType:
     return out
 
 
+def _memory_of_one(plan: Plan) -> RenderableType:
+    """A bar for each kind of memory of the only stage. Kinds need not peak together."""
+    memory = plan.stages[0].memory
+    out = table("", "", "", "", right=(1, 2))
+    for kind in ("params", "gradients", "optimizer", "activations"):
+        size = getattr(memory, kind)
+        text = Text(units.bar(size, plan.memory_per_device, BAR), style="blue")
+        add(out, kind, units.nbytes(size), units.percent(size, plan.memory_per_device), text)
+    text = Text(units.bar(memory.total, plan.memory_per_device, BAR), style="bold blue")
+    share = units.percent(memory.total, plan.memory_per_device)
+    add(out, f"peak, of {units.nbytes(plan.memory_per_device)}", units.nbytes(memory.total), share, text)
+    return out
+
+
 def replicated(plan: Plan) -> tuple[Replicated, ...]:
-    """Operations that are not distributed, the largest first; for a pipeline those of all stages, with their stages."""
-    if not plan.parts:
-        return plan.replicated
+    """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
+    others."""
     found: dict[Replicated, list[int]] = {}
-    for number, part in enumerate(plan.parts):
-        for row in part.replicated:
+    for number, stage in enumerate(plan.stages):
+        for row in stage.replicated:
             found.setdefault(row, []).append(number)
+    several = len(plan.stages) > 1
     rows = [
-        replace(row, where=f"{named(stages)}: {row.where}", seconds=row.seconds * len(stages))
+        replace(row, where=f"{named(stages)}: {row.where}" if several else row.where, seconds=row.seconds * len(stages))
         for row, stages in found.items()
     ]
-    return (*plan.replicated, *sorted(rows, key=lambda row: -row.seconds))
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def meshes(plan: Plan) -> str:
-    """The meshes of all stages, equal ones joined: "stages 0-3: x=4; stage 4: x=2 y=2"."""
-    if plan.pipeline is None:
-        stage = plan.stages[0]
-        return units.mesh(stage.mesh_shape, stage.axis_names)
+    """The meshes of all stages, equal ones joined: "stages 0-3: x=4; stage 4: x=2 y=2"; of one stage the mesh alone."""
     found: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         found.setdefault(units.mesh(stage.mesh_shape, stage.axis_names), []).append(number)
+    if len(plan.stages) == 1:
+        return next(iter(found))
     return "; ".join(f"{named(numbers)}: {mesh}" for mesh, numbers in found.items())
 
 
 def layer_ranges(plan: Plan) -> str:
-    """The layers of each stage, such as "0-3, 4-7"; "one mesh" without a pipeline."""
-    shape = plan.pipeline
-    if shape is None:
-        return "one mesh"
-    counts = (_layers(shape, stage) for stage in range(plan.num_stages))
+    """The layers of each stage, such as "0-3, 4-7"; "all" for one stage."""
+    if len(plan.stages) == 1:
+        return "all"
+    counts = (plan.division.layers_of(stage) for stage in range(plan.num_stages))
     return ", ".join(str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in counts)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from alpa_lite.plan import Plan
-from alpa_lite.report import pipeline, text
+from alpa_lite.report import stages as sections
+from alpa_lite.report import text
 from tests.plans import gpt_plan, pipeline_plan
 
 
@@ -55,33 +56,29 @@ def test_the_schedule_is_drawn() -> None:
 
 @pytest.mark.parametrize("plan", [gpt_plan(), pipeline_plan(), pipeline_plan("interleaved-1f1b", 3)])
 def test_seconds_of_an_average_device_add_up_to_the_step(plan: Plan) -> None:
-    spent = pipeline.spent(plan)
+    spent = sections.spent(plan)
     assert spent.compute + sum(spent.communication.values()) + spent.idle == pytest.approx(plan.step_seconds)
 
 
 def test_seconds_are_weighted_by_devices() -> None:
     """Stage 0 alone on one device of three: a third of its seconds counts."""
     plan = pipeline_plan()
-    assert plan.pipeline is not None
     stages = (dataclasses.replace(plan.stages[0], mesh_shape=(1,), compute_seconds=3e-3), plan.stages[1])
     stages = (stages[0], dataclasses.replace(stages[1], compute_seconds=6e-3))
-    shape = dataclasses.replace(plan.pipeline, submeshes=(0, 1), first_devices=(0, 1))
-    two = dataclasses.replace(
-        plan, num_stages=2, stages=stages, collectives=(), collective_seconds=(), pipeline=shape, parts=plan.parts[:2]
-    )
-    assert pipeline.spent(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
+    shape = dataclasses.replace(plan.division, submeshes=(0, 1), first_devices=(0, 1))
+    two = dataclasses.replace(plan, num_stages=2, stages=stages, collectives=(), collective_seconds=(), division=shape)
+    assert sections.spent(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
 
 
 def test_memory_of_submeshes_adds_up_to_their_peak() -> None:
     plan = pipeline_plan()
-    assert plan.pipeline is not None
-    for row in pipeline.memory(plan, plan.pipeline):
+    for row in sections.memory(plan):
         assert row.peak == row.params + row.gradients + row.optimizer + row.in_flight + row.temporaries
 
 
 def test_transfers_are_grouped_by_direction_and_nothing_is_lost() -> None:
     plan = pipeline_plan()
-    rows = pipeline.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
+    rows = sections.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
     assert [row.where.split(",")[0] for row in rows] == ["submesh {1-3} to {0-2}", "submesh {0-2} to {1-3}"]
     moved = [c for c in plan.collectives if c.kind == "transfer"]
     assert sum(row.count for row in rows) == sum(c.count for c in moved)
@@ -97,7 +94,7 @@ def test_overview_is_the_beginning_of_the_plan() -> None:
 
 def test_diff_of_pipelines_says_what_moved() -> None:
     found = pipeline_plan().diff(pipeline_plan("interleaved-1f1b", 3))
-    assert "schedule           1f1b -> interleaved-1f1b" in found
+    assert "schedule         1f1b -> interleaved-1f1b" in found
     assert "0-2, 3-5, 6-8, 9-11 -> 0, 1, 2," in found
     assert "535 of the 590 arguments in both plans moved to other stages with the same sharding" in found
     assert "The plans do not differ." in pipeline_plan().diff(pipeline_plan())
@@ -143,10 +140,11 @@ def test_explain_tells_stages_apart_by_what_is_printed() -> None:
 
 def test_explain_explains_the_first_of_stages_that_differ() -> None:
     plan = pipeline_plan()
-    product, weight = plan.parts[1].decisions
+    product, weight = plan.stages[1].decisions
     other = dataclasses.replace(weight, alternatives=weight.alternatives[:2])
-    parts = (plan.parts[0], dataclasses.replace(plan.parts[1], decisions=(product, other)), *plan.parts[2:])
-    found = dataclasses.replace(plan, parts=parts).explain("params/h/mlp/up/kernel")
+    changed = dataclasses.replace(plan.stages[1], decisions=(product, other))
+    stages = (plan.stages[0], changed, *plan.stages[2:])
+    found = dataclasses.replace(plan, stages=stages).explain("params/h/mlp/up/kernel")
     assert found.splitlines()[0] == "state/params/h_{0..11}/mlp/up/kernel (stages 0, 2-3)"
     assert "state/params/h_{3-5}/mlp/up/kernel (stage 1)" in found.partition("Other matches of")[2]
     listed = dataclasses.replace(plan, parts=parts).explain("mlp/up/kernel").partition("Other matches of")[2]

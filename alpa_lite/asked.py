@@ -1,0 +1,94 @@
+"""What one compilation is asked for: options, cluster and a given plan, and what follows from them alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError
+from alpa_lite.options import Auto, Method, Options, Pipeline
+from alpa_lite.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is given, and what is to be searched.
+
+    Attributes:
+      options: of the user.
+      cluster: the devices.
+      trace: traces the step; with other shapes for some flat arguments if they are given by number.
+    """
+
+    options: Options
+    cluster: Cluster
+    trace: Callable[..., Any]
+
+    @property
+    def method(self) -> Method:
+        """Which plans are allowed."""
+        method = self.options.method
+        assert isinstance(method, Method)  # `Options` has looked names up
+        return method
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What pipelines may be like."""
+        return self.method if isinstance(self.method, Pipeline) else Pipeline()
+
+    @property
+    def budget(self) -> float:
+        """Bytes per device that a plan may fill."""
+        return self.options.memory_per_device or self.cluster.usable_memory
+
+    @property
+    def time_limit(self) -> float:
+        """As `Options.solver_time_limit`, in seconds."""
+        return self.options.solver_time_limit
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan to run without solving.
+
+        Raises:
+          OptionError: another number of micro-batches is given beside it.
+        """
+        given, asked = self.options.plan, self.options.num_microbatches
+        if given is None:
+            return None
+        plan = Plan.load(given) if isinstance(given, str | os.PathLike) else given
+        if asked not in ("auto", plan.num_microbatches):
+            raise OptionError(
+                f"num_microbatches={asked}: the given plan has {plan.num_microbatches}; leave one of the two out"
+            )
+        return plan
+
+    @property
+    def described(self) -> str:
+        """The method in words, or that of the given plan."""
+        return self.method.describe() if self.plan is None else self.plan.method
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of micro-batches, if it is given."""
+        asked = self.options.num_microbatches
+        return asked if isinstance(asked, int) else None
+
+    @property
+    def one_mesh(self) -> bool:
+        """Whether the method allows one mesh."""
+        return not isinstance(self.method, Pipeline)
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether the method allows pipelines on this cluster."""
+        return isinstance(self.method, Pipeline) or (isinstance(self.method, Auto) and self.cluster.num_devices > 1)
+
+    @property
+    def inexact(self) -> dict[str, Any]:
+        """What the loop over micro-batches may do, as arguments of `microbatches.accumulate`."""
+        return {"allow_inexact": self.options.allow_inexact, "retrace": lambda shapes: self.trace(shapes=shapes)}

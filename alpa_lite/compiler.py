@@ -1,0 +1,452 @@
+"""From a train step written for one device to what every device does: the whole compiler, in order.
+
+    step ──tracing──▶ graph ──factors──▶ Step
+         ──micro-batches──▶ a loop                                                        for one mesh and for pipelines
+         ──layers──▶ ──costs──▶ ──slicing──▶ stages                                       for pipelines
+         ──grouping──▶ ──sharding──▶ ──lowering──▶ PlannedStage                           for each stage
+         ──programs──▶ Staged ──plan──▶ Plan ──checks──▶ the plan is true
+
+A pass is a pure function, run by `runner.Passes`, which times it, shows it, dumps its value and, in tests, checks it.
+Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite import collecting, schedules
+from alpa_lite.asked import Asked
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.options import Options, Sharded
+from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
+from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.microbatches import numbers
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.plans import candidates, replay
+from alpa_lite.passes.programs.staged import Choice, Staged, donating, estimated_bytes
+from alpa_lite.passes.sharding import search
+from alpa_lite.passes.stages import planning, staging, submeshes
+from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.stages.layer_costs import PRICES
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.pricing import VARIANTS, Priced
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.plan import Plan
+from alpa_lite.runner import Passes, passes
+from alpa_lite.strategy import Rule
+
+logger = logging.getLogger(__name__)
+
+MAX_LAYERS = 64
+"""The most layers that a forward pass is cut into."""
+
+WORTH = 0.9
+"""A pipeline is searched if one mesh computes for less than this fraction of its step."""
+
+LEAST = 2e-3
+"""Seconds that one mesh must spend on anything but computation for a pipeline to be searched.
+
+Two stages and two micro-batches are some twenty tasks and transfers, at about 1e-4 seconds each for one controller
+(`benchmarks/pipeline_overhead.py`), which predictions do not count.
+"""
+
+PRICED = 3
+"""How many numbers of micro-batches are compared at their own costs, at most."""
+
+SLICINGS = 3
+"""How often stages are chosen, each time with less room by what the program exceeded the budget by."""
+
+ATTEMPTS = 3
+"""How often the same stages are planned, each time with memory more expensive to those that exceed the budget."""
+
+CERTAIN = 0.02
+"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A planned step: the step in planned stages, with its program, and the plan that says so."""
+
+    staged: Staged
+    plan: Plan
+
+    @property
+    def traced(self) -> Traced:
+        """The step as it runs."""
+        return self.staged.traced
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The traced step, and the rules of its operations."""
+
+    traced: Traced
+    rules: Mapping[Any, Rule]
+
+
+def compile_step(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster
+) -> Compiled:
+    """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
+
+    Raises:
+      InfeasibleError: no plan fits the memory.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
+      OptionError, PlanError: the method or the given plan asks for what the cluster or the step does not have.
+      VerificationError: the partitioner does not do what the plan says.
+    """
+    trace = functools.partial(
+        tracing.trace, fun, args, kwargs,
+        batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
+        static_argnums=options.static_argnums, static_argnames=options.static_argnames,
+    )  # fmt: skip
+    asked = Asked(options, cluster, trace)
+    with collecting.seldom(), passes(options.dump_dir) as run:
+        traced = run("tracing", trace)
+        step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
+        staged = replayed(run, step, asked, asked.plan) if asked.plan is not None else best(run, step, asked)
+        if options.donate_argnums != "auto":
+            staged = donating(staged, _donated(traced, options))
+        plan = run("plan", plans.write, staged, cluster, method=asked.described, budget=asked.budget)
+        if options.verify != "off":
+            plan = run("checks", checks.verified, plan, staged)
+        plan = replace(plan, planning_seconds=dict(run.seconds))
+    _check_memory(plan, options)
+    logger.info("planned %s: %s", getattr(fun, "__name__", fun), run.seconds)
+    return Compiled(staged, plan)
+
+
+def best(run: Passes, step: Step, asked: Asked) -> Staged:
+    """One mesh; a pipeline where nothing fits one mesh, or where one communicates too much.
+
+    A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
+    what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, none
+    is searched.
+    """
+    whole, reason = None, None
+    if asked.one_mesh:
+        try:
+            whole = one_mesh(run, step, asked)
+        except InfeasibleError as error:
+            if not asked.pipelines:
+                raise
+            reason = error
+    if not asked.pipelines or (whole is not None and not worth_a_pipeline(whole)):
+        assert whole is not None
+        return whole
+    try:
+        found = pipeline(run, step, asked)
+    except (InfeasibleError, MicrobatchError, OptionError) as error:
+        if whole is None:
+            if reason is None:
+                raise
+            raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+        return noted(whole, f"no pipeline was compared: {error}")
+    if whole is None or found.seconds < whole.seconds:
+        return found
+    return noted(whole, f"the best pipeline found, of {len(found.stages)} stages, takes {found.seconds:.4g} s a step")
+
+
+def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
+    """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
+
+    Unless a number of micro-batches is given there is one if that fits, and else the least power of two that does.
+    """
+    count, tried, needed = asked.num_microbatches or 1, 1, 0.0
+    first: InfeasibleError | None = None
+    while True:
+        try:
+            loop = looped(run, step, asked, count)
+            if first is not None:
+                loop = replace(loop, notes=(*loop.notes, numbers.fewer_do_not_fit(count, asked.budget)))
+            decided = solve_whole(run, loop, asked)
+        except MicrobatchError as refusal:
+            if first is None:
+                raise
+            raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}") from first
+        except InfeasibleError as error:
+            if asked.num_microbatches is not None:
+                raise
+            if first is not None and (error.smallest_budget is None or error.smallest_budget >= needed):
+                raise InfeasibleError(
+                    f"{first} Micro-batches do not help: {count} micro-batches need "
+                    f"{error.smallest_budget or needed:.0f} bytes per device."
+                ) from error
+            first, tried, needed = first or error, count, error.smallest_budget or 0.0
+            floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
+            following = numbers.next_count(tried, needed, floor, asked.budget)
+            if following is None:
+                raise first from None
+            count = following
+            continue
+        planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
+        solution = decided.found.solution
+        choice = Choice("step", solution.status, solution.objective, solution.bound, decided.found.candidates)
+        return run("programs", programs.single, loop, planned, choice)
+
+
+def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
+    """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
+
+    Raises:
+      InfeasibleError: no pipeline fits; names what binds.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
+      OptionError: the method asks for what the cluster or the step does not have.
+    """
+    chosen = best_slices(run, step, asked)
+    staged = realised(run, chosen, asked)
+    room = asked.budget
+    for _ in range(SLICINGS - 1):
+        over = staged.needed - asked.budget
+        if over <= 0:
+            break
+        room -= 1.05 * over  # the estimates of layers were too low by as much
+        logger.info("the program exceeds the budget by %s bytes: slicing again with that much less", over)
+        try:
+            count = chosen.slices.num_microbatches
+            chosen = run("slicing", stages.choose, chosen.priced, asked.pipeline, [count], room)
+        except InfeasibleError:
+            break
+        staged = realised(run, chosen, asked)
+    return fitting(staged, asked)
+
+
+def best_slices(run: Passes, step: Step, asked: Asked) -> Sliced:
+    """The best stages, numbers of micro-batches compared at costs of their own.
+
+    Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself; if that
+    is worse than was estimated, another number may be better, and is priced too, `PRICED` at most.
+
+    Raises:
+      InfeasibleError: none of the numbers fits.
+    """
+    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
+    given = asked.num_microbatches
+    left = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
+    reference = left[len(left) // 2]
+    scaled = priced_layers(run, step, asked, reference, kinds)
+    found: Sliced | None = None
+    tried = 0
+    while left and tried < PRICED:
+        try:
+            rough = run("slicing", stages.choose, scaled, asked.pipeline, left, asked.budget)
+        except InfeasibleError:
+            if found is None:
+                raise
+            break
+        if found is not None and rough.seconds >= found.seconds:
+            break
+        count = rough.slices.num_microbatches
+        left.remove(count)
+        exact = rough if count == reference else exactly(run, step, asked, rough, kinds)
+        if exact is None:
+            continue
+        tried += 1
+        if found is None or exact.seconds < found.seconds:
+            others = [row for row in rough.weighed if row.num_microbatches != count]
+            found = exact if exact is rough else replace(exact, weighed=(*exact.weighed, *others))
+        if exact.seconds <= (1 + CERTAIN) * rough.seconds:
+            break
+    if found is None:
+        raise InfeasibleError(f"no pipeline with {reference} micro-batches or another number fits")
+    return found
+
+
+def exactly(run: Passes, step: Step, asked: Asked, rough: Sliced, kinds: tuple[int, ...]) -> Sliced | None:
+    """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
+    count = rough.slices.num_microbatches
+    used = tuple(sorted(set(rough.slices.devices)))
+    for sizes in (used, kinds):
+        scaled = priced_layers(run, step, asked, count, sizes)
+        try:
+            return run("slicing", stages.choose, scaled, asked.pipeline, [count], asked.budget)
+        except InfeasibleError:  # what was scaled fitted by little
+            continue
+    return None
+
+
+def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tuple[int, ...]) -> Priced:
+    """The step in micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
+    limit = asked.time_limit
+    return run(
+        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, progress=run.note
+    )  # fmt: skip
+
+
+def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
+    """The chosen stages planned whole, their program written and simulated.
+
+    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
+    """
+    slices = chosen.slices
+    firsts = [stage.first for stage in slices.stages]
+    remat = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
+    cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
+    loop = cut.accumulated
+    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    schedule = schedules.schedule(slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual)
+    choice = Choice(
+        "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
+    )  # fmt: skip
+    write = functools.partial(
+        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
+        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
+        remat=remat, choice=choice,
+    )  # fmt: skip
+    prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
+    mesh_of = [stage.mesh for stage in slices.stages]
+    known: dict[Any, DecidedStage] = {}
+    staged: Staged | None = None
+    for attempt in range(ATTEMPTS):
+        last = attempt == ATTEMPTS - 1
+        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, known)
+        over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
+        if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
+            staged = run("programs", write, planned)
+            over = [sum(pair) - asked.budget for pair in staged.bytes]
+            if max(over) <= 0 or last:
+                break
+        logger.info("submeshes exceed the budget by %s bytes: memory becomes more expensive for their stages", over)
+        prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
+    assert staged is not None
+    return staged
+
+
+def solve_stages(
+    run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
+    known: dict[Any, DecidedStage],
+) -> tuple[PlannedStage, ...]:  # fmt: skip
+    """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
+
+    Which mesh shape suits a stage has been weighed for its layers. `known` gathers what has been solved: identical
+    stages take over the choices of the first.
+    """
+    slices, kinds = chosen.slices, chosen.priced.devices
+    shapes: dict[int, tuple[int, ...]] = {}
+    out: list[PlannedStage] = []
+    for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+        devices = slices.devices[stage.mesh]
+        method = submeshes.shape_of(asked.pipeline, number, devices)
+        if stage.mesh in shapes:
+            method = Sharded(shapes[stage.mesh])
+        elif method.mesh_shape is None:
+            method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
+        key = planning.digest(graph), devices, method, prices[number]
+        if (number, *key) not in known:
+            known[(number, *key)] = run(
+                "sharding", planning.decide, graph, asked.cluster.part(devices), method,
+                price=prices[number], time_limit=asked.time_limit, like=known.get(key),
+            )  # fmt: skip
+        decided = known[(number, *key)]
+        known.setdefault(key, decided)
+        shapes[stage.mesh] = decided.found.mesh.shape
+        out.append(run("lowering", planning.lowered, decided, split_weights=split))
+    return tuple(out)
+
+
+def looped(run: Passes, step: Step, asked: Asked, count: int) -> Accumulated:
+    """The step as one mesh runs it: with several micro-batches a loop over them."""
+    if count == 1:
+        return Accumulated(step.traced, -1, 1, ())
+    return run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+
+
+def solve_whole(run: Passes, loop: Accumulated, asked: Asked) -> DecidedStage:
+    """The whole step as one stage, on the best mesh of all devices within the budget."""
+    traced = loop.traced
+    rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+    groups = run("grouping", sharding.group, traced, rules)
+    found = run(
+        "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
+        budget=asked.budget, time_limit=asked.time_limit, progress=run.note,
+    )  # fmt: skip
+    return DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
+
+
+def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+    """A given plan: the step divided as it says, and each stage with its decisions, without solving.
+
+    Raises:
+      PlanError: the plan is for other arguments, devices or another program; says what differs.
+    """
+    replay.check_devices(plan, asked.cluster)
+    division, choice = plan.division, Choice("step", "replayed", plan.step_seconds, plan.step_seconds)
+    if not plan.pipelined:
+        loop = looped(run, step, asked, plan.num_microbatches)
+        graph = staging.whole(loop.traced, loop.scan)
+        communication = asked.options.communication
+        decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
+        choice = replace(choice, candidates=decided.found.candidates)
+        planned = run("lowering", planning.lowered_whole, decided, communication)
+        return run("programs", programs.single, loop, planned, choice)
+    count = plan.num_microbatches
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+    layers = run("layers", divisible, loop, max_layers=division.max_layers)
+    replay.check_layers(plan, len(layers.layering.layers))
+    cut = run("layers", divided, layers, division.first_layers[1:], replay.remat_of(plan))
+    loop = cut.accumulated
+    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    schedule = schedules.schedule(plan.schedule, len(division.first_devices), count, virtual=division.virtual)
+    planned_stages = []
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
+        planned_stages.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
+    return run(
+        "programs", programs.pipelined, loop, planned_stages, division.first_devices, schedule, asked.cluster,
+        first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
+        remat=division.remat, choice=replace(choice, idle_devices=division.idle_devices),
+    )  # fmt: skip
+
+
+def worth_a_pipeline(whole: Staged) -> bool:
+    """Whether one mesh spends enough besides computing."""
+    found = whole.stages[0].found
+    objective = found.solution.objective
+    return found.compute_seconds < min(WORTH * objective, objective - LEAST)
+
+
+def fitting(staged: Staged, asked: Asked) -> Staged:
+    """The pipeline itself, if it fits the budget.
+
+    Raises:
+      InfeasibleError: it does not.
+    """
+    if staged.needed > asked.budget:
+        worst = int(np.argmax(list(map(sum, staged.bytes))))
+        raise InfeasibleError(
+            f"the pipeline of {len(staged.stages)} stages needs {staged.needed:,} bytes per device on submesh "
+            f"{worst}, of {asked.budget:,.0f}; allow more memory, more micro-batches or more stages"
+        )
+    return staged
+
+
+def noted(staged: Staged, note: str) -> Staged:
+    """The same with a note in its plan."""
+    return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
+
+
+def _donated(traced: Traced, options: Options) -> list[int]:
+    """The numbers of the flat arguments that the user gives away."""
+    from alpa_lite.runtime import executor
+
+    return executor.donated_leaves(traced, options.donate_argnums)
+
+
+def _check_memory(plan: Plan, options: Options) -> None:
+    """Raises InfeasibleError if a given plan needs more than the given memory."""
+    needed = max(stage.memory.total for stage in plan.stages)
+    if options.plan is not None and options.memory_per_device is not None and needed > options.memory_per_device:
+        raise InfeasibleError(
+            f"the given plan needs {needed:,} bytes per device, more than memory_per_device="
+            f"{options.memory_per_device:,}; leave that out, or plan again without plan="
+        )

@@ -1,0 +1,416 @@
+"""What a plan consists of: records without methods that print, so that `report` and `plan` can both stand on them.
+
+Units are seconds per step, bytes per device, and FLOPs, unless an attribute says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jax.sharding import PartitionSpec
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.timeline import Timeline
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
+"""The kinds of collectives."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One logical collective of a step.
+
+    Attributes:
+      kind: all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute or transfer.
+      axes: the mesh axes it runs over.
+      bytes: per-device result payload at the program's dtype (for reduce_scatter the operand's) of one execution.
+      count: executions per step, with loop trip counts multiplied in.
+      stage: the pipeline stage.
+      where: the user's source line or name scope, and the value that moves.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    stage: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One flat argument or result of the step.
+
+    Attributes:
+      path: the stored path (`alpa_lite.paths`): `jax.tree_util.keystr` after the parameter's name.
+      shape: its dims.
+      dtype: the dtype's name.
+      bytes: of the whole value.
+      role: "state", "batch" or "other", as in `graph.Argument`.
+      spec: how the mesh shards it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    role: str
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device.
+
+    Attributes:
+      params, gradients, optimizer, activations: the largest amount that each kind takes.
+      total: the peak. The kinds need not peak together, so it may be less than their sum.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    activations: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One mesh and what runs on it, planned as a step of its own. A plan without a pipeline has one stage.
+
+    Attributes:
+      mesh_shape, axis_names: the mesh; axes are major to minor in device number.
+      arguments, results: the flat arguments and results of the step that the stage keeps, in the step's order.
+      received, sent: what comes from other stages and goes to them, as flat arguments and results of the stage.
+      memory: bytes per device.
+      seconds: predicted seconds per step.
+      compute_seconds, communication_seconds: what `seconds` consists of.
+      solver: how the shardings of the stage were found.
+      decisions: what replaying needs.
+      replicated: what is not distributed, the most expensive first.
+      ingredients: what the stage belongs to (JAX version, program, argument signature, mesh), each as text.
+    """
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+    memory: Memory
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    solver: Solver
+    received: tuple[Leaf, ...] = ()
+    sent: tuple[Leaf, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    ingredients: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of its mesh."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def inputs(self) -> dict[str, PartitionSpec]:
+        """The sharding of every argument, by path."""
+        return {leaf.path: leaf.spec for leaf in self.arguments}
+
+    @property
+    def outputs(self) -> dict[str, PartitionSpec]:
+        """The sharding of every result, by path."""
+        return {leaf.path: leaf.spec for leaf in self.results}
+
+    def shards(self, spec: PartitionSpec) -> int:
+        """Into how many different blocks `spec` cuts a value."""
+        sizes = dict(zip(self.axis_names, self.mesh_shape, strict=True))
+        return math.prod(sizes[axis] for axes in spec_axes(spec) for axis in axes)
+
+    def bytes_per_device(self, leaf: Leaf) -> int:
+        """Bytes of one device's block of `leaf`."""
+        return -(-leaf.bytes // self.shards(leaf.spec))
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How the choice was found.
+
+    Attributes:
+      status: "optimal", "feasible" (a gap remains), or "replayed", "fixed" where nothing was solved.
+      objective, bound: predicted seconds of the choice, and the proven lower bound.
+      gap: (objective - bound) / objective.
+      seconds: spent solving.
+      variables: of the largest program given to the solver.
+      model: what `objective` and `bound` are of: "step", the integer program of the whole step on one mesh, or
+        "layers", sums over layers, by which stages are chosen. The latter are no bound of the simulated step.
+    """
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    variables: int
+    model: str = "step"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A whole step, as predicted: where its seconds go, and its bytes.
+
+    Attributes:
+      compute_seconds, communication_seconds: their sum is the step.
+      latency_seconds: the part of the communication that faster links do not shorten.
+      batch_seconds: the part of the step that is proportional to the batch, to first order.
+      bytes_sent: per device and step, the payload of all collectives.
+      bytes_per_device: the peak of memory.
+      changed: the number of decisions that differ from the plan, its own included; tied ones count once.
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    latency_seconds: float
+    batch_seconds: float
+    bytes_sent: int
+    bytes_per_device: int
+    changed: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute_seconds + self.communication_seconds
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One strategy that an operation could have taken, the chosen one included.
+
+    The seconds are per step and for all `Decision.count` tied operations together. `step` is a plan that was found, not
+    one that is proven the best: no plan with this alternative is faster than `bound_seconds`, and the best one lies
+    between the two. All is for the mesh, and within the method, of the plan.
+
+    Attributes:
+      strategy: the mesh axes of each factor.
+      layout: the layouts of operands and results as text, such as "[d, None] x [None, m] -> [d, m]".
+      compute_seconds: the roofline time of the operation itself.
+      communication_seconds: collectives of the operation itself (reductions).
+      transfer_seconds: resharding of its operands and results, given the neighbours' chosen strategies.
+      bytes_per_device: the size of one of its results; zero if it makes no new value.
+      bound_seconds: a lower bound of the whole step within the memory budget, by message passing.
+      step: the best whole step that descent found with this alternative. It fits the memory budget if `fits` is true;
+        otherwise none that fits was found, and it is the fastest of all.
+      fits: whether `step` fits the memory budget.
+      roomy: where `step` fits, a faster one that was found and does not; None if there is none.
+      partial: as `Decision.partial`.
+    """
+
+    strategy: tuple[tuple[str, ...], ...]
+    layout: str
+    compute_seconds: float
+    communication_seconds: float
+    transfer_seconds: float
+    bytes_per_device: int
+    bound_seconds: float
+    step: Outcome
+    fits: bool
+    roomy: Outcome | None = None
+    partial: tuple[str, ...] = ()
+
+    @property
+    def node_seconds(self) -> float:
+        """Compute plus the operation's own collectives."""
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def local_seconds(self) -> float:
+        """Everything that the choice costs here: compute, collectives and resharding."""
+        return self.node_seconds + self.transfer_seconds
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for one operation or argument, and for all that are tied to it.
+
+    Attributes:
+      key: structural and stable across JAX versions; replaying finds the operation by it.
+      name: readable, such as "dot_general bsd,df->bsf", or the path of an argument.
+      where: the user's source line and name scope.
+      count: how many tied operations share this decision.
+      factors: a size for each factor, or for an argument for each dim.
+      strategy: the mesh axes that shard each factor, major to minor.
+      seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
+      alternatives: the chosen strategy and the most promising others: those that fit the budget first, then by the
+        seconds of the whole step.
+      paths: for arguments, the paths of all that are tied; empty for operations.
+      partial: the axes over which an addition's operands and result stay partial sums.
+    """
+
+    key: str
+    name: str
+    where: str
+    count: int
+    factors: tuple[int, ...]
+    strategy: tuple[tuple[str, ...], ...]
+    seconds: float
+    alternatives: tuple[Alternative, ...] = ()
+    paths: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Alternative | None:
+        """The alternative that was chosen; None if alternatives were not kept."""
+        alike = [a for a in self.alternatives if a.strategy == self.strategy]
+        return next((a for a in alike if a.partial == self.partial), alike[0] if alike else None)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """An operation that every device computes whole, or that leaves the region of written collectives.
+
+    Attributes:
+      name: the operation.
+      where: the user's source line and name scope.
+      reason: why.
+      bytes: of its operands and results, whole.
+      seconds: what it costs per step, for all `count`.
+      count: the number of identical operations.
+    """
+
+    name: str
+    where: str
+    reason: str
+    bytes: int
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh shape or a textbook plan that was compared with this plan.
+
+    Attributes:
+      method: "Sharded", "DataParallel", ...
+      mesh_shape: the mesh.
+      step_seconds: predicted; None if it was not finished (cut off by a better one, or infeasible).
+      bytes_per_device: predicted peak; None if unknown.
+      status: "chosen", "slower", "cutoff", "infeasible", ...
+    """
+
+    method: str
+    mesh_shape: tuple[int, ...]
+    step_seconds: float | None
+    bytes_per_device: int | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a plan divides the step and the devices. One mesh is one stage with all layers on one submesh.
+
+    Attributes:
+      virtual: the stages of each submesh.
+      num_layers: the layers that the forward pass was cut into.
+      max_layers: the most layers that it may have been cut into.
+      first_layers: of each stage.
+      submeshes: the submesh of each stage.
+      first_devices: the number of each submesh's first device.
+      remat: what each stage's backward pass computes again: "none", "layer" or "selective".
+      buffer_bytes: per device of each submesh, what buffers take between tasks at their peak.
+      temporary_bytes: likewise, the most that an executable needs in addition.
+      timeline: the simulated step.
+      idle_devices: if devices of the cluster are not used, how many are and why; else empty.
+    """
+
+    virtual: int
+    num_layers: int
+    max_layers: int
+    first_layers: tuple[int, ...]
+    submeshes: tuple[int, ...]
+    first_devices: tuple[int, ...]
+    remat: tuple[str, ...]
+    buffer_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
+    timeline: Timeline
+    idle_devices: str = ""
+
+    def layers_of(self, stage: int) -> tuple[int, int]:
+        """The first layer of a stage, and how many layers it has."""
+        bounds = [*self.first_layers, self.num_layers]
+        return bounds[stage], bounds[stage + 1] - bounds[stage]
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The fields of a `Plan`.
+
+    Attributes:
+      method: the method in a few words, such as "auto".
+      cluster: the devices that the plan is for.
+      num_devices, num_stages, num_microbatches, schedule: 1, 1 and "none" on one mesh without pipelines.
+      step_seconds: predicted seconds per step.
+      fingerprint: a hash of `ingredients`.
+      ingredients: what the plan belongs to (JAX version, program, argument signature, mesh, options), each as text.
+      notes: remarks, such as which argument was taken as the batch and why.
+      memory_per_device: the budget in bytes per device.
+      stages: one a pipeline stage.
+      collectives: the logical collectives in program order.
+      collective_seconds: one for each of `collectives`: predicted seconds per step of all its executions.
+      solver: how the choice was found.
+      division: how step and devices are divided.
+      rewrites: what the compiler is known to change afterwards, each by name.
+      verification: what was checked against the compiler, with the outcome.
+      candidates: the mesh shapes and textbook plans that were weighed.
+      planning_seconds: what planning took, by pass.
+    """
+
+    method: str
+    cluster: Cluster
+    num_devices: int
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    step_seconds: float
+    fingerprint: str
+    memory_per_device: int
+    stages: tuple[Stage, ...]
+    collectives: tuple[Collective, ...]
+    collective_seconds: tuple[float, ...]
+    solver: Solver
+    division: Division
+    rewrites: tuple[str, ...] = ()
+    verification: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    ingredients: Mapping[str, str] = field(default_factory=dict)
+    planning_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.collectives) != len(self.collective_seconds):
+            raise ValueError(f"{len(self.collectives)} collectives but {len(self.collective_seconds)} seconds")
+        if len(self.stages) != self.num_stages:
+            raise ValueError(f"num_stages is {self.num_stages} but there are {len(self.stages)} stages")
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.decisions))
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions of all stages."""
+        return tuple(decision for stage in self.stages for decision in stage.decisions)
+
+    @property
+    def replicated(self) -> tuple[Replicated, ...]:
+        """What is not distributed, of all stages."""
+        return tuple(row for stage in self.stages for row in stage.replicated)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages run micro-batches by a schedule, rather than one executable the whole step."""
+        return self.schedule != "none"
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dim: P('a', None, ('b', 'c')) gives (('a',), (), ('b', 'c'))."""
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)

@@ -1,0 +1,66 @@
+"""Runs passes: times each, shows it while it works, dumps its value and, in tests, checks it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+from alpa_lite.passes.checks import values
+from alpa_lite.report import dump, progress
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_checking: ContextVar[bool] = ContextVar("checking", default=False)
+
+
+class Passes:
+    """What the passes of one compilation are run with: `value = run("name of the lap", a_pass, ...)`.
+
+    A pass may run several times; its laps are added up.
+
+    Attributes:
+      seconds: of each pass, by name, in the order of their first runs.
+    """
+
+    def __init__(self, show: progress.Report, write: dump.Write) -> None:
+        """`show` is told what works, `write` is given each value."""
+        self.seconds: dict[str, float] = {}
+        self._show, self._write = show, write
+
+    def __call__(self, name: str, a_pass: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The value of a pass; what it raises, it raises, with its seconds counted."""
+        self._show.stage(name)
+        start = time.perf_counter()
+        try:
+            value = a_pass(*args, **kwargs)
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._write(name, value)
+        if _checking.get():
+            values.check(value)
+        return value
+
+    def note(self, text: str) -> None:
+        """Shows what the pass that is at work is doing."""
+        self._show.stage(text)
+
+
+@contextlib.contextmanager
+def passes(dump_dir: Any) -> Iterator[Passes]:
+    """A runner that shows its progress on a terminal, and writes every value into `dump_dir`, if that is given."""
+    with progress.planning() as show, dump.stages(dump_dir) as write:
+        yield Passes(show, write)
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Within it, every value that a pass makes is checked by the invariants of its type."""
+    token = _checking.set(True)
+    try:
+        yield
+    finally:
+        _checking.reset(token)

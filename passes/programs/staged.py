@@ -1,0 +1,251 @@
+"""A step in planned stages, with the program that runs it: what every plan is made from.
+
+One mesh is a pipeline of one stage: its program has one submesh, one executable, and one run, in which micro-batches
+are a loop. Several stages have instruction lists written by a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite import schedules
+from alpa_lite.cluster import Cluster
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.layout import Layout
+from alpa_lite.passes.layers import stacked_arguments
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.programs import simulation, transfers, writing
+from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.segments import Segment, Segments
+from alpa_lite.program import Buffer, Executable, Free, Program, Run, Submesh, buffer, check, peak_bytes, sparing
+from alpa_lite.records import Candidate
+from alpa_lite.schedules import Schedule
+from alpa_lite.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Why these stages: what chose them, and what else there was.
+
+    Attributes:
+      model: what `seconds` and `bound` are of: "step", the integer program of the whole step, or "layers", sums over
+        layers, by which stages are chosen.
+      status: "optimal", "feasible" or "replayed".
+      seconds, bound: of the choice in that model, and of the best that there can be.
+      candidates: what was weighed.
+      idle_devices: if devices are left over, how many and why.
+    """
+
+    model: str
+    status: str
+    seconds: float
+    bound: float
+    candidates: tuple[Candidate, ...] = ()
+    idle_devices: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A step in planned stages.
+
+    Attributes:
+      loop: the step as it runs: a loop over micro-batches, cut where stages begin; `loop.scan` is -1 without a loop.
+      stages: planned, one for each stage.
+      written: the program, and the functions that its executables stand for.
+      first_layers: of each stage; num_layers: of the step; max_layers: the most that it may have been cut into.
+      remat: what each stage's backward pass computes again.
+      virtual: the stages of each submesh.
+      timeline: the simulated step.
+      bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables.
+      choice: why.
+    """
+
+    loop: Accumulated
+    stages: tuple[PlannedStage, ...]
+    written: Written
+    first_layers: tuple[int, ...]
+    num_layers: int
+    max_layers: int
+    remat: tuple[str, ...]
+    virtual: int
+    timeline: Timeline
+    bytes: tuple[tuple[int, int], ...]
+    choice: Choice
+
+    @property
+    def traced(self) -> Traced:
+        """The step as it runs."""
+        return self.loop.traced
+
+    @property
+    def program(self) -> Program:
+        """The instruction lists."""
+        return self.written.program
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.seconds
+
+    @property
+    def needed(self) -> int:
+        """Bytes per device of the fullest submesh."""
+        return max(map(sum, self.bytes))
+
+
+def single(loop: Accumulated, stage: PlannedStage, choice: Choice, remat: str = "none") -> Staged:
+    """One mesh: the whole step as one stage, run once."""
+    written = _whole(loop.traced, stage, loop.num_microbatches)
+    return Staged(
+        loop=loop,
+        stages=(stage,),
+        written=written,
+        first_layers=(0,),
+        num_layers=1,
+        max_layers=1,
+        remat=(remat,),
+        virtual=1,
+        timeline=simulation.simulate(written.program),
+        bytes=((int(stage.found.solution.peak), 0),),
+        choice=choice,
+    )
+
+
+def pipelined(
+    loop: Accumulated,
+    stages: Sequence[PlannedStage],
+    first_devices: Sequence[int],
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    first_layers: Sequence[int],
+    num_layers: int,
+    max_layers: int,
+    remat: Sequence[str],
+    choice: Choice,
+) -> Staged:
+    """Several stages: the instruction lists of a schedule, simulated; the state is donated.
+
+    Args:
+      first_devices: the number of each submesh's first device.
+    """
+    written = write(loop.traced, stages, first_devices, schedule, cluster)
+    return Staged(
+        loop=loop,
+        stages=tuple(stages),
+        written=written,
+        first_layers=tuple(first_layers),
+        num_layers=num_layers,
+        max_layers=max_layers,
+        remat=tuple(remat),
+        virtual=schedule.num_stages // schedule.num_meshes,
+        timeline=simulation.simulate(written.program),
+        bytes=_bytes(written, stages),
+        choice=choice,
+    )
+
+
+def write(
+    traced: Traced, stages: Sequence[PlannedStage], first_devices: Sequence[int], schedule: Schedule, cluster: Cluster
+) -> Written:
+    """The program of planned stages, ordered by their predicted seconds."""
+    table = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
+
+    def transfer(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
+        return transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
+
+    def run(segments: Segments, segment: Segment) -> float:
+        return table[segment]
+
+    submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(first_devices)]
+    return writing.build(
+        traced, [stage.segments for stage in stages], submeshes, schedule,
+        donated=[argument for _, argument in traced.state], segment_seconds=run, transfer_seconds=transfer,
+    )  # fmt: skip
+
+
+def donating(staged: Staged, arguments: Collection[int]) -> Staged:
+    """The step that consumes no arguments but these. One executable is told by the runtime, and stays as it is.
+
+    Args:
+      arguments: the numbers of flat arguments of the user's step that the caller gives away.
+    """
+    if staged.program.schedule == "none":
+        return staged
+    stacked = staged.traced.stacked
+    if stacked is not None:
+        arguments = {n for i in arguments for n in stacked.arguments[i].numbers}
+    program = staged.program
+    owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
+    spared = sparing(program, owned)
+    used = tuple((peak, rest) for peak, (_, rest) in zip(peak_bytes(spared), staged.bytes, strict=True))
+    return replace(staged, written=replace(staged.written, program=spared), bytes=used)
+
+
+def notes(staged: Staged) -> tuple[str, ...]:
+    """What a plan says of stacked arguments that several stages share, and of devices that are left over."""
+    found = stacked_arguments.notes(staged.traced.stacked, staged.program)
+    idle = staged.choice.idle_devices
+    return (*found, idle) if idle else tuple(found)
+
+
+def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:
+    """For each submesh the bytes per device that its stages will need: as in `Staged.bytes`, without a program.
+
+    What waits to be sent is left out. Where the backward pass is split, less than all of a micro-batch is held until
+    its weight task; then this is too much.
+    """
+    flying = schedules.in_flight(schedule)
+    fixed, each, most = ([0.0] * len(flying) for _ in range(3))
+    for mesh, stage in zip(mesh_of, stages, strict=True):
+        fixed[mesh] += stage.held.fixed
+        each[mesh] = max(each[mesh], stage.held.saved + stage.held.entering)
+        most[mesh] = max([most[mesh], *stage.temporary.values()])
+    return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
+
+
+def _bytes(written: Written, stages: Sequence[PlannedStage]) -> tuple[tuple[int, int], ...]:
+    """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries."""
+    peaks = peak_bytes(written.program)
+    most = [0] * len(peaks)
+    for stage, mesh in zip(stages, written.mesh_of, strict=True):
+        most[mesh] = max([most[mesh], *stage.temporary.values()])
+    return tuple(zip(peaks, most, strict=True))
+
+
+def _whole(traced: Traced, stage: PlannedStage, num_microbatches: int) -> Written:
+    """The program of one executable on one submesh."""
+    (segment,) = stage.segments.items
+    submesh = Submesh(stage.found.mesh, 0)
+    buffers: list[Buffer] = []
+
+    def array(register: int | Lit, name: str) -> int:
+        shape, dtype, layout = (
+            (tuple(register.aval.shape), register.aval.dtype, Layout(((),) * len(register.aval.shape)))
+            if isinstance(register, Lit)
+            else stage.segments.register_type(register)
+        )
+        buffers.append(buffer(0, submesh, layout, shape, dtype, name=name))
+        return len(buffers) - 1
+
+    count = len(traced.arguments)
+    names = [argument.path for argument in traced.arguments] + ["constant"] * len(traced.graph.constants)
+    taken = tuple(array(r, name) for r, name in zip(stage.program.body.inputs, names, strict=True))
+    given = tuple(array(r, leaf.path) for r, leaf in zip(stage.program.body.outputs, traced.outputs, strict=True))
+    executable = Executable("step", 0, 0, segment.kind, (), stage.seconds[segment])
+    program = Program(
+        submeshes=(submesh,),
+        executables=(executable,),
+        buffers=tuple(buffers),
+        transfers=(),
+        lists=((Run(0, -1, taken, given), Free(taken[:count])),),
+        inputs=tuple((b,) for b in taken[:count]),
+        constants=tuple((b,) for b in taken[count:]),
+        outputs=given,
+        schedule="none",
+        num_microbatches=num_microbatches,
+    )
+    check(program)
+    return Written(program, (stage.segments,), (0,), ((0, 0),))

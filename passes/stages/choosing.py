@@ -1,0 +1,104 @@
+"""Chooses the stages: the stage DP on the costs of layers, with what the method gives taken as given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite import schedules
+from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.options import Pipeline
+from alpa_lite.passes.stages import slicing
+from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Priced
+from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
+
+GAP = 5e-3
+"""How near the optimum of its model the DP stops."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sliced:
+    """Chosen stages, and what else there was.
+
+    Attributes:
+      priced: the step in layers, and their costs.
+      slices: the stages.
+      weighed: what the DP compared.
+      bound: no pipeline of the DP's model is faster, in seconds.
+      idle_devices: if devices are left over, how many and why.
+    """
+
+    priced: Priced
+    slices: StageSlices
+    weighed: tuple[Weighed, ...]
+    bound: float
+    idle_devices: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, in the DP's model."""
+        return self.slices.seconds
+
+
+def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: float) -> Sliced:
+    """What the stage DP chooses.
+
+    Args:
+      priced: the costs of layers.
+      method: what is given.
+      counts: the numbers of micro-batches to choose from.
+      budget: bytes per device.
+
+    Raises:
+      InfeasibleError: no pipeline fits; names what binds.
+      OptionError: the method asks for a rematerialisation that there is not.
+    """
+    shapes = method.mesh_shapes
+    options = SliceOptions(
+        budget=budget,
+        schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),
+        num_stages=method.num_stages,
+        kinds=None if shapes is None else tuple(priced.devices.index(math.prod(shape)) for shape in shapes),
+        variants=None if method.remat == "auto" else _variants(method.remat),
+        gap=GAP,
+    )
+    costs = [priced.costs(count) for count in counts]
+    found = slicing.slice_stages(costs, options)
+    best = found.best
+    if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
+        found = slicing.slice_stages(costs, replace(options, schedules=("1f1b",)))
+        best = found.best and replace(found.best, schedule="zb-h1")
+    if best is None:
+        assert found.infeasible is not None
+        numbers = " or ".join(map(slicing.microbatches, counts))
+        raise InfeasibleError(f"no pipeline with {numbers}: {found.infeasible.message}")
+    return Sliced(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
+
+
+def _idle_devices(priced: Priced, method: Pipeline, found: StageSlicing, best: StageSlices) -> str:
+    """If the best pipeline does not use all devices, how many it uses and why."""
+    used, total = best.devices_used, priced.cluster.num_devices
+    if used == total:
+        return ""
+    said = f"{used} of {total} devices are used: "
+    if method.mesh_shapes is not None:
+        return f"{said}submesh_shapes names no more"
+    if found.all_devices is not None:
+        return f"{said}every pipeline on all of them is predicted to be slower"
+    stages = "" if method.num_stages is None else f"{method.num_stages} "
+    if found.infeasible is not None and found.infeasible.constraint == "devices":
+        sizes = ", ".join(map(str, priced.devices))
+        return f"{said}{stages}submeshes of the searched sizes ({sizes} devices) cannot use all devices"
+    return f"{said}no pipeline was found on all of them"
+
+
+def _variants(remat: str) -> tuple[int, ...]:
+    """The variants that compute this again.
+
+    Raises:
+      OptionError: there is none.
+    """
+    if remat not in REMAT:
+        raise OptionError(f'Pipeline remat={remat!r} cannot be planned; use "auto" or one of {", ".join(REMAT)}')
+    return tuple(v for v, (_, again) in enumerate(VARIANTS) if again == remat)

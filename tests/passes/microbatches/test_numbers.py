@@ -1,0 +1,60 @@
+"""The numbers of micro-batches that are tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.options import Pipeline
+from alpa_lite.passes import factors, tracing
+from alpa_lite.passes.microbatches.numbers import next_count, of_pipelines
+
+
+def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
+    """The numbers that are tried for a step on a batch of so many rows."""
+
+    def step(w: Any, rows: Any) -> Any:
+        return w - jax.grad(loss)(w, rows)
+
+    args = jnp.ones((4, 4)), jnp.ones((batch, 4))
+    traced = tracing.trace(
+        step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
+    )
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    return of_pipelines(traced, rules, Cluster.preset("a100").part(devices), Pipeline())
+
+
+def test_numbers_are_the_powers_of_two_that_divide_the_batch() -> None:
+    def loss(w: Any, rows: Any) -> Any:
+        return ((rows @ w) ** 2).mean()
+
+    assert numbers(24, loss) == [1, 2, 4, 8]
+    assert numbers(7, loss) == [1]
+    assert numbers(256, loss) == [1, 2, 4, 8, 16, 32, 64]
+    assert numbers(256, loss, devices=2) == [1, 2, 4, 8, 16]
+
+
+def test_a_step_whose_examples_need_each_other_has_one_part() -> None:
+    def loss(w: Any, rows: Any) -> Any:
+        y = rows @ w
+        return ((y - y.mean(0)) ** 4).mean()
+
+    assert numbers(16, loss) == [1]
+
+
+@pytest.mark.parametrize(
+    ("tried", "needed", "floor", "budget", "following"),
+    [
+        (1, 100.0, 20.0, 60.0, 2),  # 20 + 80 / 2 = 60
+        (1, 100.0, 20.0, 59.0, 4),
+        (4, 50.0, 20.0, 22.0, 64),  # 20 + 30 * 4 / 64
+        (1, 100.0, 60.0, 60.0, None),  # the state alone fills the budget
+        (1, 0.0, 20.0, 60.0, None),  # nobody knows what is needed
+    ],
+)
+def test_the_next_number_is_the_least_power_of_two_that_may_fit(tried, needed, floor, budget, following) -> None:
+    assert next_count(tried, needed, floor, budget) == following

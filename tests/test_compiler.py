@@ -1,0 +1,259 @@
+"""The page: one mesh or a pipeline, how many micro-batches, and the laps that a plan prints.
+
+What Auto must choose is tested where theory says what is best, on clusters that are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite
+from alpa_lite import compiler, runner
+from alpa_lite.cluster import Cluster, Link
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.passes.stages.choosing import Sliced
+
+FIXED = {
+    "sharded": Sharded(),
+    "data": DataParallel(),
+    "zero-3": Zero(3),
+    "tensor": TensorParallel(),
+    "pipeline": Pipeline(),
+}
+
+
+def step_and_args(layers: int, width: int, batch: int) -> tuple[Any, tuple[Any, ...]]:
+    """Plain descent on a chain of square layers."""
+
+    def step(weights, batch):
+        def loss(weights):
+            x = batch["x"]
+            for i, w in enumerate(weights):
+                with jax.named_scope(f"layer{i}"):
+                    x = jnp.tanh(x @ w)
+            return ((x - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    rows = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    return step, ([jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers, {"x": rows, "y": rows})
+
+
+def cluster(nodes: int, devices: int, network: float = 50e9) -> Cluster:
+    """Devices of 100 teraFLOPs, 300 GB/s within a node."""
+    return Cluster(
+        device="test",
+        devices_per_node=devices,
+        nodes=nodes,
+        memory=16 * 2**30,
+        peak_flops={"f32": 100e12},
+        memory_bandwidth=2e12,
+        node_link=Link(300e9, 2e-6),
+        network_link=Link(network, 5e-6),
+    )
+
+
+def plans(step: Any, args: tuple[Any, ...], where: Cluster, **options: Any) -> dict[str, alpa_lite.Plan]:
+    """The plan of Auto and of every fixed method that fits."""
+    out = {}
+    for name, method in {"auto": Auto(), **FIXED}.items():
+        try:
+            out[name] = alpa_lite.make_plan(step, *args, cluster=where, method=method, verify="off", **options)
+        except InfeasibleError:
+            assert name != "auto"
+    assert out["auto"].step_seconds <= min(plan.step_seconds for plan in out.values()) * (1 + 1e-9)
+    return out
+
+
+def test_a_model_that_fits_stays_on_one_mesh():
+    step, args = step_and_args(layers=4, width=1024, batch=65536)
+    found = plans(step, args, cluster(1, 4))
+    assert found["auto"].num_stages == 1
+    assert not found["auto"].pipelined
+
+
+def test_slow_links_between_nodes_lead_to_stages_per_node():
+    step, args = step_and_args(layers=4, width=8192, batch=4096)
+    where = cluster(2, 4, network=0.5e9)
+    found = plans(step, args, where, num_microbatches=8)["auto"]
+    assert found.pipelined
+    shape = found.division
+    firsts = [shape.first_devices[mesh] for mesh in shape.submeshes]
+    spans = [
+        range(first, first + math.prod(stage.mesh_shape)) for first, stage in zip(firsts, found.stages, strict=True)
+    ]
+    assert {device for span in spans for device in span} == set(range(8))
+    assert all(span[0] // 4 == span[-1] // 4 for span in spans)
+
+
+def test_memory_that_fits_no_mesh_leads_to_a_pipeline():
+    """Sizes that divide into no equal parts cannot be sharded, but layers can be apart."""
+    step, args = step_and_args(layers=4, width=2039, batch=32)
+    where = cluster(1, 4)
+    weights = 2039 * 2039 * 4
+    budget = 3.5 * weights
+    with pytest.raises(InfeasibleError):
+        alpa_lite.make_plan(step, *args, cluster=where, method=Sharded(), memory_per_device=budget)
+    found = plans(step, args, where, memory_per_device=budget)
+    assert found["auto"].num_stages > 1
+    assert all(stage.memory.total <= budget for stage in found["auto"].stages)
+
+
+# -- numbers of micro-batches -----------------------------------------------------------------------------------------
+
+
+class Search:
+    """Stands in for the passes: costs are (micro-batches that were priced, micro-batches), the most of them is best.
+
+    `unfit` holds what does not fit once it is priced at its own number, and how many kinds of submeshes that takes.
+    """
+
+    def __init__(self, unfit: dict[int, int], worse: dict[int, float] | None = None) -> None:
+        self.unfit, self.worse = unfit, worse or {}
+        self.priced: list[tuple[int, Any]] = []
+
+    def price(self, run: Any, step: Any, asked: Any, count: int, kinds: Any) -> Any:
+        self.priced.append((count, kinds))
+        return SimpleNamespace(num_microbatches=count)
+
+    def choose(self, priced: Any, method: Any, counts: Sequence[int], budget: float) -> Sliced:
+        count = priced.num_microbatches
+        best = min(counts, key=lambda other: (self.seconds(count, other), -other))
+        tried = sum(number == best for number, _ in self.priced)
+        if count == best and len(counts) == 1 and tried <= self.unfit.get(best, 0):
+            raise InfeasibleError("too much")
+        slices: Any = SimpleNamespace(num_microbatches=best, devices=(4,), seconds=self.seconds(count, best))
+        weighed: Any = tuple(SimpleNamespace(num_microbatches=other) for other in counts)
+        return Sliced(priced, slices, weighed, 0.0)
+
+    def seconds(self, priced: int, count: int) -> float:
+        """What is estimated falls with the number; what is priced is `worse` times that."""
+        return (self.worse.get(count, 1.0) if priced == count else 1.0) / count
+
+
+def best_slices(search: Search, monkeypatch: pytest.MonkeyPatch) -> Sliced:
+    """What the compiler chooses among 1, 2, 4 and 8."""
+    monkeypatch.setattr(compiler, "priced_layers", search.price)
+    monkeypatch.setattr(compiler.stages, "choose", search.choose)
+    monkeypatch.setattr(compiler.numbers, "of_pipelines", lambda *args: [1, 2, 4, 8])
+    monkeypatch.setattr(compiler.submeshes, "kinds", lambda *args: None)
+    asked: Any = SimpleNamespace(num_microbatches=None, cluster=None, pipeline=None, budget=1.0)
+    step: Any = SimpleNamespace(traced=None, rules=None)
+    run: Any = lambda name, a_pass, *args, **kwargs: a_pass(*args, **kwargs)  # noqa: E731
+    return compiler.best_slices(run, step, asked)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "chosen", "priced"),
+    [
+        ({}, 8, [(4, None), (8, (4,))]),
+        ({8: 1}, 8, [(4, None), (8, (4,)), (8, None)]),
+        ({8: 2}, 4, [(4, None), (8, (4,)), (8, None)]),
+    ],
+)
+def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced, monkeypatch) -> None:
+    search = Search(unfit)
+    found = best_slices(search, monkeypatch)
+    assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
+    assert search.priced == priced
+    assert {row.num_microbatches for row in found.weighed} >= {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("worse", "chosen", "priced"),
+    [
+        ({8: 1.01}, 8, [4, 8]),
+        ({8: 1.5}, 8, [4, 8]),  # 1.5 / 8 is still less than what 4 takes
+        ({8: 3.0}, 4, [4, 8]),
+        ({8: 3.0, 4: 2.0}, 8, [4, 8]),
+        ({8: 9.0, 4: 9.0}, 2, [4, 8, 2]),
+    ],
+)
+def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, chosen, priced, monkeypatch) -> None:
+    search = Search({}, worse)
+    found = best_slices(search, monkeypatch)
+    assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
+    assert [count for count, _ in search.priced] == priced
+
+
+# -- laps, dumps and checks -------------------------------------------------------------------------------------------
+
+LAPS = ("tracing", "factors", "micro-batches", "layers", "costs", "slicing", "stages", "sharding", "lowering",
+        "programs", "plan", "checks")  # fmt: skip
+
+
+def test_every_pass_of_a_pipeline_is_timed_dumped_and_checked(tmp_path) -> None:
+    step, args = step_and_args(layers=4, width=64, batch=16)
+    with runner.checking():
+        plan = alpa_lite.make_plan(
+            step, *args, cluster=cluster(1, 2), method=Pipeline(2), num_microbatches=2, dump_dir=tmp_path
+        )  # fmt: skip
+    assert set(plan.planning_seconds) == set(LAPS)
+    assert all(seconds > 0 for seconds in plan.planning_seconds.values())
+    written = {path.stem.split("_", 1)[1] for path in tmp_path.iterdir()}
+    assert written == {lap.replace(" ", "_") for lap in LAPS}
+
+
+def test_a_value_that_breaks_its_invariants_is_caught_after_its_pass(monkeypatch) -> None:
+    step, args = step_and_args(layers=2, width=64, batch=16)
+    right = compiler.programs.single
+
+    def wrong(*given: Any) -> Any:
+        found = right(*given)
+        return compiler.replace(found, remat=())
+
+    monkeypatch.setattr(compiler.programs, "single", wrong)
+    with runner.checking(), pytest.raises(AssertionError):
+        alpa_lite.make_plan(step, *args, cluster=cluster(1, 2), method=Sharded(), verify="off")
+
+
+def test_the_bound_of_a_pipeline_is_that_of_the_model_that_chose_it() -> None:
+    """Sums over layers have a bound; the simulated step is of another model, and is not said to be optimal."""
+    step, args = step_and_args(layers=4, width=256, batch=64)
+    plan = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), method=Pipeline(2), num_microbatches=4, verify="off")
+    assert plan.solver.model == "layers"
+    assert plan.solver.bound <= plan.solver.objective
+    assert plan.solver.gap == pytest.approx((plan.solver.objective - plan.solver.bound) / plan.solver.objective)
+    assert plan.solver.objective != plan.step_seconds
+    assert "is not comparable with the bound" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("method", [Sharded(), Pipeline(2)])
+def test_solver_plan_and_simulation_have_one_price_list(method) -> None:
+    """The seconds of a stage's instructions add up to the objective of its integer program."""
+    step, args = step_and_args(layers=4, width=256, batch=64)
+    plan = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), method=method, num_microbatches=4, verify="off")
+    for number, stage in enumerate(plan.stages):
+        assert stage.seconds == pytest.approx(stage.solver.objective, rel=1e-6)
+        own = [event for event in plan.division.timeline.events if event.stage == number]
+        computed = sum(event.seconds for event in own if event.kind != "transfer")
+        assert computed == pytest.approx(stage.seconds)
+
+
+def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch) -> None:
+    """A pipeline that does not fit gives way to one mesh, with a note; a broken program does not."""
+    step, args = step_and_args(layers=2, width=64, batch=16)
+    where = cluster(1, 2)
+    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda whole: True)
+
+    def infeasible(*given: Any) -> Any:
+        raise InfeasibleError("no stage fits")
+
+    def broken(*given: Any) -> Any:
+        raise PlanError("the lists wait for each other")
+
+    monkeypatch.setattr(compiler, "best_slices", infeasible)
+    plan = alpa_lite.make_plan(step, *args, cluster=where, verify="off")
+    assert any("no stage fits" in note for note in plan.notes)
+    monkeypatch.setattr(compiler, "best_slices", broken)
+    with pytest.raises(PlanError):
+        alpa_lite.make_plan(step, *args, cluster=where, verify="off")
