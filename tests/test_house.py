@@ -1,6 +1,7 @@
-"""The plan of the house: rooms stand in import order."""
+"""The plan of the house: rooms stand in import order, and no module imports itself by way of others."""
 
 import ast
+import graphlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_no_name_of_a_room_hides_a_module_of_it():
             importlib.import_module(name)
             package, _, short = name.rpartition(".")
             assert isinstance(getattr(importlib.import_module(package), short), ModuleType), name
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graphlib.TopologicalSorter(ARROWS).prepare()
 
 
 def test_passes_touch_no_runtime_and_the_runtime_does_not_plan():
