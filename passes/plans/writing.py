@@ -165,7 +165,7 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
     found: dict[tuple[int, int, int, str], list[float]] = {}
     for transfer in program.transfers:
         size = sum(program.buffers[b].bytes for b in transfer.received)
-        part = "of each micro-batch" if transfer.microbatch >= 0 else "once a step"
+        part = "per micro-batch" if transfer.microbatch >= 0 else "once per step"
         where = f"submesh {transfer.source} to {transfer.destination}, {len(transfer.sent)} buffers {part}"
         found.setdefault((transfer.source, transfer.destination, size, where), []).append(transfer.seconds)
     stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}

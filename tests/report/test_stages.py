@@ -147,7 +147,7 @@ def test_explain_explains_the_first_of_stages_that_differ() -> None:
     found = dataclasses.replace(plan, stages=stages).explain("params/h/mlp/up/kernel")
     assert found.splitlines()[0] == "state/params/h_{0..11}/mlp/up/kernel (stages 0, 2-3)"
     assert "state/params/h_{3-5}/mlp/up/kernel (stage 1)" in found.partition("Other matches of")[2]
-    listed = dataclasses.replace(plan, parts=parts).explain("mlp/up/kernel").partition("Other matches of")[2]
+    listed = dataclasses.replace(plan, stages=stages).explain("mlp/up/kernel").partition("Other matches of")[2]
     assert listed.index("state/params") < listed.index("state/opt")
 
 
