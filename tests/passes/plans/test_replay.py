@@ -115,11 +115,11 @@ def test_a_missing_decision_is_named_not_guessed():
 
 def test_other_devices_and_arguments_are_refused():
     plan = planned_with(alpa_lite.Auto())
-    with pytest.raises(PlanError, match="8 devices, and there are 16"):
+    with pytest.raises(PlanError, match="8 devices, but the cluster has 16"):
         replayed(plan, cluster=Cluster.preset("h100", nodes=2))
-    with pytest.raises(PlanError, match=r"batch\['x'\] is float32\[4096, 1024\], planned float32\[2048, 1024\]"):
+    with pytest.raises(PlanError, match=r"batch/x is float32\[4096, 1024\], planned float32\[2048, 1024\]"):
         replayed(plan, arguments(batch=4096))
-    with pytest.raises(PlanError, match=r"state\[3\]\['up'\] is not in the plan.*Plan again"):
+    with pytest.raises(PlanError, match=r"state/3/up is not in the plan.*Plan again"):
         replayed(plan, arguments(layers=4))
 
 
