@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from alpa_lite.passes.factors import rules
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -16,6 +18,12 @@ MAPPINGS = 20_000
 keeps executables for as long as it runs: a worker that has run a thousand tests is killed by the next compilation."""
 
 _tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def tables_that_hold() -> None:
+    """An error in a table of factor rules fails the test; users get an operation that is not sharded."""
+    rules.TABLES_MUST_HOLD.set(True)
 
 
 @pytest.fixture(autouse=True)

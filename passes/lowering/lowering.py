@@ -20,6 +20,7 @@ from typing import Any
 
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
@@ -238,35 +239,34 @@ class _Lowering:
     def structured(self, op: Op) -> None:
         operands: list[Operand] = []
         if op.name == "scan":
-            (body,) = op.bodies
-            stacked = op.params["num_consts"] + op.params["num_carry"]
-            for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
-                operands.append(self.fetch(atom, self.port_layout(value, stacked=i >= stacked)))
-            bodies = (self.nested(body, [self.result_layout(op, i) for i in range(len(op.results))]),)
+            view = ScanView(op)
+            layouts = [self.home_layout(v) for v in (*view.inputs.consts, *view.inputs.carry)]
+            layouts += [self.stacked_layout(v) for v in view.inputs.xs]
+            operands += map(self.fetch, op.operands, layouts)
+            carry, ys = view.results
+            wanted = [*(self.home_layout(v) for v in carry), *(self.home_layout(v, skip=1) for v in ys)]
+            bodies = (self.nested(view.body, wanted),)
         elif op.name == "while":
             cond, body = op.bodies
-            cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
-            ports = (*cond.inputs[:cond_n], *body.inputs)
-            for atom, value in zip(op.operands, ports, strict=True):
-                operands.append(self.fetch(atom, self.port_layout(value)))
-            carried = [self.port_layout(v) for v in body.inputs[body_n:]]
+            view = WhileView(op)
+            inner = (*view.cond(cond.inputs)[0], *body.inputs)
+            for atom, value in zip(op.operands, inner, strict=True):
+                operands.append(self.fetch(atom, self.home_layout(value)))
+            carried = [self.home_layout(v) for v in view.body(body.inputs)[1]]
             bodies = (self.nested(cond, [replicated(0)]), self.nested(body, carried))
         else:
             operands.append(self.fetch(op.operands[0], replicated(0)))
             for atom, value in zip(op.operands[1:], op.bodies[0].inputs, strict=True):
-                operands.append(self.fetch(atom, self.port_layout(value)))
+                operands.append(self.fetch(atom, self.home_layout(value)))
             wanted = [self.home_layout(v) for v in op.results]
             bodies = tuple(self.nested(branch, wanted) for branch in op.bodies)
         results = tuple(self.define(v, self.home_layout(v)) for v in op.results)
         self.out.append(Loop(op, tuple(operands), bodies, results))
 
-    def port_layout(self, value: int, *, stacked: bool = False) -> Layout:
+    def stacked_layout(self, value: int) -> Layout:
+        """The layout of a stack of which a scan's body has one slice in its home layout."""
         layout = self.home_layout(value)
-        return Layout(((), *layout.dims), layout.partial) if stacked else layout
-
-    def result_layout(self, op: Op, number: int) -> Layout:
-        """The layout in which a scan's body delivers output `number`: a stacked result without its first dim."""
-        return self.home_layout(op.results[number], skip=0 if number < op.params["num_carry"] else 1)
+        return Layout(((), *layout.dims), layout.partial)
 
     def nested(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []

@@ -27,7 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.errors import MicrobatchError
+from alpa_lite.errors import AlpaLiteError, MicrobatchError
 from alpa_lite.graph import Graph, Op, Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import independent
@@ -119,11 +119,16 @@ def accumulate(
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
 
 
+_OF_SHAPES = (AlpaLiteError, TypeError, ValueError, AssertionError, IndexError, ArithmeticError)
+"""What a function raises that does not take its arguments' shapes; other errors are not for us to explain."""
+
+
 def _smaller(traced: Traced, parts: int, dims: Mapping[int, int], retrace: Retrace | None) -> Traced | None:
     """The step on one micro-batch; None if nothing can trace it.
 
     Raises:
       MicrobatchError: it is no step there, as where the dim that is cut is one of the model's.
+      Exception: what the user's function raises for other reasons than shapes, with a note that says when.
     """
     if retrace is None:
         return None
@@ -134,11 +139,15 @@ def _smaller(traced: Traced, parts: int, dims: Mapping[int, int], retrace: Retra
         shapes[number] = tuple(shape)
     try:
         return retrace(shapes)
-    except Exception as error:  # the user's function may raise anything on shapes that it was not given
+    except Exception as error:
         number = min(shapes)
+        where = f"{shown(traced.arguments[number].path)} has shape {list(shapes[number])}"
+        if not isinstance(error, _OF_SHAPES):
+            error.add_note(f"This was raised when the step was traced on one micro-batch of {parts}, in which {where}.")
+            raise
         raise MicrobatchError(
-            f"num_microbatches={parts}: the step cannot be traced on one micro-batch, in which "
-            f"{shown(traced.arguments[number].path)} has shape {list(shapes[number])}: {error}; use num_microbatches=1"
+            f"num_microbatches={parts}: the step cannot be traced on one micro-batch, in which {where}: {error}; "
+            "use num_microbatches=1"
         ) from error
 
 

@@ -22,7 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.programs.ends import end_buffers
-from alpa_lite.passes.stages.packing import Port, ports
+from alpa_lite.passes.stages.packing import Slot, slots
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
 from alpa_lite.paths import shown
 from alpa_lite.program import (
@@ -119,7 +119,7 @@ class _Writer:
         self.kind_of: list[Buffer] = []  # buffer -> that of `kinds`
         self.kind_there: dict[tuple[int, int], Buffer] = {}  # (stage, register) -> that of `kinds`
         self.seconds_between: dict[tuple[int, int], float] = {}  # identities of two kinds -> those of a transfer
-        self.ports: dict[tuple[int, int], tuple[Port, ...]] = {}  # (stage, position) -> what it takes
+        self.slots: dict[tuple[int, int], tuple[Slot, ...]] = {}  # (stage, position) -> what it takes
         self.outputs_of: dict[tuple[int, int], list[tuple[Wire, Buffer, str]]] = {}  # (stage, position) -> by output
 
     def pipeline(self) -> Written:
@@ -243,11 +243,11 @@ class _Writer:
         key = stage, position
         if key not in self.made:
             segment = self.stages[stage].items[position]
-            given = {port.wire for port in ports(self.stages[stage], segment, output=True)}
+            given = {slot.wire for slot in slots(self.stages[stage], segment, output=True)}
             donated = tuple(
                 i
-                for i, port in enumerate(self._ports(stage, position))
-                if segment.kind != "update" and port.wire.kind == "carry" and port.wire in given
+                for i, slot in enumerate(self._slots(stage, position))
+                if segment.kind != "update" and slot.wire.kind == "carry" and slot.wire in given
             )
             part = f" {segment.round}" if segment.round else ""
             self.executables.append(
@@ -266,11 +266,11 @@ class _Writer:
         segment = parts.items[position]
         self._receive(stage, [w.number for w in segment.inputs if w.kind == "crossing"], microbatch)
         inputs: list[int] = []
-        for port in self._ports(stage, position):
-            inputs += self._operands(stage, port.wire, microbatch)
+        for slot in self._slots(stage, position):
+            inputs += self._operands(stage, slot.wire, microbatch)
         if (stage, position) not in self.outputs_of:
             self.outputs_of[stage, position] = [
-                (port.wire, self._kind(mesh, port.kind), _name(port)) for port in ports(parts, segment, output=True)
+                (slot.wire, self._kind(mesh, slot.kind), _name(slot)) for slot in slots(parts, segment, output=True)
             ]
         outputs = []
         for wire, kind, name in self.outputs_of[stage, position]:
@@ -278,12 +278,12 @@ class _Writer:
             self._define(stage, wire, microbatch, outputs[-1])
         self.lists[mesh].append(Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs)))
 
-    def _ports(self, stage: int, position: int) -> tuple[Port, ...]:
+    def _slots(self, stage: int, position: int) -> tuple[Slot, ...]:
         """What a segment takes."""
         key = stage, position
-        if key not in self.ports:
-            self.ports[key] = ports(self.stages[stage], self.stages[stage].items[position])
-        return self.ports[key]
+        if key not in self.slots:
+            self.slots[key] = slots(self.stages[stage], self.stages[stage].items[position])
+        return self.slots[key]
 
     def _operands(self, stage: int, wire: Wire, microbatch: int) -> list[int]:
         match wire.kind:
@@ -463,10 +463,10 @@ class _Writer:
         return tuple(found[i] for i in range(len(self.traced.outputs)))
 
 
-def _name(port: Port) -> str:
-    if port.pack is not None:
-        return f"{len(port.pack.members)} packed: {port.wire.kind}"
-    return f"{port.wire.kind} {port.wire.number}"
+def _name(slot: Slot) -> str:
+    if slot.pack is not None:
+        return f"{len(slot.pack.members)} packed: {slot.wire.kind}"
+    return f"{slot.wire.kind} {slot.wire.number}"
 
 
 def _mesh_of(schedule: Schedule) -> tuple[int, ...]:

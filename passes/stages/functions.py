@@ -1,6 +1,6 @@
 """The segments of a stage as functions of global arrays: what is compiled, and what is verified.
 
-A segment runs inside one `jax.shard_map`, on local blocks. Arrays come in and go out by the segment's ports
+A segment runs inside one `jax.shard_map`, on local blocks. Arrays come in and go out by the segment's slots
 (`packing`): a pack is cut into its members' blocks first, and joined from them last.
 """
 
@@ -18,7 +18,7 @@ from alpa_lite.graph import Lit
 from alpa_lite.layout import Layout, local_shape
 from alpa_lite.passes.lowering.emission import AnyMesh, run_region
 from alpa_lite.passes.lowering.program import Body, spec_of
-from alpa_lite.passes.stages.packing import Port, ports
+from alpa_lite.passes.stages.packing import Slot, slots
 from alpa_lite.passes.stages.segments import Segment, Segments
 
 Kind = tuple[tuple[int, ...], Any, Layout]
@@ -31,19 +31,19 @@ def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[Kind],
     Args:
       count: the number of micro-batches.
     """
-    taken = [port for port in ports(parts, segment) for _ in range(_arrays(port, count))]
-    return [port.kind for port in taken], [port.kind for port in ports(parts, segment, output=True)]
+    taken = [slot for slot in slots(parts, segment) for _ in range(_arrays(slot, count))]
+    return [slot.kind for slot in taken], [slot.kind for slot in slots(parts, segment, output=True)]
 
 
 def function_of(
     parts: Segments, segment: Segment, mesh: AnyMesh, count: int, *, shared: bool = False
 ) -> Callable[..., list[Any]]:
-    """The segment as a function of flat global arrays: one for each port, `count` for one of "pieces".
+    """The segment as a function of flat global arrays: one for each slot, `count` for one of "pieces".
 
     `shared` is that of `lowering.emission.emit`.
     """
     program, traced = parts.program, parts.stage.traced
-    entries, exits = ports(parts, segment), ports(parts, segment, output=True)
+    entries, exits = slots(parts, segment), slots(parts, segment, output=True)
 
     def blocks(*arrays: Any) -> list[Any]:
         found = _apart(parts, segment, entries, arrays, count)
@@ -64,7 +64,7 @@ def function_of(
         body = Body(tuple(registers), segment.instructions, segment.reads)
         outputs = run_region(body, list(registers.values()), program, traced, shared=shared)
         shaped = [_shaped(block, parts, segment, position) for position, block in enumerate(outputs)]
-        return [_together(port, [shaped[i] for i in port.positions]) for port in exits]
+        return [_together(slot, [shaped[i] for i in slot.positions]) for slot in exits]
 
     taken, given = types_of(parts, segment, count)
     specs_in = tuple(spec_of(layout) for _, _, layout in taken)
@@ -72,25 +72,25 @@ def function_of(
     return jax.shard_map(blocks, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
 
 
-def _arrays(port: Port, count: int) -> int:
-    return count if port.wire.kind == "pieces" else 1
+def _arrays(slot: Slot, count: int) -> int:
+    return count if slot.wire.kind == "pieces" else 1
 
 
 def _apart(
-    parts: Segments, segment: Segment, entries: Sequence[Port], arrays: Sequence[Any], count: int
+    parts: Segments, segment: Segment, entries: Sequence[Slot], arrays: Sequence[Any], count: int
 ) -> dict[int, Any]:
     """The block of each input of a segment; of "pieces" a list."""
     found: dict[int, Any] = {}
     rest = iter(arrays)
-    for port in entries:
-        taken = list(itertools.islice(rest, _arrays(port, count)))
-        if port.pack is None:
-            (position,) = port.positions
-            found[position] = taken if port.wire.kind == "pieces" else taken[0]
+    for slot in entries:
+        taken = list(itertools.islice(rest, _arrays(slot, count)))
+        if slot.pack is None:
+            (position,) = slot.positions
+            found[position] = taken if slot.wire.kind == "pieces" else taken[0]
             continue
-        starts = dict(zip(port.pack.members, itertools.accumulate(port.pack.sizes, initial=0), strict=False))
-        sizes = dict(zip(port.pack.members, port.pack.sizes, strict=True))
-        for position in port.positions:
+        starts = dict(zip(slot.pack.members, itertools.accumulate(slot.pack.sizes, initial=0), strict=False))
+        sizes = dict(zip(slot.pack.members, slot.pack.sizes, strict=True))
+        for position in slot.positions:
             wire = segment.inputs[position]
             shape, _, layout = parts.type_of(segment, position)
             block = lax.slice_in_dim(taken[0], starts[wire], starts[wire] + sizes[wire])
@@ -98,8 +98,8 @@ def _apart(
     return found
 
 
-def _together(port: Port, blocks: Sequence[Any]) -> Any:
-    if port.pack is None:
+def _together(slot: Slot, blocks: Sequence[Any]) -> Any:
+    if slot.pack is None:
         return blocks[0]
     return jnp.concatenate([jnp.ravel(block) for block in blocks])
 

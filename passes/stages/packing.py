@@ -35,7 +35,7 @@ _LOOP = ("forward", "backward", "weight")
 
 
 @dataclass(frozen=True)
-class Port:
+class Slot:
     """One array that a segment takes or gives ("pieces": one for each micro-batch).
 
     Attributes:
@@ -98,22 +98,22 @@ def packed(parts: Segments, most: float) -> Segments:
     return replace(parts, items=items, packs=tuple(packs))
 
 
-def ports(parts: Segments, segment: Segment, *, output: bool = False) -> tuple[Port, ...]:
+def slots(parts: Segments, segment: Segment, *, output: bool = False) -> tuple[Slot, ...]:
     """The arrays of a segment, in the order of its wires; a pack where its first member is."""
     wires = segment.outputs if output else segment.inputs
     place = {wire: i for i, wire in enumerate(wires)}
     pack_of = {w: pack for pack in parts.packs if output or segment.kind in pack.readers for w in pack.members}
     mesh = parts.program.mesh
     axes = tuple(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
-    found: dict[Wire, Port] = {}
+    found: dict[Wire, Slot] = {}
     for i, wire in enumerate(wires):
         pack = pack_of.get(wire)
         if pack is None:
-            found[wire] = Port(wire, (i,), None, *parts.type_of(segment, i, output=output))
+            found[wire] = Slot(wire, (i,), None, *parts.type_of(segment, i, output=output))
         elif pack.wire not in found:
             positions = tuple(place[w] for w in pack.members if w in place)
             shape = (mesh.size * sum(pack.sizes),)
-            found[pack.wire] = Port(pack.wire, positions, pack, shape, pack.dtype, Layout((axes,)))
+            found[pack.wire] = Slot(pack.wire, positions, pack, shape, pack.dtype, Layout((axes,)))
     return tuple(found.values())
 
 

@@ -25,6 +25,8 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph import Lit, Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import reach
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -129,8 +131,7 @@ class Segments:
     def carry_registers(self) -> tuple[int, ...]:
         """The loop body's registers of its carries."""
         loops = [i for i in self.program.body.instructions if isinstance(i, Loop) and i.op.index == self.stage.scan]
-        first = loops[0].op.params["num_consts"]
-        return loops[0].bodies[0].inputs[first : first + loops[0].op.params["num_carry"]]
+        return ScanView(loops[0].op).taken(loops[0].bodies[0].inputs).carry
 
     def of(self, kind: Kind) -> Segment | None:
         """The segment of a kind that there is at most one of."""
@@ -264,15 +265,14 @@ class _Cut:
             own = [item for n, item in enumerate(items) if phases[n] == phase]
             ends = [o for _, o, p in self._ends(body, made_in, carried) if p == phase and not isinstance(o, Lit)]
             needed = read_before(own) | {o for o in ends if made_in.get(o, phase) != phase}
-            again: dict[int, None] = {}
-            pending = [r for r in needed if made_in.get(r, phase) != phase]
-            while pending:
-                register = pending.pop()
-                if register not in cheap:
-                    wanted[made_in[register]].add(register)
-                elif id(maker[register]) not in again:
-                    again[id(maker[register])] = None
-                    pending += [r for r in reads(maker[register]) if made_in.get(r, phase) != phase]
+
+            def elsewhere(registers: Iterable[int], phase: int = phase) -> list[int]:
+                return [r for r in registers if made_in.get(r, phase) != phase]
+
+            reached = reach(elsewhere(needed), lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
+            for register in reached.keys() - cheap:
+                wanted[made_in[register]].add(register)
+            again = {id(maker[r]) for r in reached if r in cheap}
             chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
         for phase in range(count):
             kind: Kind = ("forward", "backward", "weight")[phase]
@@ -287,12 +287,9 @@ class _Cut:
         return segments
 
     @property
-    def _num_carry(self) -> int:
-        return self.loop.op.params["num_carry"] if self.loop is not None else 0
-
-    @property
-    def _num_consts(self) -> int:
-        return self.loop.op.params["num_consts"] if self.loop is not None else 0
+    def _view(self) -> ScanView:
+        assert self.loop is not None
+        return ScanView(self.loop.op)
 
     def _phases(self, items: Sequence[Instruction], body: Body) -> list[int]:
         """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results."""
@@ -327,18 +324,15 @@ class _Cut:
         self, body: Body, made_in: Mapping[int, int], carried: Mapping[int, int]
     ) -> list[tuple[Wire, Operand, int]]:
         """What leaves the body: wire, register or literal, and the phase that gives it out."""
-        outputs: list[tuple[Wire, Operand, int]] = []
-        crossing = [port.number for port in self.stage.outputs if port.kind == "crossing"]
-        stacked = len(body.outputs) - self._num_carry - len(crossing)
-        for i, operand in enumerate(body.outputs):
-            phase = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
-            if i < self._num_carry:
-                if operand != body.inputs[self._num_consts + i]:
-                    outputs.append((Wire("carry", i), operand, carried[i]))
-            elif i < self._num_carry + stacked:
-                outputs.append((Wire("piece", i), operand, phase))
-            else:
-                outputs.append((Wire("crossing", crossing[i - self._num_carry - stacked]), operand, phase))
+        after, ys = self._view.given(body.outputs)
+        before = self._view.taken(body.inputs).carry
+        crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
+        wires = [Wire("piece", i) for i in range(len(after), len(body.outputs) - len(crossing))] + crossing
+        outputs: list[tuple[Wire, Operand, int]] = [
+            (Wire("carry", i), operand, carried[i]) for i, operand in enumerate(after) if operand != before[i]
+        ]
+        for wire, operand in zip(wires, ys, strict=True):
+            outputs.append((wire, operand, 0 if isinstance(operand, Lit) else made_in.get(operand, 0)))
         return outputs
 
     def _carry_phases(self, body: Body, made_in: Mapping[int, int]) -> dict[int, int]:
@@ -349,16 +343,16 @@ class _Cut:
             for register in reads(item):
                 last_read[register] = max(phase, last_read.get(register, 0))
         out = {}
-        for carry, operand in enumerate(body.outputs[: self._num_carry]):
+        pairs = zip(self._view.taken(body.inputs).carry, self._view.given(body.outputs).carry, strict=True)
+        for carry, (register, operand) in enumerate(pairs):
             made = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
-            out[carry] = max(made, last_read.get(body.inputs[self._num_consts + carry], 0))
+            out[carry] = max(made, last_read.get(register, 0))
         return out
 
     def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
         """The registers that any segment can make from state and the micro-batch's number, cheaply."""
-        carries = range(self._num_consts, self._num_consts + self._num_carry)
-        crossing = set(self._crossing_registers(body))
-        known = {r for i, r in enumerate(body.inputs) if i not in carries and r not in crossing}
+        parts = self._view.taken(body.inputs)
+        known = {*parts.consts, *parts.xs} - self._crossing_registers(body).keys()
         made: set[int] = set()
         for item in items:
             free = isinstance(item, Reshard) or (
@@ -387,24 +381,20 @@ class _Cut:
         assert loop is not None
         made = {r for item in items for r in writes(item)}
         taken = sorted((read_before(items) | finals) - made)
-        place = {r: i for i, r in enumerate(body.inputs)}
-        crossing = self._crossing_registers(body)
+        parts, operands = self._view.taken(body.inputs), self._view.taken(loop.operands)
+        wire_of: dict[int, Wire | Lit] = {register: Wire("carry", i) for i, register in enumerate(parts.carry)}
+        for register, operand in zip((*parts.consts, *parts.xs), (*operands.consts, *operands.xs), strict=True):
+            name: WireKind = "slice" if register in parts.xs else "top"
+            wire_of[register] = operand if isinstance(operand, Lit) else Wire(name, operand)
+        wire_of |= {register: Wire("crossing", value) for register, value in self._crossing_registers(body).items()}
         inputs: dict[Wire, list[int]] = {}
         preset: list[tuple[int, Lit]] = []
         for register in taken:
-            i = place.get(register)
-            if i is None:
-                inputs[Wire("saved", register)] = [register]
-            elif register in crossing:
-                inputs[Wire("crossing", crossing[register])] = [register]
-            elif self._num_consts <= i < self._num_consts + self._num_carry:
-                inputs[Wire("carry", i - self._num_consts)] = [register]
+            wire = wire_of.get(register, Wire("saved", register))
+            if isinstance(wire, Lit):
+                preset.append((register, wire))
             else:
-                operand = loop.operands[i]
-                if isinstance(operand, Lit):
-                    preset.append((register, operand))
-                else:
-                    inputs.setdefault(Wire("top" if i < self._num_consts else "slice", operand), []).append(register)
+                inputs.setdefault(wire, []).append(register)
         if any(wire.kind == "slice" for wire in inputs):
             inputs[Wire("number", 0)] = []
         return Segment(
@@ -417,14 +407,8 @@ class _Cut:
     def _needed(self, registers: Iterable[int]) -> list[Instruction]:
         """The instructions before the loop that some registers need."""
         maker = {r: item for item in self.early for r in writes(item)}
-        found: set[int] = set()
-        pending = list(registers)
-        while pending:
-            item = maker.get(pending.pop())
-            if item is not None and id(item) not in found:
-                found.add(id(item))
-                pending += reads(item)
-        return [item for item in self.early if id(item) in found]
+        found = reach(registers, lambda r: reads(maker[r]) if r in maker else ())
+        return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
 
     def _prologue(self, later: Sequence[Segment]) -> Segment | None:
         """What the loop needs before it starts: made registers, and the first values of the carries."""
@@ -434,7 +418,8 @@ class _Cut:
         inputs = set(self.program.body.inputs)
         used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
         carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
-        first = {i: loop.operands[self._num_consts + i] for i in sorted(carried)}
+        start = self._view.taken(loop.operands).carry
+        first = {i: start[i] for i in sorted(carried)}
         items = self._needed([*used, *(o for o in first.values() if not isinstance(o, Lit))])
         made = {r for item in items for r in writes(item)}
         updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
@@ -520,7 +505,7 @@ class _Cut:
         if register not in results:
             return Wire("top", register)
         i = results.index(register)
-        return Wire("carry" if i < self._num_carry else "pieces", i)
+        return Wire("carry" if i < self._view.num_carry else "pieces", i)
 
     def _prologue_made(self) -> set[int]:
         """The registers that the prologue makes in any case."""

@@ -246,6 +246,17 @@ def test_what_no_micro_batch_can_give_is_refused() -> None:
     refused(fixed, r"cannot be traced on one micro-batch, in which one/mask has shape \[4\]: .*reshape")
 
 
+def test_errors_of_the_step_that_have_nothing_to_do_with_shapes_stay_what_they_are() -> None:
+    def step(params: Any, one: Any) -> Any:
+        if len(one["x"]) < BATCH:
+            raise RuntimeError("no file of that name")
+        return step_of(by_labels)(params, one)
+
+    with pytest.raises(RuntimeError, match="no file of that name") as caught:
+        accumulated(step, (weights(), batch()), 4)
+    assert "traced on one micro-batch of 4" in caught.value.__notes__[0]
+
+
 def test_scopes_of_the_step_may_have_the_name_of_the_loop() -> None:
     inner = step_of(by_diagonal)
 

@@ -88,8 +88,8 @@ def test_the_step_computes_the_same_with_fewer_arguments(schedule: str) -> None:
         for kind in ("forward", "backward"):
             segment, before = stage.segments.of(kind), without.of(kind)
             assert segment is not None and before is not None
-            few = packing.ports(stage.segments, segment)
-            assert len(few) <= len(packing.ports(without, before)) - packing.FEWEST + 1
+            few = packing.slots(stage.segments, segment)
+            assert len(few) <= len(packing.slots(without, before)) - packing.FEWEST + 1
     runs = [item for items in program.lists for item in items if isinstance(item, Run)]
     assert {len(program.executables[r.executable].donated) > 0 for r in runs if r.microbatch >= 0} == {True, False}
     pipeline_driver.compare_steps(executable(schedule), step, arguments(schedule))
@@ -129,7 +129,7 @@ def test_the_update_reads_and_replaces_the_arguments_themselves() -> None:
         assert len(given) >= 4
         update = stage.segments.of("update")
         assert update is not None
-        assert given <= {port.wire for port in packing.ports(stage.segments, update)}
+        assert given <= {slot.wire for slot in packing.slots(stage.segments, update)}
 
 
 @pytest.mark.parametrize(("most", "kinds"), [(0, set()), (SMALL - 1, set()), (1e9, {"carry", "saved", "top"})])
