@@ -17,6 +17,17 @@ MAPPINGS = 20_000
 """Linux lets a process map 65,530 regions of memory. Every executable of XLA's CPU compiler takes several, and JAX
 keeps executables for as long as it runs: a worker that has run a thousand tests is killed by the next compilation."""
 
+
+@pytest.fixture(autouse=True)
+def compiled_quickly(request: pytest.FixtureRequest) -> None:
+    """Half of the time of tests is the compiler's, and without LLVM's optimisations it takes half of that.
+
+    What these could change are the last bits of floats: tests that are marked `optimised`, of every model and of every
+    path, compile as users do.
+    """
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
+
+
 _tests = itertools.count(1)
 
 

@@ -56,7 +56,7 @@ def in_turn(name: str, *, linen: bool) -> bool:
 
 
 def cases(names, fast: Collection[str] = FAST):
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [n if n in fast else pytest.param(n, marks=[pytest.mark.slow, pytest.mark.optimised]) for n in names]
 
 
 def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
@@ -98,6 +98,7 @@ def test_fewer_devices(name, method, devices):
     compare(*run(CASES[name], METHODS[method], devices))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "name", cases([n for n in CASES if in_turn(n, linen=True)], {"linen_mlp", "plain_scan", "plain_bf16"})
 )
@@ -106,6 +107,7 @@ def test_bit_equal_on_one_device(name):
     bit_equal(*run(CASES[name], METHODS["auto"], 1, donate=()))
 
 
+@pytest.mark.optimised
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(
     "name",

@@ -24,6 +24,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_gpt_trains(capsys: pytest.CaptureFixture[str]) -> None:
     losses = load("train_gpt").main(30)
     assert losses[-1] < losses[0] - 1

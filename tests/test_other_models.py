@@ -112,6 +112,7 @@ def test_what_works_example_by_example_is_cut_into_micro_batches(name: str, meth
     pipeline_driver.compare_steps(alpa_lite.parallelize(step, method=chosen, num_microbatches=2), step, args)
 
 
+@pytest.mark.optimised  # without, one device computes a maximum's operand twice, differently, and its gradient is NaN
 @pytest.mark.parametrize(
     ("make", "microbatches", "remat"),
     [

@@ -68,7 +68,10 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("way", [*FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)], ids=str)
+AS_USERS_COMPILE = [pytest.mark.slow, pytest.mark.optimised]
+
+
+@pytest.mark.parametrize("way", [*FAST, *(pytest.param(way, marks=AS_USERS_COMPILE) for way in SLOW)], ids=str)
 def test_a_pipeline_computes_the_step(way: Way) -> None:
     case = zoo.get(way.name)
     step, args = case.make()
@@ -300,7 +303,6 @@ def test_what_stages_share(
 PUBLIC: list[tuple[str, dict[str, Any], int]] = [
     ("nnx_mlp", {"num_stages": 2, "submesh_shapes": (4, 4)}, 2),
     ("nnx_user_gpt", {"submesh_shapes": (4, (2, 2)), "schedule": "zb-h1"}, 4),
-    ("linen_gpt_scan", {"num_stages": 3, "remat": "layer"}, 4),
 ]
 
 

@@ -10,9 +10,6 @@ from flax import nnx
 
 from tests import zoo
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Most of the time of these tests is LLVM's."""
-
 by_name = pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.name)
 functional = pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
 
@@ -64,7 +61,7 @@ def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
         step = nnx.jit(step)
         losses = [float(step(*args)) for _ in range(8)]
     else:
-        step, losses = jax.jit(step, compiler_options=QUICK), []
+        step, losses = jax.jit(step), []
         for _ in range(8):
             out = step(*args)
             args = (*out[:-1], *args[len(out) - 1 :])
