@@ -28,6 +28,7 @@ from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.problem import Problem, from_graph, price_memory
@@ -51,7 +52,8 @@ class Market:
     Attributes:
       rough: these solutions.
       unit: seconds per byte, of price 1.
-      time_limit: seconds for each integer program. gap: at which a choice counts as optimal.
+      time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
+      gap: at which a choice counts as optimal.
     """
 
     meshes: tuple[LogicalMesh, ...]
@@ -69,11 +71,15 @@ class Market:
         """
         fastest = min(rough.objective for rough in self.rough)
         solutions: dict[int, Solution] = {}
-        for i, (problem, rough) in enumerate(zip(self.problems, self.rough, strict=True)):
+        waiting: list[int] = []
+        for i, rough in enumerate(self.rough):
             if not price and (rough.gap <= self.gap or rough.bound >= fastest):
                 solutions[i] = rough
             elif rough.objective <= WORTH * fastest:
-                solutions[i] = _solved(problem, price * self.unit, self.time_limit, self.gap)
+                waiting.append(i)
+        solutions |= _solved(
+            {i: self.problems[i] for i in waiting}, price * self.unit, time_limit=self.time_limit, gap=self.gap
+        )
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
         problem, space, solution = self.problems[best], self.spaces[best], solutions[best]
@@ -109,7 +115,7 @@ def market(
 
     Args:
       meshes: of the cluster's devices.
-      time_limit: seconds for each integer program.
+      time_limit: wall-clock seconds, as for `Market`; building the programs is not counted.
       gap: (objective - bound) / objective at which a choice counts as optimal.
       shared: what the programs of several meshes have in common, to make it once.
 
@@ -121,19 +127,23 @@ def market(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), shared=shared) for mesh in meshes
     )  # fmt: skip
     problems = tuple(from_graph(space.program) for space in spaces)
-    rough = tuple(_solved(problem, 0.0, time_limit, max(gap, ROUGH)) for problem in problems)
+    solved = _solved(dict(enumerate(problems)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
+    rough = tuple(solved[i] for i in range(len(problems)))
     fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
     unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
     return Market(tuple(meshes), spaces, problems, rough, unit, time_limit, gap)
 
 
-def _solved(problem: Problem, price: float, time_limit: float, gap: float) -> Solution:
-    """The best choice at a price in seconds per byte; its objective includes what memory costs."""
-    started = time.perf_counter()
-    points = len(problem.base)
-    priced = price_memory(problem, np.full(points, price / max(points, 1)))
-    found = Search(priced, np.inf, gap, started + time_limit)
-    found.run()
-    if found.choice is None:
-        raise InfeasibleError(f"no sharding was found in solver_time_limit={time_limit:g} seconds; allow more")
-    return found.solution("optimal" if found.closed else "feasible", started)
+def _solved(problems: Mapping[int, Problem], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:
+    """The best choices at a price in seconds per byte, in half the time; objectives include what memory costs."""
+    deadline, out = Deadline(time_limit / 2), {}
+    for number, (i, problem) in enumerate(problems.items()):
+        started = time.perf_counter()
+        points = len(problem.base)
+        priced = price_memory(problem, np.full(points, price / max(points, 1)))
+        found = Search(priced, np.inf, gap, started + deadline.share(len(problems) - number))
+        found.run()
+        if found.choice is None:
+            raise InfeasibleError(f"no sharding was found in solver_time_limit={time_limit:g} seconds; allow more")
+        out[i] = found.solution("optimal" if found.closed else "feasible", started)
+    return out

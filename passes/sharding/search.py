@@ -8,6 +8,10 @@ program is never worse than a textbook plan on the same mesh.
 
 Under a binding memory budget the program is also solved with state gathered again for late uses
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
+
+The time limit is one for all of this, building the programs aside: a shape gets a third of what is left, or an equal
+share of it if fewer than three wait, and divides that over its attempts. Until something fits, a quarter of the limit
+is kept back for finding the smallest budget that would have done.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import DataParallel, Manual, Sharded, TensorParallel, Zero
 from alpa_lite.passes.sharding import strategies, tables
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
@@ -75,11 +80,12 @@ def search(
 
     Args:
       budget: bytes per device.
-      time_limit: seconds that the solver may spend on one mesh shape.
+      time_limit: wall-clock seconds for solving all mesh shapes; building their programs is not counted.
       progress: told what is being solved.
 
     Raises:
-      InfeasibleError: if no mesh shape admits a plan within the budget; names what binds and what would fit.
+      InfeasibleError: if no mesh shape admits a plan within the budget, or none was found in the time; names what
+        binds and what would fit.
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
@@ -99,7 +105,7 @@ def search(
         tried.append((bound, problem, space))
     best: tuple[LogicalMesh, Space, Solution] | None = None
     candidates: list[Candidate] = []
-    share = max(5.0, time_limit / len(tried))
+    deadline = Deadline(time_limit)
     waiting = list(tried)
     while waiting:
         number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
@@ -110,12 +116,14 @@ def search(
         if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED:
             bound.improve()
             continue
+        parts = min(len(waiting), _AT_ONCE)
         del waiting[number]
         if bound.seconds >= cutoff:
             candidates.append(Candidate(type(method).__name__, problem.mesh.shape, None, None, "cutoff"))
             continue
         progress(f"solving mesh {_by(problem.mesh)}")
-        space, solution = _solve(problem, space, budget, cutoff, share)
+        reserve = 0.0 if best else _RESERVE * time_limit
+        space, solution = _solve(problem, space, budget, cutoff, deadline.share(parts, reserve))
         finished = solution.status in ("optimal", "feasible")
         candidates.append(
             Candidate(
@@ -126,7 +134,7 @@ def search(
         if finished and solution.objective < cutoff:
             best = problem.mesh, space, solution
     if best is None:
-        raise _infeasible(traced, [problem for _, problem, _ in tried], budget, cluster)
+        raise _infeasible(traced, [(problem, space) for _, problem, space in tried], budget, cluster, deadline)
     mesh, space, solution = best
     choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
     named = tuple(
@@ -147,23 +155,22 @@ class _Problem:
 
 
 def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float) -> tuple[Space, Solution]:
-    """The best choice on one mesh within the budget.
+    """The best choice on one mesh within the budget, of up to three attempts that share the time limit.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
     """
+    deadline, regathers = Deadline(time_limit), problem.platform not in _MERGING
     program = replace(space.program, budget=None)
-    free = solve.solve(program, cutoff=cutoff, time_limit=time_limit, roof=budget)
+    free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
         return space, free
     known = free.bound if free.choice and free.peak > budget else None
-    solution = solve.solve(space.program, cutoff=cutoff, time_limit=time_limit, free=known)
-    if free.peak > budget and problem.platform not in _MERGING:
+    solution = solve.solve(space.program, cutoff=cutoff, time_limit=deadline.share(1 + regathers), free=known)
+    if free.peak > budget and regathers:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
-        # What is served twice costs no less: the bound without the budget is one here, too. Where there is a choice
-        # already, this may only improve it, and gets half the time.
-        less = time_limit / 2 if solution.choice else time_limit
-        other = solve.solve(again.program, cutoff=limit, time_limit=less, free=known)
+        # What is served twice costs no less: the bound without the budget is one here, too.
+        other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other
     return space, solution
@@ -173,6 +180,8 @@ def _by(mesh: LogicalMesh) -> str:
     return " x ".join(map(str, mesh.shape))
 
 
+_AT_ONCE = 3  # of the shapes that wait, so many share what is left of the time; those after them have larger bounds
+_RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
@@ -322,15 +331,24 @@ def _named(traced: Traced, method: Manual) -> Iterator[tuple[int, PartitionSpec]
         yield number, spec
 
 
-def _infeasible(traced: Traced, tried: Sequence[_Problem], budget: float, cluster: Cluster) -> InfeasibleError:
-    """What binds, the smallest budget that works, and what would fit."""
+def _infeasible(
+    traced: Traced, tried: Sequence[tuple[_Problem, Space]], budget: float, cluster: Cluster, deadline: Deadline
+) -> InfeasibleError:
+    """What binds, the smallest budget that works as far as the time allows to find it, and what would fit."""
     smallest, where = math.inf, ""
-    for problem in tried:
-        for regather in (False,) if cluster.platform in _MERGING else (False, True):
-            program = problem.build(regather=regather).program
-            peak, _ = solve.minimal_budget(program, gap=1e-2, time_limit=10.0)
+    ways = (False,) if cluster.platform in _MERGING else (False, True)
+    for regather in ways:
+        for number, (problem, space) in enumerate(tried):
+            program = problem.build(regather=True).program if regather else space.program
+            parts = len(tried) - number + len(tried) * (not regather and len(ways) > 1)
+            peak, _ = solve.minimal_budget(program, gap=1e-2, time_limit=deadline.share(parts))
             if peak < smallest:
                 smallest, where = peak, _by(problem.mesh)
+    if smallest <= budget or math.isinf(smallest):
+        return InfeasibleError(
+            f"no sharding within memory_per_device={budget:.0f} bytes was found in "
+            f"solver_time_limit={deadline.seconds:g} seconds; allow more seconds, or more bytes."
+        )
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]

@@ -66,7 +66,7 @@ def layer_costs(
       graph: the layer as a stage.
       clusters: the devices of each kind of submesh.
       methods: for each of them, the logical meshes that are allowed.
-      time_limit: seconds for each integer program.
+      time_limit: `solver_time_limit` of the options.
     """
     traced = graph.traced
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)

@@ -156,7 +156,7 @@ def decide(
       cluster: the submesh's devices as a cluster.
       method: which logical meshes are allowed.
       price: of memory, in units of `sharding.market.Market`.
-      time_limit: seconds for each integer program.
+      time_limit: `solver_time_limit` of the options.
       like: a solved stage with the same `digest`, on a submesh of the same kind, whose choices are taken over.
 
     Raises:

@@ -103,7 +103,7 @@ def priced(
     Args:
       step: the step in layers.
       kinds: the numbers of devices of submeshes.
-      time_limit: seconds for each integer program.
+      time_limit: `solver_time_limit` of the options.
       progress: told which layer is being planned.
     """
     layers = step.layering
