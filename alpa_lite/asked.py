@@ -1,4 +1,4 @@
-"""What one compilation is asked for: options, cluster and a given plan, and what follows from them alone."""
+"""The request of one compilation: options, cluster and a given plan, and the answers that follow from them alone."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Asked:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What pipelines may be like."""
+        """The constraints on pipelines."""
         return self.method if isinstance(self.method, Pipeline) else Pipeline()
 
     @property
     def budget(self) -> float:
-        """Bytes per device that a plan may fill."""
+        """Bytes per device that a plan may use."""
         return self.options.memory_per_device or self.cluster.usable_memory
 
     @property

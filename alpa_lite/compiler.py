@@ -65,7 +65,7 @@ SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
 ATTEMPTS = 3
-"""How often the same stages are planned, each time with memory more expensive to those that exceed the budget."""
+"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
 CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
@@ -152,7 +152,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return noted(whole, f"no pipeline was compared: {error}")
     if whole is None or found.seconds < whole.seconds:
         return found
-    return noted(whole, f"the best pipeline found, of {len(found.stages)} stages, takes {found.seconds:.4g} s a step")
+    return noted(whole, f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step")
 
 
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
@@ -409,7 +409,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
 
 
 def worth_a_pipeline(whole: Staged) -> bool:
-    """Whether one mesh spends enough besides computing."""
+    """Whether one mesh spends enough on anything but computation."""
     found = whole.stages[0].found
     objective = found.solution.objective
     return found.compute_seconds < min(WORTH * objective, objective - LEAST)

@@ -78,7 +78,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """One mesh and what runs on it, planned as a step of its own. A plan without a pipeline has one stage.
+    """One mesh and what runs on it, planned as a separate step. A plan without a pipeline has one stage.
 
     Attributes:
       mesh_shape, axis_names: the mesh; axes are major to minor in device number.

@@ -1,4 +1,4 @@
-"""What a pipeline was weighed against, as a plan lists it."""
+"""The pipelines that were compared with the chosen one, as a plan lists them."""
 
 from __future__ import annotations
 

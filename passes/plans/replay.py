@@ -37,7 +37,7 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
     """A stage with the decisions of a plan: what solving it would return.
 
     Args:
-      graph: the stage as a step of its own.
+      graph: the stage as a separate step.
       cluster: the devices of its submesh.
       stage: of the plan.
       communication: "explicit" or "compiler".
@@ -95,7 +95,7 @@ def check_layers(plan: Plan, found: int) -> None:
     """Raises PlanError if the plan was made for another number of layers."""
     if found != plan.division.num_layers:
         raise PlanError(
-            f"the plan cuts the step into {plan.division.num_layers} layers, and this one has {found}: it is for "
+            f"the plan cuts the step into {plan.division.num_layers} layers, but this step has {found}: the plan is for "
             "another program or version. Plan again."
         )
 
@@ -111,7 +111,7 @@ def remat_of(plan: Plan) -> tuple[Choice, ...]:
         known = [choice for choice in REMAT if choice == name]
         if not known:
             raise PlanError(
-                f"the plan computes {name!r} again in a stage, which this version does not know. Plan again."
+                f"the plan recomputes {name!r} in a stage, which this version does not support. Plan again."
             )
         out += known
     return tuple(out)
