@@ -152,7 +152,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return noted(whole, f"no pipeline was compared: {error}")
     if whole is None or found.seconds < whole.seconds:
         return found
-    return noted(whole, f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step")
+    note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
+    return noted(whole, note)
 
 
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:

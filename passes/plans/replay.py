@@ -95,8 +95,8 @@ def check_layers(plan: Plan, found: int) -> None:
     """Raises PlanError if the plan was made for another number of layers."""
     if found != plan.division.num_layers:
         raise PlanError(
-            f"the plan cuts the step into {plan.division.num_layers} layers, but this step has {found}: the plan is for "
-            "another program or version. Plan again."
+            f"the plan cuts the step into {plan.division.num_layers} layers, but this step has {found}: the plan is "
+            "for another program or version. Plan again."
         )
 
 
