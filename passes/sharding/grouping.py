@@ -35,11 +35,12 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding.colors import colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, Home
-from alpa_lite.passes.sharding.linear import linear_ops, uses_of
+from alpa_lite.passes.sharding.linear import linear_ops
 from alpa_lite.strategy import Factor, Rule
 
 
@@ -138,32 +139,30 @@ class _Builder:
                 self.defined[value] = self.positions[op.index]
 
     def scan(self, op: Op, trips: int) -> None:
-        (body,) = op.bodies
-        consts, carry = op.params["num_consts"], op.params["num_carry"]
-        sums = self.accumulators(op)
-        inner = trips * max(1, int(op.params["length"]))
+        view = ScanView(op)
+        sums = self.accumulators(view)
+        inner = trips * max(1, view.length)
         self.clock += 1
         start = self.clock
-        for i, (atom, value) in enumerate(zip(op.operands, body.inputs, strict=True)):
-            kind = "const" if i < consts else "carry" if i < consts + carry else "xs"
+        kinds = ["const"] * view.num_consts + ["carry"] * view.num_carry + ["xs"] * len(view.inputs.xs)
+        for atom, value, kind in zip(op.operands, view.body.inputs, kinds, strict=True):
             if value in sums and not self.values[value].shape:
                 self.scalar_sum(atom, value, trips, inner)
                 continue
             index = self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
             if value in sums and index:
                 self.drafts[index].kind = "linear"
-        self.body(body, inner)
+        self.body(view.body, inner)
         self.clock += 1
         self.positions[op.index] = self.clock
-        for i, (atom, result) in enumerate(zip(body.outputs, op.results, strict=True)):
-            if i < carry:
-                home = self.homes[body.inputs[consts + i]]
-                self.want(atom, home.group, home.dims, inner)
-                self.adopt(result, home.group, home.dims)
-            else:
-                port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys")
-                self.want(atom, port, dims, inner)
-                self.adopt(result, port, ((), *dims))
+        for one in view.carries:
+            home = self.homes[one.input]
+            self.want(one.output, home.group, home.dims, inner)
+            self.adopt(one.end, home.group, home.dims)
+        for atom, result in view.ys:
+            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys")
+            self.want(atom, port, dims, inner)
+            self.adopt(result, port, ((), *dims))
         self.depth.update(dict.fromkeys(op.results, start))
 
     def scalar_sum(self, atom: Atom, value: int, trips: int, times: int) -> None:
@@ -173,21 +172,11 @@ class _Builder:
         self.defined[value] = self.depth[value] = self.clock
         self.want(atom, len(self.drafts) - 1, (), trips)
 
-    def accumulators(self, op: Op) -> set[int]:
+    def accumulators(self, view: ScanView) -> set[int]:
         """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
-        (body,) = op.bodies
-        consts, carry = op.params["num_consts"], op.params["num_carry"]
-        uses = uses_of(body)
-        producer = {value: inner for inner in body.ops for value in inner.results}
-        found = set()
-        for i in range(carry):
-            start, value, end = op.operands[consts + i], body.inputs[consts + i], body.outputs[i]
-            if isinstance(end, Lit) or end not in producer or not self.is_zero(start):
-                continue
-            adds = producer[end]
-            once = uses[value] == 1 and uses[end] == 1
-            if once and adds.name in primitives.ADDS and value in adds.operands:
-                found.add(value)
+        uses, carries = flow.uses(view.body), view.carries
+        once = [carries[n] for n, (adds, _) in view.additions.items() if uses[adds.results[0]] == 1]
+        found = {one.input for one in once if self.is_zero(one.start)}
         self.zero_carries |= found
         return found
 
@@ -203,15 +192,14 @@ class _Builder:
 
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
-        cond_n, body_n = op.params["cond_nconsts"], op.params["body_nconsts"]
+        view = WhileView(op)
+        cond_consts, body_consts, init = view.taken(op.operands)
+        (cond_inputs, asked), (body_inputs, carried) = view.cond(cond.inputs), view.body(body.inputs)
         self.clock += 1
         start = self.clock
-        for atom, value in zip(op.operands[:cond_n], cond.inputs[:cond_n], strict=True):
+        for atom, value in zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True):
             self.port(atom, value, trips, "const")
-        for atom, value in zip(op.operands[cond_n : cond_n + body_n], body.inputs[:body_n], strict=True):
-            self.port(atom, value, trips, "const")
-        init = op.operands[cond_n + body_n :]
-        for atom, value, seen in zip(init, body.inputs[body_n:], cond.inputs[cond_n:], strict=True):
+        for atom, value, seen in zip(init, carried, asked, strict=True):
             port = self.port(atom, value, trips, "carry")
             self.adopt(seen, port, self.homes[value].dims)
             self.defined[seen] = self.clock
@@ -221,7 +209,7 @@ class _Builder:
         self.body(body, trips)
         self.clock += 1
         self.positions[op.index] = self.clock
-        for atom, value, result in zip(body.outputs, body.inputs[body_n:], op.results, strict=True):
+        for atom, value, result in zip(body.outputs, carried, op.results, strict=True):
             home = self.homes[value]
             self.want(atom, home.group, home.dims, trips)
             self.adopt(result, home.group, home.dims)

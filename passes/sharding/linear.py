@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from alpa_lite.graph import Block, Lit, Op, Value
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.strategy import Rule
 
 # Linear in their one tensor operand: a partial sum may pass through them.
 _LINEAR_UNARY = primitives.LINEAR_CHAIN - {"reshape"}
 
 
-def uses_of(block: Block) -> Counter[int]:
-    """How often each value of a block is read, its outputs included."""
-    atoms = [*(a for op in block.ops for a in op.operands), *block.outputs]
-    return Counter(a for a in atoms if not isinstance(a, Lit))
-
-
 def linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], accumulators: Set[int]) -> set[int]:
     """Additions, and the linear operations between, whose operands all come from operations that may leave sums."""
-    producer: dict[int, Op] = {value: op for op in block.ops for value in op.results}
-    uses = uses_of(block)
+    producer, uses = flow.producers(block.ops), flow.uses(block)
     linear: set[int] = set()
 
     def chain(atom: Any) -> list[int] | None:
