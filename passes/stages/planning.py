@@ -25,7 +25,7 @@ from alpa_lite.passes.sharding import grouping, search
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.stages import packing, segments, temporaries
+from alpa_lite.passes.stages import cutting, packing, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.program import Submesh, buffer
@@ -178,10 +178,10 @@ def lowered(stage: DecidedStage, *, split_weights: bool) -> PlannedStage:
     """A solved stage, lowered and cut into segments.
 
     Args:
-      split_weights: as for `segments.cut`.
+      split_weights: as for `cutting.cut`.
     """
     program = _program(stage)
-    cut = segments.cut(stage.graph, program, split_weights=split_weights)
+    cut = cutting.cut(stage.graph, program, split_weights=split_weights)
     cut = packing.packed(cut, packing.limit(stage.cluster.memory_bandwidth))
     return PlannedStage(stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut)
 
@@ -189,7 +189,7 @@ def lowered(stage: DecidedStage, *, split_weights: bool) -> PlannedStage:
 def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
     """A solved step that is not divided, lowered into one segment."""
     program = _program(stage)
-    cut = segments.whole(stage.graph, program)
+    cut = cutting.whole(stage.graph, program)
     return PlannedStage(
         stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, communication
     )  # fmt: skip

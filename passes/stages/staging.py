@@ -11,7 +11,7 @@ forward ones first, and its own update ops. What crosses between stages becomes 
     state that several stages read            argument of its owner, which updates it, and received whole by the others
     an update value that another stage reads  result and argument ("late": exchanged between rounds of the update)
 
-The stacks exist only on paper. `segments` cuts each planned stage again, into what runs once, what runs forward for one
+The stacks exist only on paper. `cutting` cuts each planned stage again, into what runs once, what runs forward for one
 micro-batch, and what runs backward; the values then travel one micro-batch at a time.
 
 Whole ops, and ops of the body that the assignment calls shared (masks, positions), are copied into every stage that

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alpa_lite import schedules
-from alpa_lite.passes.stages import packing, segments
+from alpa_lite.passes.stages import cutting, packing, segments
 from alpa_lite.passes.stages.segments import Segments
 from alpa_lite.program import Run, peak_bytes
 from alpa_lite.runtime.pipeline import PipelineExecutable
@@ -61,7 +61,7 @@ def executable(schedule: str) -> PipelineExecutable:
 
 
 def unpacked(stage: Segments) -> Segments:
-    return segments.cut(stage.stage, stage.program, split_weights=stage.of("weight") is not None)
+    return cutting.cut(stage.stage, stage.program, split_weights=stage.of("weight") is not None)
 
 
 def types_of(stage: Segments) -> dict[segments.Wire, Any]:

@@ -9,7 +9,7 @@ import pytest
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
-from alpa_lite.passes.stages import segments
+from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.segments import Segments, Wire
 from tests.passes.layers.division_cases import driven
 
@@ -66,7 +66,7 @@ def test_weights_are_apart_where_they_should_be(kind: str, schedule: str) -> Non
         assert ("weight" in kinds) == (schedule == "zb-h1")
         sums = [s.kind for s in stage.items for w in s.outputs if w.kind == "carry" and s.kind != "prologue"]
         assert sums.count("backward") <= (0 if schedule == "zb-h1" else len(sums))
-        again = segments.cut(stage.stage, stage.program, split_weights=schedule != "zb-h1")
+        again = cutting.cut(stage.stage, stage.program, split_weights=schedule != "zb-h1")
         assert ("weight" in [s.kind for s in again.items]) == (schedule != "zb-h1")
 
 
@@ -97,7 +97,7 @@ def test_laying_out_a_stack_of_crossings_is_no_update() -> None:
     program = replace(
         stage.program, registers=registers, body=replace(body, instructions=(*body.instructions, laid), outputs=outputs)
     )
-    cut = segments.cut(stage.stage, program, split_weights=False)
+    cut = cutting.cut(stage.stage, program, split_weights=False)
     assert not [w for s in cut.items for w in s.inputs if w.kind == "pieces"]
     assert [s.kind for s in cut.items] == [s.kind for s in stage.items]
 
@@ -108,4 +108,4 @@ def test_an_operation_outside_regions_is_refused() -> None:
     outside = Outside(first_op(stage), (), ())
     program = replace(stage.program, body=replace(body, instructions=(outside, *body.instructions)))
     with pytest.raises(PlanError, match=f"{first_op(stage).name} cannot run inside a pipeline stage"):
-        segments.cut(stage.stage, program, split_weights=False)
+        cutting.cut(stage.stage, program, split_weights=False)

@@ -1,0 +1,408 @@
+"""Cuts the local program of one stage into the functions that a schedule runs.
+
+Problem. A stage is planned and lowered as one step (`staging`): [prologue] [loop over micro-batches] [update]. A
+pipeline runs its parts at different times: the prologue once; the loop's body forward, backward, and, if gradients of
+parameters are computed apart, weight, each once for every micro-batch; the update once, or in rounds where stages
+exchange values between (a global norm).
+
+Answer. Instructions are sorted into segments by the op that they belong to; a resharding belongs to its first reader.
+What one segment makes and a later one reads becomes an output of the one and an input of the other, a `Wire`, in the
+layout that its register has. Values that a later segment can make again from state and the micro-batch's number alone,
+without a matrix product or a gather, are made again: holding a gathered parameter or a mask for each micro-batch in
+flight would cost memory for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from alpa_lite.errors import PlanError
+from alpa_lite.graph import Lit
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import reach
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.lowering.program import (
+    Body,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    Operand,
+    Outside,
+    Reshard,
+    read_before,
+    reads,
+    writes,
+)
+from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.program import Kind
+
+
+def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Segments:
+    """Cuts a stage's local program into segments.
+
+    Args:
+      split_weights: whether gradients of parameters are computed in a segment of their own.
+
+    Raises:
+      PlanError: an operation that cannot run inside a region stands in the stage.
+    """
+    outside = [item for item in program.body.instructions if isinstance(item, Outside)]
+    if outside:
+        raise PlanError(f"{outside[0].op.name} cannot run inside a pipeline stage; use one mesh for this step")
+    return _Cut(stage, program, split_weights).segments()
+
+
+def _values_of(stage: StageGraph, program: LocalProgram) -> dict[int, int]:
+    """For each register the value that it holds."""
+    found = dict(zip(program.body.inputs, stage.traced.graph.block.inputs, strict=True))
+
+    def visit(items: Iterable[Instruction]) -> None:
+        for item in items:
+            if isinstance(item, Reshard):
+                found[item.result] = item.value
+                continue
+            found.update(zip(item.results, item.op.results, strict=True))
+            if isinstance(item, Loop):
+                for block, body in zip(item.op.bodies, item.bodies, strict=True):
+                    found.update(zip(body.inputs, block.inputs, strict=True))
+                    visit(body.instructions)
+
+    visit(program.body.instructions)
+    return found
+
+
+def whole(stage: StageGraph, program: LocalProgram) -> Segments:
+    """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
+    body = program.body
+    outputs = tuple(
+        Wire("literal", i) if isinstance(o, Lit) else Wire("top", o) for i, o in enumerate(body.outputs)
+    )  # fmt: skip
+    segment = Segment(
+        kind="step",
+        round=0,
+        inputs=tuple(Wire("top", register) for register in body.inputs),
+        binds=tuple((register,) for register in body.inputs),
+        preset=(),
+        outputs=outputs,
+        reads=body.outputs,
+        instructions=body.instructions,
+    )
+    return Segments(stage, program, (segment,), body.outputs, _values_of(stage, program))
+
+
+class _Cut:
+    """The tables of one cut."""
+
+    def __init__(self, stage: StageGraph, program: LocalProgram, split_weights: bool) -> None:
+        self.stage, self.program, self.split = stage, program, split_weights
+        items = program.body.instructions
+        place = [i for i, item in enumerate(items) if isinstance(item, Loop) and item.op.index == stage.scan]
+        self.loop: Loop | None = items[place[0]] if place else None  # type: ignore[assignment]
+        self.early = items[: place[0]] if place else ()
+        self.late = items[place[0] + 1 :] if place else items
+        self.value_of = _values_of(stage, program)
+
+    def segments(self) -> Segments:
+        items: list[Segment] = []
+        if self.loop is not None:
+            items += self._body()
+        items += self._update()
+        prologue = self._prologue(items)
+        finals: list[Operand | None] = []
+        for port, operand in zip(self.stage.outputs, self.program.body.outputs, strict=True):
+            finals.append(None if port.kind == "crossing" else operand)
+        return Segments(
+            self.stage, self.program, (*([prologue] if prologue else []), *items), tuple(finals), self.value_of
+        )
+
+    # -- the loop's body ------------------------------------------------------------------------------------------
+
+    def _body(self) -> list[Segment]:
+        loop = self.loop
+        assert loop is not None
+        (body,) = loop.bodies
+        items = body.instructions
+        phases = self._phases(items, body)
+        count = 3 if self.split else 2
+        made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
+        segments: list[Segment] = []
+        carried = self._carry_phases(body, made_in)
+        wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
+        chosen: dict[int, list[Instruction]] = {}
+        maker = {r: item for item in items for r in writes(item)}
+        cheap = self._remade(items, body)
+        for phase in range(count):
+            own = [item for n, item in enumerate(items) if phases[n] == phase]
+            ends = [o for _, o, p in self._ends(body, made_in, carried) if p == phase and not isinstance(o, Lit)]
+            needed = read_before(own) | {o for o in ends if made_in.get(o, phase) != phase}
+
+            def elsewhere(registers: Iterable[int], phase: int = phase) -> list[int]:
+                return [r for r in registers if made_in.get(r, phase) != phase]
+
+            reached = reach(elsewhere(needed), lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
+            for register in reached.keys() - cheap:
+                wanted[made_in[register]].add(register)
+            again = {id(maker[r]) for r in reached if r in cheap}
+            chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
+        for phase in range(count):
+            kind: Kind = ("forward", "backward", "weight")[phase]
+            outputs: list[tuple[Wire, Operand]] = [
+                (wire, operand) for wire, operand, p in self._ends(body, made_in, carried) if p == phase
+            ]
+            outputs += [(Wire("saved", r), r) for r in sorted(wanted[phase])]
+            finals = {o for _, o in outputs if not isinstance(o, Lit)}
+            if not outputs and not chosen[phase]:
+                continue
+            segments.append(self._segment(kind, chosen[phase], outputs, body, finals))
+        return segments
+
+    @property
+    def _view(self) -> ScanView:
+        assert self.loop is not None
+        return ScanView(self.loop.op)
+
+    def _phases(self, items: Sequence[Instruction], body: Body) -> list[int]:
+        """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results."""
+        stage = self.stage
+        first: dict[int, int] = {}
+        out = [0] * len(items)
+        for n in range(len(items) - 1, -1, -1):
+            item = items[n]
+            readers = [first[r] for r in writes(item) if r in first]
+            if isinstance(item, Reshard):
+                own = 2
+            else:
+                index = item.op.index
+                own = 2 if index in stage.weight else 1 if index in stage.backward else 0
+            phase = min([own, *readers])
+            if isinstance(item, Reshard) and not readers:
+                phase = -1  # only an output reads it: as early as its source
+            out[n] = phase
+            if phase >= 0:
+                for register in reads(item):
+                    first[register] = min(first.get(register, 2), phase)
+        made: dict[int, int] = {}
+        for n, item in enumerate(items):
+            if out[n] < 0:
+                out[n] = made.get(item.source, 0) if isinstance(item, Reshard) else 0
+            if not self.split:
+                out[n] = min(out[n], 1)
+            made.update(dict.fromkeys(writes(item), out[n]))
+        return out
+
+    def _ends(
+        self, body: Body, made_in: Mapping[int, int], carried: Mapping[int, int]
+    ) -> list[tuple[Wire, Operand, int]]:
+        """What leaves the body: wire, register or literal, and the phase that gives it out."""
+        after, ys = self._view.given(body.outputs)
+        before = self._view.taken(body.inputs).carry
+        crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
+        wires = [Wire("piece", i) for i in range(len(after), len(body.outputs) - len(crossing))] + crossing
+        outputs: list[tuple[Wire, Operand, int]] = [
+            (Wire("carry", i), operand, carried[i]) for i, operand in enumerate(after) if operand != before[i]
+        ]
+        for wire, operand in zip(wires, ys, strict=True):
+            outputs.append((wire, operand, 0 if isinstance(operand, Lit) else made_in.get(operand, 0)))
+        return outputs
+
+    def _carry_phases(self, body: Body, made_in: Mapping[int, int]) -> dict[int, int]:
+        """The phase that updates each carry: where its new value is made, but not before the last read of the old."""
+        last_read: dict[int, int] = {}
+        for item in body.instructions:
+            phase = max((made_in[r] for r in writes(item)), default=0)
+            for register in reads(item):
+                last_read[register] = max(phase, last_read.get(register, 0))
+        out = {}
+        pairs = zip(self._view.taken(body.inputs).carry, self._view.given(body.outputs).carry, strict=True)
+        for carry, (register, operand) in enumerate(pairs):
+            made = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
+            out[carry] = max(made, last_read.get(register, 0))
+        return out
+
+    def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
+        """The registers that any segment can make from state and the micro-batch's number, cheaply."""
+        parts = self._view.taken(body.inputs)
+        known = {*parts.consts, *parts.xs} - self._crossing_registers(body).keys()
+        made: set[int] = set()
+        for item in items:
+            free = isinstance(item, Reshard) or (
+                isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
+            )
+            if free and all(r in known for r in reads(item)):
+                known.update(writes(item))
+                made.update(writes(item))
+        return frozenset(made)
+
+    def _crossing_registers(self, body: Body) -> dict[int, int]:
+        """The body's registers for values from other stages, with the values' numbers."""
+        ports = [port.number for port in self.stage.inputs if port.kind == "crossing"]
+        return dict(zip(body.inputs[len(body.inputs) - len(ports) :], ports, strict=True)) if ports else {}
+
+    def _segment(
+        self,
+        kind: Kind,
+        items: Sequence[Instruction],
+        outputs: Sequence[tuple[Wire, Operand]],
+        body: Body,
+        finals: set[int],
+    ) -> Segment:
+        """A segment of the loop's body."""
+        loop = self.loop
+        assert loop is not None
+        made = {r for item in items for r in writes(item)}
+        taken = sorted((read_before(items) | finals) - made)
+        parts, operands = self._view.taken(body.inputs), self._view.taken(loop.operands)
+        wire_of: dict[int, Wire | Lit] = {register: Wire("carry", i) for i, register in enumerate(parts.carry)}
+        for register, operand in zip((*parts.consts, *parts.xs), (*operands.consts, *operands.xs), strict=True):
+            name: WireKind = "slice" if register in parts.xs else "top"
+            wire_of[register] = operand if isinstance(operand, Lit) else Wire(name, operand)
+        wire_of |= {register: Wire("crossing", value) for register, value in self._crossing_registers(body).items()}
+        inputs: dict[Wire, list[int]] = {}
+        preset: list[tuple[int, Lit]] = []
+        for register in taken:
+            wire = wire_of.get(register, Wire("saved", register))
+            if isinstance(wire, Lit):
+                preset.append((register, wire))
+            else:
+                inputs.setdefault(wire, []).append(register)
+        if any(wire.kind == "slice" for wire in inputs):
+            inputs[Wire("number", 0)] = []
+        return Segment(
+            kind=kind, round=0, inputs=tuple(inputs), binds=tuple(map(tuple, inputs.values())), preset=tuple(preset),
+            outputs=tuple(w for w, _ in outputs), reads=tuple(o for _, o in outputs), instructions=tuple(items),
+        )  # fmt: skip
+
+    # -- before and after -----------------------------------------------------------------------------------------
+
+    def _needed(self, registers: Iterable[int]) -> list[Instruction]:
+        """The instructions before the loop that some registers need."""
+        maker = {r: item for item in self.early for r in writes(item)}
+        found = reach(registers, lambda r: reads(maker[r]) if r in maker else ())
+        return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
+
+    def _prologue(self, later: Sequence[Segment]) -> Segment | None:
+        """What the loop needs before it starts: made registers, and the first values of the carries."""
+        loop = self.loop
+        if loop is None:
+            return None
+        inputs = set(self.program.body.inputs)
+        used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
+        carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
+        start = self._view.taken(loop.operands).carry
+        first = {i: start[i] for i in sorted(carried)}
+        items = self._needed([*used, *(o for o in first.values() if not isinstance(o, Lit))])
+        made = {r for item in items for r in writes(item)}
+        updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
+        outputs: list[tuple[Wire, Operand]] = [(Wire("top", r), r) for r in sorted((used | updates) & made)]
+        outputs += [(Wire("carry", i), operand) for i, operand in first.items()]
+        if not outputs:
+            return None
+        finals = {o for _, o in outputs if not isinstance(o, Lit)}
+        taken = sorted((read_before(items) | finals) - made)
+        assert all(r in inputs for r in taken)
+        return Segment(
+            kind="prologue",
+            round=0,
+            inputs=tuple(Wire("top", r) for r in taken),
+            binds=tuple((r,) for r in taken),
+            preset=(),
+            outputs=tuple(w for w, _ in outputs),
+            reads=tuple(o for _, o in outputs),
+            instructions=tuple(items),
+        )
+
+    def _update(self) -> list[Segment]:
+        """The rounds of the update; what it needs of the instructions before the loop is done in it."""
+        stage = self.stage
+        results = [
+            (n, port, o)
+            for n, (port, o) in enumerate(zip(stage.outputs, self.program.body.outputs, strict=True))
+            if port.kind != "crossing"
+        ]
+        ends = {o for _, _, o in results if not isinstance(o, Lit)}
+        before_loop = self._prologue_made()
+        late = self._wanted(ends)
+        needed = self._needed(read_before(late) | ends)
+        items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
+        rounds = self._rounds(items)
+        made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
+        last = max([0, *rounds, *stage.late_rounds.values()])
+        due: list[tuple[int, Wire, Operand]] = []
+        for n, port, operand in results:
+            given = stage.late_rounds[port.number] if port.kind == "late" else last
+            if isinstance(operand, Lit):
+                due.append((given, Wire("literal", n), operand))
+            else:
+                due.append((made_in.get(operand, given), Wire("top", operand), operand))
+        segments = []
+        for current in range(last + 1):
+            own = [item for n, item in enumerate(items) if rounds[n] == current]
+            made = {r for item in own for r in writes(item)}
+            wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in reads(item)} & made
+            outputs: dict[Wire, Operand] = {Wire("top", r): r for r in sorted(wanted)}
+            outputs |= {wire: operand for when, wire, operand in due if when == current}
+            registers = {o for o in outputs.values() if not isinstance(o, Lit)}
+            inputs = {self._top_wire(r): (r,) for r in sorted((read_before(own) | registers) - made)}
+            if outputs or own:
+                segments.append(
+                    Segment(
+                        kind="update",
+                        round=current,
+                        inputs=tuple(inputs),
+                        binds=tuple(inputs.values()),
+                        preset=(),
+                        outputs=tuple(outputs),
+                        reads=tuple(outputs.values()),
+                        instructions=tuple(own),
+                    )
+                )
+        return segments
+
+    def _wanted(self, ends: set[int]) -> list[Instruction]:
+        """The instructions after the loop that some results need: not those that lay out whole stacks of crossings."""
+        wanted = set(ends)
+        found: list[Instruction] = []
+        for item in reversed(self.late):
+            effects = not isinstance(item, Reshard) and item.op.has_effects
+            if effects or not wanted.isdisjoint(writes(item)):
+                found.append(item)
+                wanted.update(reads(item))
+        return found[::-1]
+
+    def _top_wire(self, register: int) -> Wire:
+        """The wire of a register that the update reads."""
+        results = self.loop.results if self.loop is not None else ()
+        if register not in results:
+            return Wire("top", register)
+        i = results.index(register)
+        return Wire("carry" if i < self._view.num_carry else "pieces", i)
+
+    def _prologue_made(self) -> set[int]:
+        """The registers that the prologue makes in any case."""
+        if self.loop is None:
+            return set()
+        loop_reads = [o for o in self.loop.operands if not isinstance(o, Lit)]
+        return {r for item in self._needed(loop_reads) for r in writes(item)}
+
+    def _rounds(self, items: Sequence[Instruction]) -> list[int]:
+        """The round of each instruction: its op's, and not before what it reads."""
+        made: dict[int, int] = {}
+        values = self.stage.traced.graph.block.inputs
+        for register, value, port in zip(self.program.body.inputs, values, self.stage.inputs, strict=False):
+            if port.kind == "late":
+                made[register] = 1 + self.stage.late_rounds.get(port.number, self._late_in(value))
+        out = []
+        for item in items:
+            own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
+            current = max([own, *(made[r] for r in reads(item) if r in made)])
+            out.append(current)
+            made.update(dict.fromkeys(writes(item), current))
+        return out
+
+    def _late_in(self, value: int) -> int:
+        """The round in which another stage makes a late value: one before the first op here that reads it."""
+        graph = self.stage.traced.graph
+        readers = [self.stage.rounds[op.index] for op in graph.block.ops if value in op.operands]
+        return min(readers, default=1) - 1
