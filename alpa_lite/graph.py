@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from alpa_lite.passes.ir.keys import Keys
     from alpa_lite.passes.layers.stacked_arguments import Stacked
-    from alpa_lite.passes.tracing.arguments import Calling
+    from alpa_lite.passes.tracing.calls import Calling
 
 
 @dataclass(frozen=True, eq=False)

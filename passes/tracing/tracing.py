@@ -17,6 +17,7 @@ import jax
 
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Graph, Traced
+from alpa_lite.passes.ir import flow
 from alpa_lite.passes.tracing import arguments, calls, conversion, nnx_modules
 from alpa_lite.passes.tracing.arguments import BatchArgnums, Flat, Tree
 from alpa_lite.passes.tracing.calls import Calling
@@ -87,11 +88,7 @@ def depends(graph: Graph, output: int, argument: int) -> bool:
     All results of an op are taken to read all its operands.
     """
     block = graph.block
-    reached = {block.inputs[argument]}
-    for op in block.ops:
-        if not reached.isdisjoint([atom for atom in op.operands if isinstance(atom, int)]):
-            reached.update(op.results)
-    return block.outputs[output] in reached
+    return block.outputs[output] in flow.made_of(block.ops, [block.inputs[argument]])
 
 
 class _Run:
