@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from alpa_lite.passes.factors.base import Call, is_key, opaque, shape
 from alpa_lite.passes.factors.stablehlo import Lowered, ShardingRule, lower
 from alpa_lite.strategy import Factor, FactorKind, Rule
@@ -59,23 +61,22 @@ def _lower(equations: list[Any]) -> list[Lowered | str]:
 
 
 class _Factors:
-    """Factors of several operations, merged as they meet (union-find); `kind` of a merged one is the stricter."""
+    """Factors of several operations, merged as they meet; `kind` of a merged one, at its root, is the stricter."""
 
     def __init__(self) -> None:
-        self.parent: list[int] = []
+        self.merged = DisjointSet()
         self.size: list[int] = []
         self.kind: list[FactorKind] = []
 
     def new(self, size: int, kind: FactorKind) -> int:
-        self.parent.append(len(self.parent))
+        factor = len(self.size)
+        self.merged.add(factor)
         self.size.append(size)
         self.kind.append(kind)
-        return len(self.parent) - 1
+        return factor
 
     def find(self, factor: int) -> int:
-        while self.parent[factor] != factor:
-            factor = self.parent[factor]
-        return factor
+        return self.merged[factor]
 
     def freeze(self, factors: Sequence[int]) -> None:
         for factor in factors:
@@ -85,11 +86,13 @@ class _Factors:
         a, b = self.find(a), self.find(b)
         if a == b:
             return
-        if self.kind[a] == "parallel":
-            self.kind[a] = self.kind[b]
+        kind = self.kind[a]
+        if kind == "parallel":
+            kind = self.kind[b]
         elif self.kind[b] != "parallel":  # two reductions over one index are not a reduction of their composition
-            self.kind[a] = "replicate"
-        self.parent[b] = a
+            kind = "replicate"
+        self.merged.merge(a, b)
+        self.kind[self.find(a)] = kind
 
     def meet(self, a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> None:
         """Merges the factors of two views of one tensor, dim by dim."""
@@ -133,7 +136,7 @@ def compose(call: Call, lowered: Lowered) -> Rule:
         if op.rule.reduction or (after_sum and op.name == "stablehlo.convert"):
             summed |= set(op.results)
         if after_sum and (op.rule.reduction or op.name != "stablehlo.convert"):
-            for f in range(len(factors.parent)):
+            for f in range(len(factors.size)):
                 if factors.kind[factors.find(f)] in ("sum", "max", "min"):
                     factors.freeze([f])
     return _rule(call, lowered, factors, dims)

@@ -247,53 +247,10 @@ def _leaves(
 
 
 def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
-    """The timeline of live bytes, by kind."""
-    buffers = space.program.buffers
-    assert buffers is not None
-    kinds = tables.state_kinds(traced, grouping)
-    inputs = {v: i for i, v in enumerate(traced.graph.block.inputs)}
-    shapes = {traced.graph.values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
-    updates = _update_values(traced, grouping)
-    lines = {kind: np.zeros(buffers.points + 1) for kind in ("params", "gradients", "optimizer", "activations")}
-    for b, value in enumerate(space.buffer_values):
-        size = _buffer_bytes(space, choice, b)
-        if not size:
-            continue
-        if value in inputs and buffers.transfer[b] < 0:
-            kind = kinds.get(inputs[value], "activations")
-        elif value in updates and traced.graph.values[value].shape in shapes:
-            kind = "gradients"
-        else:
-            kind = "activations"
-        lines[kind][buffers.start[b]] += size
-        lines[kind][buffers.end[b] + 1] -= size
-    live = {kind: np.cumsum(line) for kind, line in lines.items()}
-    total = sum(live.values())
-    return Memory(**{k: int(v.max()) for k, v in live.items()}, total=int(np.max(total)))
-
-
-def _update_values(traced: Traced, grouping: Grouping) -> set[int]:
-    """Values that flow into the groups that compute new state."""
-    homes, outputs = grouping.homes, traced.graph.block.outputs
-    updates = set()
-    for number, _ in traced.state:
-        atom = outputs[number]
-        if not isinstance(atom, Lit) and atom in homes:
-            updates.add(homes[atom].group)
-    updates.discard(0)
-    wanted = {d.value for d in grouping.demands if d.group in updates}
-    return wanted | {v for v, home in homes.items() if home.group in updates}
-
-
-def _buffer_bytes(space: Space, choice: Sequence[int], b: int) -> float:
-    buffers = space.program.buffers
-    assert buffers is not None
-    if buffers.transfer[b] < 0:
-        return float(buffers.size[b][buffers.klass[b][choice[buffers.owner[b]]]])
-    transfer = space.program.transfers[buffers.transfer[b]]
-    if all(klass[choice[node]] != buffers.copy[b] for node, klass in transfer.consumers):
-        return 0.0
-    return float(buffers.size[b][transfer.src_class[choice[transfer.src]]])
+    """The largest of the live bytes of each kind, and of all together."""
+    live = tables.live_bytes(traced, grouping, space, choice)
+    total = np.sum([*live.values()], axis=0)
+    return Memory(**{k: int(v.max(initial=0.0)) for k, v in live.items()}, total=int(total.max(initial=0.0)))
 
 
 # -- decisions ------------------------------------------------------------------------------------------------------

@@ -271,12 +271,10 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
 
 def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout, ...]]:
     """Replication for the groups that compute new state, so that gradients are all-reduced."""
-    homes, outputs = grouping.homes, traced.graph.block.outputs
     ranks: dict[int, int] = {}
-    for value, home in homes.items():
+    for value, home in grouping.homes.items():
         ranks.setdefault(home.group, len(traced.graph.values[value].shape))
-    found = {homes[a].group for a in (outputs[i] for i, _ in traced.state) if isinstance(a, int) and a in homes}
-    light = [g for g in found if grouping.groups[g].kind == "light"]
+    light = [g for g in tables.update_groups(traced, grouping) if grouping.groups[g].kind == "light"]
     return {g: (Layout(((),) * ranks[g]),) for g in light}
 
 

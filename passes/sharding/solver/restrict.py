@@ -59,7 +59,8 @@ def consistent(problem: Problem) -> Restriction:
         memory = node.memory.at(mine)
         if memory:
             least = memory.size.min(1)
-            base = base + timeline(len(base), *memory.span.T, least)
+            start, end = memory.span.T
+            base = base + timeline(len(base), start, end, least)
             memory = Memory(memory.span, memory.size - least[:, None]).tidy()
         nodes.append(Node(node.cost[mine], memory))
     return Restriction(Problem(tuple(nodes), edges, base, problem.budget), kept)
