@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
-from alpa_lite.passes.lowering import lowering
-from alpa_lite.passes.plans import alternatives, writing
+from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.outcomes import Outcomes, growing_factors
 from alpa_lite.passes.sharding import grouping, search, strategies
 from alpa_lite.passes.sharding.solver import solve
@@ -25,23 +25,24 @@ BATCH = 65536
 CLUSTER = Cluster.preset("a100", nodes=1)
 
 
+def _stepped(batch: int):
+    step, args = models.get("mlp").abstract("tiny", batch, inputs=1024, hidden=2048)
+    return step, *args
+
+
 @functools.cache
 def _grouped(batch: int):
-    step, args = models.get("mlp").abstract("tiny", batch, inputs=1024, hidden=2048)
-    traced = tracing.trace(step, args, {})
+    step, *args = _stepped(batch)
+    traced = tracing.trace(step, tuple(args), {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     return traced, grouping.group(traced, rules), rules
 
 
 @functools.cache
 def _planned():
-    traced, groups, rules = _grouped(BATCH)
-    budget = CLUSTER.usable_memory
-    found = search.search(traced, groups, rules, CLUSTER, Sharded((4, 2)), budget=budget)
-    program = lowering.lower(traced, groups, rules, found.mesh, found.choice, found.space.late_from)
-    plan = writing.write(
-        traced, groups, rules, found, program, CLUSTER, method="", budget=budget, communication="explicit"
-    )
+    method = Sharded((4, 2))
+    found = search.search(*_grouped(BATCH), CLUSTER, method, budget=CLUSTER.usable_memory)
+    plan = alpa_lite.make_plan(*_stepped(BATCH), cluster=CLUSTER, method=method, num_microbatches=1, verify="off")
     return found, plan
 
 
@@ -58,7 +59,7 @@ def _outcomes():
 
 def test_the_chosen_step_is_the_plan() -> None:
     _, plan = _planned()
-    for decision in plan.decisions:
+    for decision in plan.stages[0].decisions:
         assert decision.chosen is not None
         step = decision.chosen.step
         assert decision.chosen.fits
@@ -87,8 +88,8 @@ def test_alternatives_are_ordered_by_the_whole_step() -> None:
         return [(not a.fits, a.step.seconds) for a in decision.alternatives]
 
     _, plan = _planned()
-    assert any(len(d.alternatives) > 3 for d in plan.decisions)
-    assert all(order(d) == sorted(order(d)) for d in plan.decisions)
+    assert any(len(d.alternatives) > 3 for d in plan.stages[0].decisions)
+    assert all(order(d) == sorted(order(d)) for d in plan.stages[0].decisions)
 
 
 def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
