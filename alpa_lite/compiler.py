@@ -28,10 +28,11 @@ from alpa_lite.graph import Traced
 from alpa_lite.options import Options, Sharded
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
 from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, replay
-from alpa_lite.passes.programs.staged import Choice, Staged, donating, estimated_bytes
+from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
 from alpa_lite.passes.sharding import search
 from alpa_lite.passes.stages import planning, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
@@ -39,6 +40,7 @@ from alpa_lite.passes.stages.layer_costs import PRICES
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Priced
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan import Plan
 from alpa_lite.runner import Passes, passes
 from alpa_lite.strategy import Rule
@@ -69,6 +71,9 @@ ATTEMPTS = 3
 
 CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
+
+MERGING = frozenset({"cpu"})
+"""Platforms whose compiler drops optimization barriers, and merges what is computed again with the first time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +119,7 @@ def compile_step(
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         staged = replayed(run, step, asked, asked.plan) if asked.plan is not None else best(run, step, asked)
         if options.donate_argnums != "auto":
-            staged = donating(staged, _donated(traced, options))
+            staged = donating(staged, donated_leaves(traced, options.donate_argnums))
         plan = run("plan", plans.write, staged, cluster, method=asked.described, budget=asked.budget)
         if options.verify != "off":
             plan = run("checks", checks.verified, plan, staged)
@@ -131,67 +136,123 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, none
     is searched.
     """
-    whole, reason = None, None
+    mesh, reason = None, None
     if asked.one_mesh:
         try:
-            whole = one_mesh(run, step, asked)
+            mesh = one_mesh(run, step, asked)
         except InfeasibleError as error:
             if not asked.pipelines:
                 raise
             reason = error
-    if not asked.pipelines or (whole is not None and not worth_a_pipeline(whole)):
-        assert whole is not None
-        return whole
+    if not asked.pipelines or (mesh is not None and not worth_a_pipeline(mesh)):
+        assert mesh is not None
+        return mesh
     try:
         found = pipeline(run, step, asked)
     except (InfeasibleError, MicrobatchError, OptionError) as error:
-        if whole is None:
+        if mesh is None:
             if reason is None:
                 raise
             raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
-        return noted(whole, f"no pipeline was compared: {error}")
-    if whole is None or found.seconds < whole.seconds:
+        return noted(mesh, f"no pipeline was compared: {error}")
+    if mesh is None or found.seconds < mesh.seconds:
         return found
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
-    return noted(whole, note)
+    return noted(mesh, note)
 
 
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
     """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
 
-    Unless a number of micro-batches is given there is one if that fits, and else the least power of two that does.
+    Where the step does not fit as it is, what computes less again and what has fewer micro-batches is tried first, and
+    the faster of the two ways to save memory is taken.
+
+    Raises:
+      InfeasibleError: nothing fits.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
-    count, tried, needed = asked.num_microbatches or 1, 1, 0.0
-    first: InfeasibleError | None = None
-    while True:
+    count = asked.num_microbatches or 1
+    try:
+        return whole(run, step, asked, count)
+    except InfeasibleError as error:
+        first = error
+    again = recomputed(run, step, asked, count)
+    if asked.num_microbatches is None:
         try:
-            loop = looped(run, step, asked, count)
-            if first is not None:
-                loop = replace(loop, notes=(*loop.notes, numbers.fewer_do_not_fit(count, asked.budget)))
-            decided = solve_whole(run, loop, asked)
+            parts = in_parts(run, step, asked, first)
+        except InfeasibleError:
+            if again is None:
+                raise
+            return again
+        return parts if again is None else min(again, parts, key=lambda staged: staged.seconds)
+    if again is None:
+        raise first
+    return again
+
+
+def in_parts(run: Passes, step: Step, asked: Asked, first: InfeasibleError) -> Staged:
+    """One mesh with the least power of two of micro-batches that fits, where one, with the error `first`, does not.
+
+    Raises:
+      InfeasibleError: none fits, or the step cannot be cut exactly; says so after the message of `first`.
+    """
+    tried, needed = 1, first.smallest_budget or 0.0
+    floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
+    while (count := numbers.next_count(tried, needed, floor, asked.budget)) is not None:
+        try:
+            return noted(whole(run, step, asked, count), numbers.fewer_do_not_fit(count, asked.budget))
         except MicrobatchError as refusal:
-            if first is None:
-                raise
-            raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}") from first
+            raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}", first.smallest_budget) from first
         except InfeasibleError as error:
-            if asked.num_microbatches is not None:
-                raise
-            if first is not None and (error.smallest_budget is None or error.smallest_budget >= needed):
+            less = error.smallest_budget
+            if less is None or less >= needed:
                 raise InfeasibleError(
-                    f"{first} Micro-batches do not help: {count} micro-batches need "
-                    f"{error.smallest_budget or needed:.0f} bytes per device."
+                    f"{first} Micro-batches do not help: {count} micro-batches need {less or needed:.0f} bytes per "
+                    "device.",
+                    first.smallest_budget,
                 ) from error
-            first, tried, needed = first or error, count, error.smallest_budget or 0.0
-            floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-            following = numbers.next_count(tried, needed, floor, asked.budget)
-            if following is None:
-                raise first from None
-            count = following
+            tried, needed = count, less
+    raise first
+
+
+def recomputed(run: Passes, step: Step, asked: Asked, count: int) -> Staged | None:
+    """One mesh whose backward pass computes again what it does not save: the least that fits; None if nothing does.
+
+    XLA on CPU drops the barriers that keep the two computations apart, so there a plan would promise too much.
+    """
+    if asked.cluster.platform in MERGING:
+        return None
+    for remat in ("selective", "layer"):
+        try:
+            found = whole(run, step, asked, count, remat)
+        except (InfeasibleError, MicrobatchError):
             continue
-        planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
-        solution = decided.found.solution
-        choice = Choice("step", solution.status, solution.objective, solution.bound, decided.found.candidates)
-        return run("programs", programs.single, loop, planned, choice)
+        return noted(found, f"rematerialisation {remat!r}: with less, the step does not fit into the memory")
+    return None
+
+
+def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "none") -> Staged:
+    """The whole step as one stage, on the best mesh of all devices within the budget.
+
+    Raises:
+      InfeasibleError: no mesh fits.
+      MicrobatchError: the step cannot be cut into as many micro-batches.
+    """
+    loop = looped(run, step, asked, count, remat)
+    traced = loop.traced
+    rules = step.rules
+    if traced is not step.traced:
+        rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+    groups = run("grouping", sharding.group, traced, rules)
+    found = run(
+        "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
+        budget=asked.budget, time_limit=asked.time_limit, progress=run.note,
+    )  # fmt: skip
+    decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
+    planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
+    solution = found.solution
+    verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
+    return run("programs", programs.single, loop, planned, verdict, remat)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
@@ -291,18 +352,18 @@ def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
     """
     slices = chosen.slices
     firsts = [stage.first for stage in slices.stages]
-    remat = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
+    remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
     cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
     loop = cut.accumulated
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
     schedule = schedules.schedule(slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual)
-    choice = Choice(
+    verdict = Verdict(
         "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
     )  # fmt: skip
     write = functools.partial(
         programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
         first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
-        remat=remat, choice=choice,
+        remat=remat, verdict=verdict,
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
     mesh_of = [stage.mesh for stage in slices.stages]
@@ -355,23 +416,18 @@ def solve_stages(
     return tuple(out)
 
 
-def looped(run: Passes, step: Step, asked: Asked, count: int) -> Accumulated:
-    """The step as one mesh runs it: with several micro-batches a loop over them."""
-    if count == 1:
+def looped(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "none") -> Accumulated:
+    """The step as one mesh runs it: with several micro-batches a loop over them.
+
+    What computes forward values again does so in the body of a loop, be it of one micro-batch.
+    """
+    if count == 1 and remat == "none":
         return Accumulated(step.traced, -1, 1, ())
-    return run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-
-
-def solve_whole(run: Passes, loop: Accumulated, asked: Asked) -> DecidedStage:
-    """The whole step as one stage, on the best mesh of all devices within the budget."""
-    traced = loop.traced
-    rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-    groups = run("grouping", sharding.group, traced, rules)
-    found = run(
-        "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, time_limit=asked.time_limit, progress=run.note,
-    )  # fmt: skip
-    return DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+    if remat == "none":
+        return loop
+    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
+    return run("layers", divided, layers, (), (remat,)).accumulated
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -381,15 +437,16 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
       PlanError: the plan is for other arguments, devices or another program; says what differs.
     """
     replay.check_devices(plan, asked.cluster)
-    division, choice = plan.division, Choice("step", "replayed", plan.step_seconds, plan.step_seconds)
+    division, verdict = plan.division, Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
     if not plan.pipelined:
-        loop = looped(run, step, asked, plan.num_microbatches)
+        (remat,) = replay.remat_of(plan)
+        loop = looped(run, step, asked, plan.num_microbatches, remat)
         graph = staging.whole(loop.traced, loop.scan)
         communication = asked.options.communication
         decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
-        choice = replace(choice, candidates=decided.found.candidates)
+        verdict = replace(verdict, candidates=decided.found.candidates)
         planned = run("lowering", planning.lowered_whole, decided, communication)
-        return run("programs", programs.single, loop, planned, choice)
+        return run("programs", programs.single, loop, planned, verdict, remat)
     count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     layers = run("layers", divisible, loop, max_layers=division.max_layers)
@@ -405,7 +462,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     return run(
         "programs", programs.pipelined, loop, planned_stages, division.first_devices, schedule, asked.cluster,
         first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
-        remat=division.remat, choice=replace(choice, idle_devices=division.idle_devices),
+        remat=division.remat, verdict=replace(verdict, idle_devices=division.idle_devices),
     )  # fmt: skip
 
 
@@ -434,13 +491,6 @@ def fitting(staged: Staged, asked: Asked) -> Staged:
 def noted(staged: Staged, note: str) -> Staged:
     """The same with a note in its plan."""
     return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
-
-
-def _donated(traced: Traced, options: Options) -> list[int]:
-    """The numbers of the flat arguments that the user gives away."""
-    from alpa_lite.runtime import executor
-
-    return executor.donated_leaves(traced, options.donate_argnums)
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

@@ -48,6 +48,7 @@ from alpa_lite.passes import lowering
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
 from alpa_lite.runtime import callbacks, placement
 
@@ -156,7 +157,7 @@ class Executable:
         self._constant_shardings = [known[spec] for spec in specs]
         self._donated = _donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
-        ranges = _ranges(traced)
+        ranges = argument_leaves(traced)
         self._state_positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
         self._arity = len(ranges) if state.isdisjoint(range(ranges[-1].stop if ranges else 0, count)) else -1
         self._kept = [i for i in range(count) if i not in set(self._donated)]
@@ -416,36 +417,6 @@ def _donated(
             free[arguments[argument]] -= 1
             chosen.append(argument)
     return chosen
-
-
-def donated_leaves(traced: Traced, donate: int | Sequence[int]) -> list[int]:
-    """The numbers of the leaves of the positional arguments that `donate_argnums` names.
-
-    Raises:
-      OptionError: there is no such argument, or it is static.
-    """
-    positions = (donate,) if isinstance(donate, int) else tuple(donate)
-    calling = traced.calling
-    assert calling is not None
-    ranges = dict(zip(calling.dynamic, _ranges(traced), strict=True))
-    count = len(calling.names)
-    for position in positions:
-        if position % max(count, 1) not in ranges or not -count <= position < count:
-            raise OptionError(
-                f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
-                f"with {count} positional arguments"
-            )
-    return sorted({leaf for position in positions for leaf in ranges[position % count]})
-
-
-def _ranges(traced: Traced) -> list[range]:
-    """The numbers of the leaves of each positional argument that is not static."""
-    out, start = [], 0
-    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
-    for tree in jax.tree_util.treedef_children(args_tree):
-        out.append(range(start, start + tree.num_leaves))
-        start += tree.num_leaves
-    return out
 
 
 def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:

@@ -12,14 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite
 from alpa_lite import compiler, runner
+from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.passes.checks import verification
 from alpa_lite.passes.stages.choosing import Sliced
+from tests import comparing
 
 FIXED = {
     "sharded": Sharded(),
@@ -183,6 +187,63 @@ def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, ch
     found = best_slices(search, monkeypatch)
     assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
     assert [count for count, _ in search.priced] == priced
+
+
+# -- one mesh: what is computed again, and micro-batches --------------------------------------------------------------
+
+
+def residual(weights: Any, batch: Any) -> Any:
+    """Plain descent on blocks whose inner values are eight times as wide as what crosses them."""
+
+    def loss(weights: Any) -> Any:
+        x = batch
+        for up, down in weights:
+            x = x + jnp.tanh(jax.nn.gelu(x @ up)) @ down
+        return (x**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+def residual_args() -> Any:
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> Any:
+        return jnp.asarray(0.1 * rng.standard_normal(shape, np.float32))
+
+    return [(array(16, 128), array(128, 16)) for _ in range(4)], array(512, 16)
+
+
+def test_one_mesh_computes_again_what_does_not_fit() -> None:
+    args = residual_args()
+    where = cluster(1, 2)
+    plan = alpa_lite.make_plan(residual, *args, cluster=where, method=Sharded(), num_microbatches=1, verify="off")
+    assert plan.division.remat == ("none",)
+    budget = plan.stages[0].memory.total // 2
+    options: Any = {"method": Sharded(), "num_microbatches": 1, "memory_per_device": budget}
+    compiled = compiler.compile_step(residual, args, {}, make_options(options), where)
+    less = compiled.plan
+    assert less.division.remat != ("none",) and less.stages[0].memory.total <= budget
+    (stage,) = compiled.staged.stages
+    (segment,) = stage.segments.items
+    module = verification.module_of(stage, segment, "cuda")
+    assert "optimization_barrier" in str(module)  # or the compiler would merge both computations
+
+    run = alpa_lite.parallelize(residual, plan=less, cluster=Cluster.local(jax.devices()[:2]))
+    comparing.compare(run(*args), jax.jit(residual)(*args))
+
+
+def test_a_compiler_that_drops_barriers_gets_micro_batches_instead() -> None:
+    args = residual_args()
+    where = Cluster.local(jax.devices()[:2])
+    plan = alpa_lite.make_plan(residual, *args, cluster=where, method=Sharded(), verify="off")
+    budget = plan.stages[0].memory.total // 2
+    less = alpa_lite.make_plan(residual, *args, cluster=where, method=Sharded(), memory_per_device=budget, verify="off")
+    assert less.division.remat == ("none",) and less.num_microbatches > 1
+    with pytest.raises(InfeasibleError):
+        alpa_lite.make_plan(
+            residual, *args, cluster=where, method=Sharded(), memory_per_device=budget, num_microbatches=1
+        )  # fmt: skip
 
 
 # -- laps, dumps and checks -------------------------------------------------------------------------------------------

@@ -163,8 +163,8 @@ def _staged(found: Staged) -> Iterator[str]:
     """The stages, and the program that runs them."""
     yield from (f"note: {note}" for note in found.loop.notes)
     yield f"{found.num_layers} layers, {found.program.num_microbatches} micro-batches, {found.program.schedule}"
-    choice = found.choice
-    yield f"chosen by {choice.model}: {choice.seconds} s, bound {choice.bound} s; simulated {found.seconds} s"
+    verdict = found.verdict
+    yield f"chosen by {verdict.model}: {verdict.seconds} s, bound {verdict.bound} s; simulated {found.seconds} s"
     for mesh, (buffers, temporary) in enumerate(found.bytes):
         yield f"submesh {mesh}: {buffers} + {temporary} bytes"
     for number, first in enumerate(found.first_layers):

@@ -76,7 +76,7 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
     if undecided and stage.ingredients.get("jax") == here["jax"] and stage.ingredients["program"] != here["program"]:
         raise PlanError(f"the plan is for another program: {_differences(stage, here)}. Plan again for this one.")
     objective, peak = evaluate(space.program, tuple(choice))
-    solution = Solution("replayed", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
+    solution = Solution("feasible", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
     strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
     candidate = Candidate("replayed", mesh.shape, objective, int(peak), "chosen")
     return DecidedStage(graph, rules, groups, Found(mesh, space, solution, strategies_of, (candidate,)), cluster)

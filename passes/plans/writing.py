@@ -63,7 +63,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         listed += own
     listed += _transfers(program)
     parts = _whole_ingredients(staged, stages, cluster)
-    choice, step = staged.choice, staged.seconds
+    verdict, step = staged.verdict, staged.seconds
     ordered = (_ordered(planned.grouping, planned.found.mesh) for planned in staged.stages)
     return Plan(
         method=method,
@@ -79,13 +79,13 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         collectives=tuple(collective for collective, _ in listed),
         collective_seconds=tuple(cost for _, cost in listed),
         solver=Solver(
-            choice.status,
-            choice.seconds,
-            choice.bound,
-            (choice.seconds - choice.bound) / choice.seconds if choice.seconds else 0.0,
+            verdict.status,
+            verdict.seconds,
+            verdict.bound,
+            (verdict.seconds - verdict.bound) / verdict.seconds if verdict.seconds else 0.0,
             sum(stage.solver.seconds for stage in known.values()),
             max(stage.solver.variables for stage in stages),
-            choice.model,
+            verdict.model,
         ),
         division=Division(
             virtual=staged.virtual,
@@ -98,9 +98,9 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
             buffer_bytes=tuple(pair[0] for pair in staged.bytes),
             temporary_bytes=tuple(pair[1] for pair in staged.bytes),
             timeline=staged.timeline,
-            idle_devices=choice.idle_devices,
+            idle_devices=verdict.idle_devices,
         ),
-        candidates=choice.candidates,
+        candidates=verdict.candidates,
         notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),
         ingredients=parts,
     )

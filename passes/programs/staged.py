@@ -26,7 +26,7 @@ from alpa_lite.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class Verdict:
     """Why these stages: what chose them, and what else there was.
 
     Attributes:
@@ -59,7 +59,7 @@ class Staged:
       virtual: the stages of each submesh.
       timeline: the simulated step.
       bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables.
-      choice: why.
+      verdict: why.
     """
 
     loop: Accumulated
@@ -72,7 +72,7 @@ class Staged:
     virtual: int
     timeline: Timeline
     bytes: tuple[tuple[int, int], ...]
-    choice: Choice
+    verdict: Verdict
 
     @property
     def traced(self) -> Traced:
@@ -95,7 +95,7 @@ class Staged:
         return max(map(sum, self.bytes))
 
 
-def single(loop: Accumulated, stage: PlannedStage, choice: Choice, remat: str = "none") -> Staged:
+def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
     """One mesh: the whole step as one stage, run once."""
     written = _whole(loop.traced, stage, loop.num_microbatches)
     return Staged(
@@ -109,7 +109,7 @@ def single(loop: Accumulated, stage: PlannedStage, choice: Choice, remat: str = 
         virtual=1,
         timeline=simulation.simulate(written.program),
         bytes=((int(stage.found.solution.peak), 0),),
-        choice=choice,
+        verdict=verdict,
     )
 
 
@@ -124,7 +124,7 @@ def pipelined(
     num_layers: int,
     max_layers: int,
     remat: Sequence[str],
-    choice: Choice,
+    verdict: Verdict,
 ) -> Staged:
     """Several stages: the instruction lists of a schedule, simulated; the state is donated.
 
@@ -143,7 +143,7 @@ def pipelined(
         virtual=schedule.num_stages // schedule.num_meshes,
         timeline=simulation.simulate(written.program),
         bytes=_bytes(written, stages),
-        choice=choice,
+        verdict=verdict,
     )
 
 
@@ -187,7 +187,7 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
 def notes(staged: Staged) -> tuple[str, ...]:
     """What a plan says of stacked arguments that several stages share, and of devices that are left over."""
     found = stacked_arguments.notes(staged.traced.stacked, staged.program)
-    idle = staged.choice.idle_devices
+    idle = staged.verdict.idle_devices
     return (*found, idle) if idle else tuple(found)
 
 

@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.errors import SignatureError
+from alpa_lite.errors import OptionError, SignatureError
+from alpa_lite.graph import Traced
 from alpa_lite.passes.tracing.calls import Calling, one_or_several, position_of
 from alpa_lite.paths import shown
 
@@ -325,3 +326,34 @@ def _path(inputs: Flat, tree: Tree) -> str:
 
 def _type_text(kind: tuple[tuple[int, ...], Any]) -> str:
     return f"{kind[1]}[{','.join(map(str, kind[0]))}]"
+
+
+def donated_leaves(traced: Traced, donate: int | str | Sequence[int]) -> list[int]:
+    """The numbers of the leaves of the positional arguments that `donate_argnums` names.
+
+    Raises:
+      OptionError: there is no such argument, or it is static.
+    """
+    assert not isinstance(donate, str), "callers know what is donated automatically"
+    positions = (donate,) if isinstance(donate, int) else tuple(donate)
+    calling = traced.calling
+    assert calling is not None
+    ranges = dict(zip(calling.dynamic, argument_leaves(traced), strict=True))
+    count = len(calling.names)
+    for position in positions:
+        if position % max(count, 1) not in ranges or not -count <= position < count:
+            raise OptionError(
+                f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
+                f"with {count} positional arguments"
+            )
+    return sorted({leaf for position in positions for leaf in ranges[position % count]})
+
+
+def argument_leaves(traced: Traced) -> list[range]:
+    """The numbers of the leaves of each positional argument that is not static."""
+    out, start = [], 0
+    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
+    for tree in jax.tree_util.treedef_children(args_tree):
+        out.append(range(start, start + tree.num_leaves))
+        start += tree.num_leaves
+    return out
