@@ -30,6 +30,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+LAPS = {"plan": "writing", "checks": "verification"}
+"""Laps of the compiler that have other names in the results."""
 PARTS = ("tracing", "factors", "grouping", "building", "bounding", "solving", "lowering", "writing", "verification")
 
 
@@ -193,12 +195,8 @@ def prepare(case: Case) -> tuple[Callable[[], Any], dict[str, Any]]:
 
 def instrument(done: Callable[[dict[str, Any]], None]) -> None:
     """Has each pass report its seconds; the search, each program that it builds and solves."""
-    from alpa_lite.passes import factors
-    from alpa_lite.passes.checks import verification
-    from alpa_lite.passes.lowering import lowering
-    from alpa_lite.passes.plans import writing
-    from alpa_lite.passes.sharding import grouping, search
-    from alpa_lite.passes.tracing import tracing
+    from alpa_lite.passes.sharding import search
+    from alpa_lite.runner import Passes
 
     def report(
         module: Any, name: str, part: str, describe: Callable[..., dict[str, Any]] = lambda *_, **__: {}
@@ -228,16 +226,21 @@ def instrument(done: Callable[[dict[str, Any]], None]) -> None:
             "variables": solution.variables,
         }  # fmt: skip
 
-    report(tracing, "trace", "tracing")
-    report(factors, "rules", "factors")
-    report(grouping, "group", "grouping")
+    inner = Passes.__call__
+
+    def lap(self: Passes, name: str, *args: Any, **kwargs: Any) -> Any:
+        start, cpu = time.perf_counter(), time.process_time()
+        try:
+            return inner(self, name, *args, **kwargs)
+        finally:
+            spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+            done({"part": LAPS.get(name, name)} | spent)
+
+    Passes.__call__ = lap
     report(search.strategies, "build", "building", of_space)
     report(search.solve.Bound, "improve", "bounding")
     report(search.solve, "Bound", "bounding")
     report(search.solve, "solve", "solving", of_solution)
-    report(lowering, "lower", "lowering")
-    report(writing, "write", "writing")
-    report(verification, "verified", "verification")
 
 
 def profile(case: Case) -> None:

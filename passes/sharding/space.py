@@ -1,4 +1,4 @@
-"""The nouns of the integer program of one mesh: strategies, nodes, moves, and which assignments of axes there are."""
+"""The nouns of the integer program of one mesh: strategies, nodes, reshardings, and assignments of axes to factors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class Resharding:
     """What a transfer of the integer program stands for: `count` identical values, each moved `trips` times."""
 
     value: int
@@ -62,7 +62,7 @@ class Space:
     program: StrategyGraph
     nodes: tuple[Node, ...]
     node_of: tuple[int, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[Resharding, ...]
     late_from: int | None
     buffer_values: tuple[int, ...]
     shares: Mapping[tuple[int, int], float]

@@ -31,7 +31,7 @@ from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.prices import divides, pairs
-from alpa_lite.passes.sharding.space import Move, Node, Space, Strategy, assignments, layout_of
+from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
 from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
 
@@ -300,7 +300,7 @@ class _Builder:
 
     def transfers(
         self, tables: Tables, choices: Sequence[_Choices]
-    ) -> tuple[list[Move], list[Transfer], list[Passage]]:
+    ) -> tuple[list[Resharding], list[Transfer], list[Passage]]:
         """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
         moves, transfers, spans = [], [], []
         for passage in tables.passages:
@@ -319,7 +319,12 @@ class _Builder:
             if not matrix.any():
                 continue
             count = len(passage.values)
-            moves.append(Move(first, passage.src, made, wanted, count, trips, passage.phase))
+            moves.append(
+                Resharding(
+                    value=first, src=passage.src, produced=made, wanted=wanted, count=count, trips=trips,
+                    phase=passage.phase,
+                )
+            )  # fmt: skip
             consumers = tuple((n, k) for (n, _), k in ends.items())
             transfers.append(Transfer(passage.src, made_class, consumers, matrix * (count * trips), f"value {first}"))
             spans.append(passage)
@@ -336,7 +341,7 @@ class _Builder:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def buffers(
-        self, tables: Tables, choices: Sequence[_Choices], moves: Sequence[Move], passages: Sequence[Passage]
+        self, tables: Tables, choices: Sequence[_Choices], moves: Sequence[Resharding], passages: Sequence[Passage]
     ) -> tuple[Buffers, tuple[int, ...]]:
         """Alike buffers that live equally long are one, of their bytes together."""
         rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
@@ -367,7 +372,11 @@ class _Builder:
                     klass.append(_EMPTY)
                     size.append(sizes * count)
         start, end, owner, transfer, copy = np.array(rows, dtype=int).reshape(-1, 5).T
-        return Buffers(tables.points, start, end, owner, transfer, copy, tuple(klass), tuple(size)), tuple(held)
+        buffers = Buffers(
+            points=tables.points, start=start, end=end, owner=owner, transfer=transfer, copy=copy,
+            klass=tuple(klass), size=tuple(size),
+        )  # fmt: skip
+        return buffers, tuple(held)
 
 
 _EMPTY = np.zeros(0, int)

@@ -229,7 +229,12 @@ class _Maker:
             row = mine[i]
             home = homes[int(value[row])]
             node = self.node_of[home.group]
-            kept.append(Kept(int(value[row]), node, home.dims, int(start[row]), int(end[row]), int(count)))
+            kept.append(
+                Kept(
+                    value=int(value[row]), node=node, dims=home.dims, start=int(start[row]), end=int(end[row]),
+                    count=int(count),
+                )
+            )  # fmt: skip
         passages = []
         for number, (key, members) in enumerate(found.items()):
             mine = first_of[number] + np.flatnonzero(live[first_of[number] : first_of[number + 1]])
@@ -237,9 +242,9 @@ class _Maker:
             rows_of = mine[first]
             passages.append(
                 Passage(
-                    key[0], tuple(members), key[3], tuple(example[key]),
-                    np.stack([start[rows_of], end[rows_of], count], axis=1),
-                    tuple(value[rows_of].tolist()), shares.get((members[0], key[3]), 1.0),
+                    src=key[0], values=tuple(members), phase=key[3], demands=tuple(example[key]),
+                    spans=np.stack([start[rows_of], end[rows_of], count], axis=1),
+                    holders=tuple(value[rows_of].tolist()), share=shares.get((members[0], key[3]), 1.0),
                 )
             )  # fmt: skip
         return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))

@@ -25,7 +25,7 @@ Consumer = tuple[int, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class Bytes:
     """Bytes that live over closed intervals of program points: span [n, 2], size [n, *shape]."""
 
     span: np.ndarray
@@ -34,22 +34,22 @@ class Memory:
     def __bool__(self) -> bool:
         return len(self.span) > 0
 
-    def at(self, *index: np.ndarray | int) -> Memory:
+    def at(self, *index: np.ndarray | int) -> Bytes:
         """The bytes of some entries, as one would index the cost."""
         every: tuple[Any, ...] = (slice(None), *index)
-        return Memory(self.span, self.size[every]) if self else nothing()
+        return Bytes(self.span, self.size[every]) if self else nothing()
 
-    def where(self, mask: np.ndarray) -> Memory:
+    def where(self, mask: np.ndarray) -> Bytes:
         """The bytes of the entries of a mask, zero elsewhere."""
-        return Memory(self.span, np.where(mask, self.size, 0.0)) if self else self
+        return Bytes(self.span, np.where(mask, self.size, 0.0)) if self else self
 
-    def plus(self, other: Memory) -> Memory:
+    def plus(self, other: Bytes) -> Bytes:
         """Both together."""
         if not (self and other):
             return self or other
-        return Memory(np.concatenate([self.span, other.span]), np.concatenate([self.size, other.size]))
+        return Bytes(np.concatenate([self.span, other.span]), np.concatenate([self.size, other.size]))
 
-    def tidy(self) -> Memory:
+    def tidy(self) -> Bytes:
         """The same bytes with equal intervals added up and empty ones left out."""
         if not self:
             return self
@@ -62,20 +62,20 @@ class Memory:
                 np.add.at(size, group, self.size)
                 span = span[first]
         full = size.reshape(len(size), -1).any(1)
-        return Memory(span, size) if full.all() else Memory(span[full], size[full])
+        return Bytes(span, size) if full.all() else Bytes(span[full], size[full])
 
 
-def nothing() -> Memory:
+def nothing() -> Bytes:
     """No bytes at all."""
-    return Memory(np.zeros((0, 2), dtype=np.int64), np.zeros(0))
+    return Bytes(np.zeros((0, 2), dtype=np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Vertex:
     """One decision. cost: [S] seconds. memory: [n, S] bytes."""
 
     cost: np.ndarray
-    memory: Memory = field(default_factory=nothing)
+    memory: Bytes = field(default_factory=nothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Edge:
     src_class: np.ndarray
     consumers: tuple[Consumer, ...]
     cost: np.ndarray
-    memory: Memory = field(default_factory=nothing)
+    memory: Bytes = field(default_factory=nothing)
 
     @property
     def nodes(self) -> set[int]:
@@ -113,7 +113,7 @@ class Edge:
 class Problem:
     """Choose one strategy per node. base: [points] bytes that every choice has. budget: bytes, or None."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Vertex, ...]
     edges: tuple[Edge, ...]
     base: np.ndarray
     budget: float | None = None
@@ -189,7 +189,7 @@ def from_graph(graph: StrategyGraph) -> Problem:
     names = graph.names or tuple(f"node {i}" for i in range(len(graph.node_cost)))
     costs = [_cost(cost, names[i]) for i, cost in enumerate(graph.node_cost)]
     edges = [_edge(transfer, [len(cost) for cost in costs]) for transfer in graph.transfers]
-    nodes = [Node(cost) for cost in costs]
+    nodes = [Vertex(cost) for cost in costs]
     points = 0
     if graph.buffers is not None:
         points = graph.buffers.points
@@ -201,14 +201,14 @@ def from_graph(graph: StrategyGraph) -> Problem:
 
 def forget_memory(problem: Problem) -> Problem:
     """The same problem without bytes and budget: a relaxation."""
-    nodes = tuple(Node(node.cost) for node in problem.nodes)
+    nodes = tuple(Vertex(node.cost) for node in problem.nodes)
     edges = tuple(Edge(e.src, e.src_class, e.consumers, e.cost) for e in problem.edges)
     return Problem(nodes, edges, np.zeros(0))
 
 
 def forget_seconds(problem: Problem) -> Problem:
     """The same problem with every allowed cost zero: what remains is memory."""
-    nodes = tuple(Node(np.where(np.isinf(n.cost), np.inf, 0.0), n.memory) for n in problem.nodes)
+    nodes = tuple(Vertex(np.where(np.isinf(n.cost), np.inf, 0.0), n.memory) for n in problem.nodes)
     edges = tuple(
         Edge(e.src, e.src_class, e.consumers, np.where(np.isinf(e.cost), np.inf, 0.0), e.memory) for e in problem.edges
     )
@@ -219,11 +219,11 @@ def price_memory(problem: Problem, price: np.ndarray) -> Problem:
     """The Lagrangian: a byte at program point t costs `price[t]` seconds; no budget."""
     total = np.concatenate([[0.0], np.cumsum(price)])
 
-    def priced(cost: np.ndarray, memory: Memory) -> np.ndarray:
+    def priced(cost: np.ndarray, memory: Bytes) -> np.ndarray:
         each = total[memory.span[:, 1] + 1] - total[memory.span[:, 0]]
         return cost + np.tensordot(each, memory.size, 1) if each.any() else cost
 
-    nodes = tuple(Node(priced(n.cost, n.memory)) for n in problem.nodes)
+    nodes = tuple(Vertex(priced(n.cost, n.memory)) for n in problem.nodes)
     edges = tuple(Edge(e.src, e.src_class, e.consumers, priced(e.cost, e.memory)) for e in problem.edges)
     return Problem(nodes, edges, np.zeros(0))
 
@@ -292,13 +292,13 @@ def _by(owner: np.ndarray, these: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return [(int(o), group) for o, group in zip(owners, np.split(these, first[1:]), strict=True)]
 
 
-def _node_buffers(buffers: Buffers, nodes: list[Node]) -> list[Node]:
+def _node_buffers(buffers: Buffers, nodes: list[Vertex]) -> list[Vertex]:
     """The nodes with the bytes of their buffers."""
     result = list(nodes)
     for i, mine in _by(np.asarray(buffers.owner), np.flatnonzero(np.asarray(buffers.transfer) < 0)):
         span = np.stack([buffers.start[mine], buffers.end[mine]], axis=1)
         size = np.stack([np.asarray(buffers.size[b], dtype=np.float64)[buffers.klass[b]] for b in mine])
-        result[i] = Node(nodes[i].cost, Memory(span, size).tidy())
+        result[i] = Vertex(nodes[i].cost, Bytes(span, size).tidy())
     return result
 
 
@@ -312,5 +312,5 @@ def _edge_buffers(buffers: Buffers, edges: list[Edge]) -> list[Edge]:
         size = np.zeros((len(unique), *edge.cost.shape[::-1]))
         np.add.at(size, (group, np.asarray(buffers.copy)[mine]), np.stack([buffers.size[b] for b in mine]))
         span = np.stack([unique // buffers.points, unique % buffers.points], axis=1)
-        result[t] = replace(edge, memory=Memory(span, size.swapaxes(1, 2)).tidy())
+        result[t] = replace(edge, memory=Bytes(span, size.swapaxes(1, 2)).tidy())
     return result

@@ -121,116 +121,115 @@ class _Triplets:
 
 def build(problem: Problem) -> LinearProgram:
     """The program of a problem; see the module's docstring."""
-    sizes = [len(node.cost) for node in problem.nodes]
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    equal, at_most = _Triplets([], [], []), _Triplets([], [], [])
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    equal.add(owner, np.arange(len(owner)), 1.0)
-    equal.height = len(sizes)
-    cost = [np.concatenate([node.cost for node in problem.nodes]) if sizes else np.zeros(0)]
-    items: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-    for i, node in enumerate(problem.nodes):
-        for (start, end), size in zip(node.memory.span, node.memory.size, strict=True):
-            items.append((start, end, first[i] + np.arange(len(size)), size))
-    pairs: list[tuple[np.ndarray, np.ndarray]] = []
-    width = int(first[-1])
+    draft = _Draft(problem)
     for e, edge in enumerate(problem.edges):
-        width = _add_edge(edge, e, first, width, equal, at_most, cost, items, pairs)
-    items = [(s, t, v[b > 0], b[b > 0]) for s, t, v, b in items]
-    empty = np.zeros(0, dtype=np.int64)
-    equal_to = np.zeros(equal.height)
-    equal_to[: len(sizes)] = 1.0
-    return LinearProgram(
-        problem,
-        first,
-        np.concatenate(cost),
-        equal.matrix(width),
-        equal_to,
-        at_most.matrix(width),
-        np.zeros(at_most.height),
-        np.concatenate([np.full(len(v), s) for s, _, v, _ in items] or [empty]),
-        np.concatenate([np.full(len(v), t) for _, t, v, _ in items] or [empty]),
-        np.concatenate([v for _, _, v, _ in items] or [empty]),
-        np.concatenate([b for _, _, _, b in items] or [np.zeros(0)]),
-        np.concatenate([a for a, _ in pairs] or [empty]),
-        np.concatenate([b for _, b in pairs] or [empty]),
-    )
+        draft.add_edge(e, edge)
+    return draft.program()
 
 
-def _add_edge(
-    edge: Edge,
-    e: int,
-    first: np.ndarray,
-    width: int,
-    equal: _Triplets,
-    at_most: _Triplets,
-    cost: list[np.ndarray],
-    items: list[tuple[int, int, np.ndarray, np.ndarray]],
-    pairs: list[tuple[np.ndarray, np.ndarray]],
-) -> int:
-    """Append the variables and rows of one edge; returns the new number of variables."""
-    rows, columns = edge.cost.shape
-    wants = np.zeros(columns, dtype=int)
-    for node, klass in edge.consumers:
-        wants[np.unique(klass)] += 2 if node == edge.src else 1
-    shared = np.isfinite(edge.cost) & (wants > 1)
-    charged = edge.cost > 0
-    if edge.memory:
-        charged = charged | edge.memory.size.any(0)
-    once = np.full(edge.cost.shape, -1)
-    p, q = np.nonzero(shared & charged)
-    once[p, q] = width + np.arange(len(p))
-    width = _new_pairs(edge, e, p, q, width, cost, items, pairs, alone=False)
-    src_x = first[edge.src] + np.arange(len(edge.src_class))
-    for node, klass in edge.consumers:
-        node_x = first[node] + np.arange(len(klass))
-        if node == edge.src:
-            w = once[edge.src_class, klass]
-            own = w[w >= 0]
-            names, row = np.unique(own, return_inverse=True)
-            at_most.add(at_most.height + row, src_x[w >= 0], 1.0)
-            at_most.add(at_most.height + np.arange(len(names)), names, -1.0)
-            at_most.height += len(names)
-            banned = np.flatnonzero(np.isinf(edge.cost[edge.src_class, klass]))
-            equal.add(np.full(len(banned), equal.height), src_x[banned], 1.0)
-            equal.height += bool(len(banned))
-            continue
+class _Draft:
+    """A program under construction: all x are there, z and w are added edge by edge."""
+
+    def __init__(self, problem: Problem) -> None:
+        sizes = [len(node.cost) for node in problem.nodes]
+        self.problem, self.nodes = problem, len(sizes)
+        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.width = int(self.first[-1])
+        self.equal, self.at_most = _Triplets([], [], []), _Triplets([], [], [])
+        self.equal.add(np.repeat(np.arange(len(sizes)), sizes), np.arange(self.width), 1.0)
+        self.equal.height = len(sizes)
+        self.cost = [node.cost for node in problem.nodes]
+        self.items: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # start, end, variables, bytes
+        self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # edge, flat (p, q)
+        for i, node in enumerate(problem.nodes):
+            self._add_bytes(node.memory.span, node.memory.size, self._x(i))
+
+    def program(self) -> LinearProgram:
+        equal_to = np.zeros(self.equal.height)
+        equal_to[: self.nodes] = 1.0
+        counts = [len(variables) for _, _, variables, _ in self.items]
+        empty, none = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+        return LinearProgram(
+            problem=self.problem,
+            first=self.first,
+            cost=np.concatenate([*none, *self.cost]),
+            equal=self.equal.matrix(self.width),
+            equal_to=equal_to,
+            at_most=self.at_most.matrix(self.width),
+            at_most_to=np.zeros(self.at_most.height),
+            start=np.repeat(np.array([start for start, _, _, _ in self.items], dtype=np.int64), counts),
+            end=np.repeat(np.array([end for _, end, _, _ in self.items], dtype=np.int64), counts),
+            variable=np.concatenate([*empty, *(variables for _, _, variables, _ in self.items)]),
+            size=np.concatenate([*none, *(size for _, _, _, size in self.items)]),
+            pair_edge=np.concatenate([*empty, *(edge for edge, _ in self.pairs)]),
+            pair=np.concatenate([*empty, *(pair for _, pair in self.pairs)]),
+        )
+
+    def add_edge(self, e: int, edge: Edge) -> None:
+        """Append the variables and rows of one edge."""
+        wants = np.zeros(edge.cost.shape[1], dtype=int)
+        for node, klass in edge.consumers:
+            wants[np.unique(klass)] += 2 if node == edge.src else 1
+        shared = np.isfinite(edge.cost) & (wants > 1)
+        charged = edge.cost > 0
+        if edge.memory:
+            charged = charged | edge.memory.size.any(0)
+        once = np.full(edge.cost.shape, -1)
+        p, q = np.nonzero(shared & charged)
+        once[p, q] = self._new_pairs(edge, p, q, np.ones(len(p), dtype=bool), name=-1)
+        for node, klass in edge.consumers:
+            if node == edge.src:
+                self._add_own(edge, klass, once)
+            else:
+                self._add_consumer(e, edge, node, klass, once, wants)
+
+    def _add_own(self, edge: Edge, klass: np.ndarray, once: np.ndarray) -> None:
+        """A consumer that is the source itself: its pair is the sum of the x of the strategies in that pair."""
+        src_x, w = self._x(edge.src), once[edge.src_class, klass]
+        names, row = np.unique(w[w >= 0], return_inverse=True)
+        self.at_most.add(self.at_most.height + row, src_x[w >= 0], 1.0)
+        self.at_most.add(self.at_most.height + np.arange(len(names)), names, -1.0)
+        self.at_most.height += len(names)
+        banned = np.flatnonzero(np.isinf(edge.cost[edge.src_class, klass]))
+        self.equal.add(np.full(len(banned), self.equal.height), src_x[banned], 1.0)
+        self.equal.height += bool(len(banned))
+
+    def _add_consumer(
+        self, e: int, edge: Edge, node: int, klass: np.ndarray, once: np.ndarray, wants: np.ndarray
+    ) -> None:
+        """Another consumer: a z for each pair, whose marginals are those of the x of both ends."""
+        rows = len(edge.cost)
         wanted, column = np.unique(klass, return_inverse=True)
         p, c = np.nonzero(np.isfinite(edge.cost[:, wanted]))
         q = wanted[c]
-        z = width + np.arange(len(p))
-        equal.add(equal.height + p, z, 1.0)
-        equal.add(equal.height + edge.src_class, src_x, -1.0)
-        equal.add(equal.height + rows + c, z, 1.0)
-        equal.add(equal.height + rows + column, node_x, -1.0)
-        equal.height += rows + len(wanted)
+        z = self._new_pairs(edge, p, q, wants[q] <= 1, name=e)  # w pays for what several may want
+        self.equal.add(self.equal.height + p, z, 1.0)
+        self.equal.add(self.equal.height + edge.src_class, self._x(edge.src), -1.0)
+        self.equal.add(self.equal.height + rows + c, z, 1.0)
+        self.equal.add(self.equal.height + rows + column, self._x(node), -1.0)
+        self.equal.height += rows + len(wanted)
         w = once[p, q]
-        at_most.add(at_most.height + np.arange((w >= 0).sum()), z[w >= 0], 1.0)
-        at_most.add(at_most.height + np.arange((w >= 0).sum()), w[w >= 0], -1.0)
-        at_most.height += int((w >= 0).sum())
-        width = _new_pairs(edge, e, p, q, width, cost, items, pairs, alone=True, free=wants[q] > 1)
-    return width
+        count = int((w >= 0).sum())
+        self.at_most.add(self.at_most.height + np.arange(count), z[w >= 0], 1.0)
+        self.at_most.add(self.at_most.height + np.arange(count), w[w >= 0], -1.0)
+        self.at_most.height += count
 
+    def _new_pairs(self, edge: Edge, p: np.ndarray, q: np.ndarray, pays: np.ndarray, *, name: int) -> np.ndarray:
+        """Variables for the pairs (p, q). Those of `pays` have their costs and bytes, and the edge's number."""
+        new = self.width + np.arange(len(p))
+        self.width += len(p)
+        self.cost.append(np.where(pays, edge.cost[p, q], 0.0))
+        if edge.memory:
+            self._add_bytes(edge.memory.span, np.where(pays, edge.memory.size[:, p, q], 0.0), new)
+        self.pairs.append((np.where(pays, name, -1), p * edge.cost.shape[1] + q))
+        return new
 
-def _new_pairs(
-    edge: Edge,
-    e: int,
-    p: np.ndarray,
-    q: np.ndarray,
-    width: int,
-    cost: list[np.ndarray],
-    items: list[tuple[int, int, np.ndarray, np.ndarray]],
-    pairs: list[tuple[np.ndarray, np.ndarray]],
-    alone: bool,
-    free: np.ndarray | None = None,
-) -> int:
-    """Variables for the pairs (p, q), with their costs and bytes but for those of the mask `free`, which w pays."""
-    pays = np.ones(len(p), dtype=bool) if free is None else ~free
-    cost.append(np.where(pays, edge.cost[p, q], 0.0))
-    for (start, end), size in zip(edge.memory.span, edge.memory.size, strict=True):
-        items.append((start, end, width + np.arange(len(p)), np.where(pays, size[p, q], 0.0)))
-    pairs.append((np.where(pays & alone, e, -1), p * edge.cost.shape[1] + q))
-    return width + len(p)
+    def _x(self, i: int) -> np.ndarray:
+        return np.arange(self.first[i], self.first[i + 1])
+
+    def _add_bytes(self, spans: np.ndarray, sizes: np.ndarray, variables: np.ndarray) -> None:
+        for (start, end), size in zip(spans, sizes, strict=True):
+            self.items.append((int(start), int(end), variables[size > 0], size[size > 0]))
 
 
 def relax(program: LinearProgram, points: Sequence[int], unit: float, time_limit: float) -> Relaxed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.problem import Consumer, Edge, Memory, Node, Problem, timeline, used
+from alpa_lite.passes.sharding.solver.problem import Bytes, Consumer, Edge, Problem, Vertex, timeline, used
 
 
 class Contradiction(Exception):
@@ -61,8 +61,8 @@ def consistent(problem: Problem) -> Restriction:
             least = memory.size.min(1)
             start, end = memory.span.T
             base = base + timeline(len(base), start, end, least)
-            memory = Memory(memory.span, memory.size - least[:, None]).tidy()
-        nodes.append(Node(node.cost[mine], memory))
+            memory = Bytes(memory.span, memory.size - least[:, None]).tidy()
+        nodes.append(Vertex(node.cost[mine], memory))
     return Restriction(Problem(tuple(nodes), edges, base, problem.budget), kept)
 
 

@@ -24,7 +24,7 @@ from alpa_lite.passes.sharding.solver.descent import descend
 from alpa_lite.passes.sharding.solver.memory import MemoryDual, peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import (
-    Memory,
+    Bytes,
     Problem,
     allowance,
     forget_memory,
@@ -80,14 +80,14 @@ class Search:
         if found and self.objective - bound <= ROUNDING * self.objective:
             bound = self.objective
         return Solution(
-            status,
-            tuple(int(s) for s in self.choice) if found and self.choice is not None else (),
-            self.objective if found else math.inf,
-            bound,
-            self.problem.peak(self.choice) if found and self.choice is not None else math.inf,
-            time.perf_counter() - started,
-            self.variables,
-            self.constraints,
+            status=status,
+            choice=tuple(int(s) for s in self.choice) if found and self.choice is not None else (),
+            objective=self.objective if found else math.inf,
+            bound=bound,
+            peak=self.problem.peak(self.choice) if found and self.choice is not None else math.inf,
+            seconds=time.perf_counter() - started,
+            variables=self.variables,
+            constraints=self.constraints,
         )
 
     def run(self, free: float | None = None) -> None:
@@ -407,7 +407,7 @@ def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray
     """[variables] mask of the strategies that overfill a program point: not all of them can be chosen together."""
     problem = program.problem
 
-    def live(memory: Memory) -> bool:
+    def live(memory: Bytes) -> bool:
         return bool(((memory.span[:, 0] <= point) & (point <= memory.span[:, 1])).any())
 
     involved = {i for i, node in enumerate(problem.nodes) if live(node.memory)}

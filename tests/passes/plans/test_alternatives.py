@@ -81,7 +81,7 @@ def test_within_a_budget_plans_fit_and_bounds_hold(seed: int) -> None:
 
 def _chain(seconds: list[list[float]], move: float) -> sharding_problem.Problem:
     """Nodes in a row; neighbours of unequal strategies pay `move`."""
-    nodes = tuple(sharding_problem.Node(np.array(cost)) for cost in seconds)
+    nodes = tuple(sharding_problem.Vertex(np.array(cost)) for cost in seconds)
     same = np.arange(2)
     cost = np.array([[0.0, move], [move, 0.0]])
     edges = tuple(sharding_problem.Edge(i, same, ((i + 1, same),), cost) for i in range(len(nodes) - 1))
