@@ -192,7 +192,7 @@ def test_auto_takes_the_fewest_that_fit(method):
     plan = plan_of(deep(), method=METHODS[method], memory_per_device=budget)
     chosen = plan.num_microbatches
     assert chosen in (2, 4, 8) and plan.stages[0].memory.total <= budget
-    assert any(f"{chosen} micro-batches: fewer do not fit" in note for note in plan.notes)
+    assert any(f"{chosen} micro-batches: with fewer, the step does not fit" in note for note in plan.notes)
     for fewer in (count for count in (1, 2, 4) if count < chosen):
         with pytest.raises(alpa_lite.InfeasibleError):
             plan_of(deep(), method=METHODS[method], memory_per_device=budget, num_microbatches=fewer)
