@@ -63,11 +63,13 @@ def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", d
     step, args = case.make()
     cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
     got = called(alpa_lite.parallelize(step, method=method, cluster=cluster, donate_argnums=donate), args, case.style)
-    return got, on_one_device(case, donate_single)
+    return got, on_one_device(case, donate_single, jax.config.read("jax_disable_most_optimizations"))
 
 
 @functools.cache  # most cases are run by several methods
-def on_one_device(case, donate):
+def on_one_device(case, donate, compiled_quickly):
+    """What one device computes; compilers round otherwise where they are set to compile quickly."""
+    assert compiled_quickly == jax.config.read("jax_disable_most_optimizations")
     step, args = case.make()
     jit = nnx.jit if case.style == "nnx" else jax.jit
     return called(jit(step, donate_argnums=donate), args, case.style)
