@@ -123,7 +123,7 @@ def test_plan_for_a_cluster_that_is_not_here(tmp_path: Path) -> None:
     printed = invoke(*args, "--method", "sharded:2x2", "-o", file, "--dump", stages)
     assert "2x2" in printed
     assert Plan.load(file).num_devices == 4
-    assert next(f.name for f in sorted(stages.iterdir())) == "01_graph.txt"
+    assert next(f.name for f in sorted(stages.iterdir())) == "01_tracing.txt"
 
 
 def test_a_model_without_text_trains_on_one_batch() -> None:

@@ -119,7 +119,7 @@ def test_the_compiled_program_synchronises_once():
     blocks = re.split(r"\n(?=(?:ENTRY )?%)", text)
     where = [block.split(" ", 1)[0] for block in blocks if re.search(r"= .* all-reduce(-start)?\(", block)]
     assert where == ["ENTRY"]
-    assert any("compiled: the planned collectives" in line for line in step.plan(*args).verification)
+    assert any("compiled: the step has the planned collectives" in line for line in step.plan(*args).verification)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The value after each pass as a text file: 01_graph.txt, 02_factors.txt, ... in a directory of the user's choice."""
+"""The value after each pass as a text file: 01_tracing.txt, 02_factors.txt, ... in a directory of the user's choice."""
 
 from __future__ import annotations
 
