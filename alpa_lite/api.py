@@ -53,8 +53,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       plan: a `Plan`, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
       solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
-        pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches is another step.
-        Tracing, building the programs and verification are not counted.
+        pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
+        rematerialisation, is another step. Tracing, building the programs and verification are not counted.
       dump_dir: a directory for the value after each pass, as text.
 
     Returns:

@@ -6,11 +6,14 @@ import time
 
 import pytest
 
-import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError
+from alpa_lite.options import Sharded
+from alpa_lite.passes import factors
+from alpa_lite.passes.sharding import grouping, search
 from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.tracing import tracing
 
 LIMIT = 1.0
 SLACK = 2.5  # seconds that steps between looks at the clock take, on a machine that is busy
@@ -38,26 +41,24 @@ def spent(monkeypatch):
     return seconds
 
 
-def planned(share: float) -> alpa_lite.Plan:
+def searched(share: float) -> search.Found:
     """A mixture of experts within a share of the bytes that its fastest plan takes."""
     fun, args = models.get("moe").abstract("tiny", 16)
-    cluster = Cluster.preset("a100", nodes=1)
-    budget = int(share * 4_463_104)
-    return alpa_lite.make_plan(
-        fun, *args, cluster=cluster, method=alpa_lite.Sharded((4, 2)), memory_per_device=budget,
-        num_microbatches=1, solver_time_limit=LIMIT, verify="off",
-    )  # fmt: skip
+    traced = tracing.trace(fun, args, {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    cluster, method = Cluster.preset("a100", nodes=1), Sharded((4, 2))
+    groups = grouping.group(traced, rules)
+    return search.search(traced, groups, rules, cluster, method, budget=share * 4_463_104, time_limit=LIMIT)
 
 
 def test_a_budget_that_binds_is_met_within_the_limit(spent):
-    plan = planned(0.88)
-    assert plan.solver.status in ("optimal", "feasible")
+    assert searched(0.88).solution.status in ("optimal", "feasible")
     assert len(spent) > 1
     assert sum(spent) < LIMIT + SLACK
 
 
 def test_what_does_not_fit_is_told_within_the_limit(spent):
     with pytest.raises(InfeasibleError, match="smallest budget that works is") as caught:
-        planned(0.001)
+        searched(0.001)
     assert caught.value.smallest_budget
     assert sum(spent) < LIMIT + SLACK
