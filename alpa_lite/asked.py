@@ -10,8 +10,13 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.options import Auto, Method, Options, Pipeline
+from alpa_lite.options import Auto, Method, Options, Pipeline, Sharded
+from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.plan import Plan
+
+MERGING = frozenset({"cpu"})
+"""Platforms whose compiler drops optimization barriers, and merges what is computed again with the first time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +92,28 @@ class Asked:
     def pipelines(self) -> bool:
         """Whether the method allows pipelines on this cluster."""
         return isinstance(self.method, Pipeline) or (isinstance(self.method, Auto) and self.cluster.num_devices > 1)
+
+    @property
+    def remat(self) -> tuple[Choice, ...]:
+        """What the backward pass of one mesh may compute again, the least first. Textbook plans compute nothing again.
+
+        Raises:
+          OptionError: something is asked for that the compiler of the platform would undo.
+        """
+        asked = self.method.remat if isinstance(self.method, Sharded) else "auto" if self.automatic else "none"
+        if asked == "none" or (asked == "auto" and self.cluster.platform in MERGING):
+            return ("none",)
+        if self.cluster.platform in MERGING:
+            raise OptionError(
+                f"Sharded remat={asked!r}: the compiler for {self.cluster.platform} merges what is computed again with "
+                'the first time; use remat="none", or Pipeline(), whose stages are compiled apart'
+            )
+        return ("none", "selective", "layer") if asked == "auto" else tuple(c for c in REMAT if c == asked)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the kind of plan is searched."""
+        return isinstance(self.method, Auto)
 
     @property
     def inexact(self) -> dict[str, Any]:

@@ -72,9 +72,6 @@ ATTEMPTS = 3
 CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
-MERGING = frozenset({"cpu"})
-"""Platforms whose compiler drops optimization barriers, and merges what is computed again with the first time."""
-
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
@@ -173,7 +170,7 @@ def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
     """
     count = asked.num_microbatches or 1
     try:
-        return whole(run, step, asked, count)
+        return whole(run, step, asked, count, asked.remat[0])
     except InfeasibleError as error:
         first = error
     again = recomputed(run, step, asked, count)
@@ -200,7 +197,7 @@ def in_parts(run: Passes, step: Step, asked: Asked, first: InfeasibleError) -> S
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
     while (count := numbers.next_count(tried, needed, floor, asked.budget)) is not None:
         try:
-            return noted(whole(run, step, asked, count), numbers.fewer_do_not_fit(count, asked.budget))
+            return noted(whole(run, step, asked, count, asked.remat[0]), numbers.fewer_do_not_fit(count, asked.budget))
         except MicrobatchError as refusal:
             raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}", first.smallest_budget) from first
         except InfeasibleError as error:
@@ -216,13 +213,8 @@ def in_parts(run: Passes, step: Step, asked: Asked, first: InfeasibleError) -> S
 
 
 def recomputed(run: Passes, step: Step, asked: Asked, count: int) -> Staged | None:
-    """One mesh whose backward pass computes again what it does not save: the least that fits; None if nothing does.
-
-    XLA on CPU drops the barriers that keep the two computations apart, so there a plan would promise too much.
-    """
-    if asked.cluster.platform in MERGING:
-        return None
-    for remat in ("selective", "layer"):
+    """One mesh whose backward pass computes again what it does not save: the least that fits; None if nothing does."""
+    for remat in asked.remat[1:]:
         try:
             found = whole(run, step, asked, count, remat)
         except (InfeasibleError, MicrobatchError):

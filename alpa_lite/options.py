@@ -59,21 +59,27 @@ class Sharded(Method):
 
     Attributes:
       mesh_shape: the shape of the mesh, major to minor; None tries every shape of the cluster.
+      remat: what the backward pass computes again, as in `Pipeline`; "auto" is the least that fits the memory. The
+        compiler for CPU merges what is computed again with the first time, so there only "none" is planned.
     """
 
     mesh_shape: MeshShape | None = None
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         if self.mesh_shape is not None:
             object.__setattr__(self, "mesh_shape", _mesh_shape(self.mesh_shape, "Sharded mesh_shape"))
+        _check_remat("Sharded", self.remat)
 
     def describe(self) -> str:
         """The method in a few words."""
-        return "sharded" if self.mesh_shape is None else f"sharded on {_by(self.mesh_shape)}"
+        remat = "" if self.remat == "auto" else f", remat {self.remat}"
+        return ("sharded" if self.mesh_shape is None else f"sharded on {_by(self.mesh_shape)}") + remat
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
-        return super().to_json() | {"mesh_shape": None if self.mesh_shape is None else list(self.mesh_shape)}
+        shape = None if self.mesh_shape is None else list(self.mesh_shape)
+        return super().to_json() | {"mesh_shape": shape, "remat": self.remat}
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,7 @@ class Pipeline(Method):
             raise OptionError(f"Pipeline num_stages={stages!r}: give a positive number, or None to search for it")
         if self.schedule not in ("auto", *NAMES):
             raise OptionError(f'Pipeline schedule={self.schedule!r}: use "auto" or one of {", ".join(NAMES)}')
-        if self.remat not in ("auto", "none", "layer", "selective"):
-            raise OptionError(f'Pipeline remat={self.remat!r}: use "auto", "none", "layer" or "selective"')
+        _check_remat("Pipeline", self.remat)
         if self.submesh_shapes is not None:
             if not isinstance(self.submesh_shapes, list | tuple) or not self.submesh_shapes:
                 raise OptionError(
@@ -231,6 +236,12 @@ class Manual(Method):
 _BY_NAME: Mapping[str, type[Method]] = {
     cls.__name__: cls for cls in (Auto, Off, Sharded, DataParallel, Zero, TensorParallel, Pipeline, Manual)
 }
+
+
+def _check_remat(method: str, remat: str) -> None:
+    """Raises OptionError if there is no such rematerialisation."""
+    if remat not in ("auto", "none", "layer", "selective"):
+        raise OptionError(f'{method} remat={remat!r}: use "auto", "none", "layer" or "selective"')
 
 
 def method_from_json(data: Mapping[str, Any]) -> Method:

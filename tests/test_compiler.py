@@ -19,7 +19,7 @@ import alpa_lite
 from alpa_lite import compiler, runner
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster, Link
-from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.stages.choosing import Sliced
@@ -244,6 +244,15 @@ def test_a_compiler_that_drops_barriers_gets_micro_batches_instead() -> None:
         alpa_lite.make_plan(
             residual, *args, cluster=where, method=Sharded(), memory_per_device=budget, num_microbatches=1
         )  # fmt: skip
+    with pytest.raises(OptionError, match=r"remat='layer'.* merges .*remat=\"none\""):
+        alpa_lite.make_plan(residual, *args, cluster=where, method=Sharded(remat="layer"))
+
+
+def test_what_one_mesh_computes_again_can_be_given() -> None:
+    args, where = residual_args(), cluster(1, 2)
+    for remat in ("none", "selective", "layer"):
+        plan = alpa_lite.make_plan(residual, *args, cluster=where, method=Sharded(remat=remat), verify="off")
+        assert plan.division.remat == (remat,)
 
 
 # -- laps, dumps and checks -------------------------------------------------------------------------------------------
@@ -294,7 +303,7 @@ def test_solver_plan_and_simulation_have_one_price_list(method) -> None:
     step, args = step_and_args(layers=4, width=256, batch=64)
     plan = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), method=method, num_microbatches=4, verify="off")
     for number, stage in enumerate(plan.stages):
-        assert stage.seconds == pytest.approx(stage.solver.objective, rel=1e-6)
+        assert stage.compute_seconds + stage.communication_seconds == pytest.approx(stage.solver.objective, rel=1e-6)
         own = [event for event in plan.division.timeline.events if event.stage == number]
         computed = sum(event.seconds for event in own if event.kind != "transfer")
         assert computed == pytest.approx(stage.seconds)

@@ -30,7 +30,17 @@ def make(**arguments: Any) -> Options:
     return Options(**arguments)
 
 
-METHODS = (Auto(), Off(), Sharded(), Sharded((4, 2)), DataParallel(), Zero(stage=3), TensorParallel(), MANUAL)
+METHODS = (
+    Auto(),
+    Off(),
+    Sharded(),
+    Sharded((4, 2)),
+    Sharded(remat="layer"),
+    DataParallel(),
+    Zero(stage=3),
+    TensorParallel(),
+    MANUAL,
+)
 
 
 def test_defaults():

@@ -137,7 +137,7 @@ def _stage(
         rest = max(0, sum(used) - memory.params - memory.gradients - memory.optimizer)
         memory = replace(memory, activations=rest, total=sum(used))
     seconds = sum(planned.seconds[s] * planned.runs(s) for s in planned.segments.items)
-    communication = min(seconds, sum(cost for _, cost in own))
+    compute = planned.prices.arguments + sum(planned.prices.compute(s.instructions) for s in planned.segments.items)
     arguments, received = _leaves(planned, graph.inputs, arguments=True)
     results, sent = _leaves(planned, graph.outputs, arguments=False)
     return Stage(
@@ -147,8 +147,8 @@ def _stage(
         results=results,
         memory=memory,
         seconds=seconds,
-        compute_seconds=seconds - communication,
-        communication_seconds=communication,
+        compute_seconds=compute,
+        communication_seconds=sum(cost for _, cost in own),
         solver=Solver(
             solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
         ),

@@ -234,7 +234,7 @@ def _whole(traced: Traced, stage: PlannedStage, num_microbatches: int) -> Writte
     names = [argument.path for argument in traced.arguments] + ["constant"] * len(traced.graph.constants)
     taken = tuple(array(r, name) for r, name in zip(stage.program.body.inputs, names, strict=True))
     given = tuple(array(r, leaf.path) for r, leaf in zip(stage.program.body.outputs, traced.outputs, strict=True))
-    executable = Executable("step", 0, 0, segment.kind, (), stage.found.solution.objective)
+    executable = Executable("step", 0, 0, segment.kind, (), stage.seconds[segment])
     program = Program(
         submeshes=(submesh,),
         executables=(executable,),

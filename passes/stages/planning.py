@@ -98,6 +98,8 @@ class PlannedStage(DecidedStage):
         """Predicted seconds of one run of each segment. Reading arguments belongs to the last segment."""
         out = {}
         for segment in self.segments.items:
+            if segment.kind == "step":  # what its prices add up to, without their rounding
+                return {segment: self.found.solution.objective}
             compute = self.prices.compute(segment.instructions)
             if segment is self.segments.items[-1]:
                 compute += self.prices.arguments
