@@ -160,6 +160,7 @@ class Traced:
       notes: remarks for the plan (which argument is the batch, and why).
       calling: how a call's arguments become flat leaves; None for steps that are not called.
       name: of the user's function.
+      batch_named: whether the user said which arguments are the batch.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 
@@ -172,6 +173,7 @@ class Traced:
     notes: tuple[str, ...] = ()
     calling: Calling | None = None
     name: str = "step"
+    batch_named: bool = False
     stacked: Stacked | None = None
 
 

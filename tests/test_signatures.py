@@ -54,7 +54,7 @@ def step(state: Any, batch: Any, how: Any = 1, *, scale: Any = 1.0) -> Any:
     def loss(s):
         x = turn(batch["x"] @ s["first"]) @ s["second"]
         x = x * {"str": len(how) if isinstance(how, str) else 0, "NoneType": 7.0}.get(type(how).__name__, 1.0)
-        for _ in range(how if type(how) is int else 0):
+        for _ in range(how if isinstance(how, int) and not isinstance(how, bool) else 0):
             x = x + 0.5
         error = ((x - batch["y"]) ** 2).mean()
         return error * (3.0 if scale is None else scale)

@@ -33,7 +33,6 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import independent
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
-from alpa_lite.passes.tracing.arguments import SAID
 from alpa_lite.paths import shown, tokens
 from alpa_lite.strategy import Rule
 
@@ -314,7 +313,7 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) ->
 def _refused_guess(refusal: MicrobatchError, traced: Traced) -> MicrobatchError:
     """The refusal; where several arguments were taken for the batch, they are named, since one may be a parameter."""
     names = {tokens(argument.path)[0] for argument in traced.arguments if argument.role == "batch"}
-    if len(names) < 2 or any(SAID in note for note in traced.notes):
+    if len(names) < 2 or traced.batch_named:
         return refusal
     return MicrobatchError(
         f"{refusal}. The arguments {', '.join(sorted(names))} were taken as the batch; if one of them is not, name "

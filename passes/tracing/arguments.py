@@ -229,10 +229,6 @@ def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
     return len(shape) > 0 and not is_key(shape, dtype)
 
 
-SAID = "named by batch_argnums or batch_argnames"
-"""Why arguments that the user named are the batch."""
-
-
 def named_batch(
     calling: Calling, inputs: Flat, batch_argnums: BatchArgnums, batch_argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
@@ -267,7 +263,7 @@ def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None
     """
     if named is not None:
         units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
-        why = SAID
+        why = "named by batch_argnums or batch_argnames"
     else:
         units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state)]
         why = "the step neither returns nor updates {}"

@@ -79,6 +79,7 @@ def trace(
         notes=(note, *notes),
         calling=calling,
         name=getattr(fun, "__name__", "step"),
+        batch_named=named is not None,
     )
 
 

@@ -96,7 +96,9 @@ def test_loss_of_the_other_models_falls(name: str) -> None:
 
 
 def _check_loss_falls(name: str) -> None:
-    layers = {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}  # one compiles in half of the time
+    layers: dict[str, Any] = (
+        {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}
+    )  # one compiles in half of the time
     step, (state, batch) = models.get(name).build("tiny", 8, learning_rate=3e-3, **layers)
     step, losses = jax.jit(step), []
     for _ in range(4):

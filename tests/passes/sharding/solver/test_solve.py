@@ -215,6 +215,7 @@ def test_a_restriction_keeps_the_optimum(seed):
     after, choice = optimum_of(part.problem)
     assert after == pytest.approx(before[0], rel=1e-9)
     if math.isfinite(after):
+        assert choice is not None
         lifted = part.lift(np.array(choice))
         assert problem.seconds(lifted) == pytest.approx(after, rel=1e-9)
         np.testing.assert_array_equal(problem.bytes(lifted), part.problem.bytes(choice))
