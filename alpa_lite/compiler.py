@@ -60,9 +60,6 @@ Two stages and two micro-batches are some twenty tasks and transfers, at about 1
 (`benchmarks/pipeline_overhead.py`), which predictions do not count.
 """
 
-PRICED = 3
-"""How many numbers of micro-batches are compared at their own costs, at most."""
-
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
@@ -150,7 +147,10 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         if mesh is None:
             if reason is None:
                 raise
-            raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+            again = recomputed(run, step, asked)
+            if again is None:
+                raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+            return again
         return noted(mesh, f"no pipeline was compared: {error}")
     if mesh is None or found.seconds < mesh.seconds:
         return found
@@ -161,62 +161,43 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
     """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
 
-    Where the step does not fit as it is, what computes less again and what has fewer micro-batches is tried first, and
-    the faster of the two ways to save memory is taken.
+    Where the step does not fit as it is, fewer examples at a time cost least; where that does not help either, and no
+    pipeline is to be tried before, the backward pass computes again what it does not save.
 
     Raises:
       InfeasibleError: nothing fits.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
-    count = asked.num_microbatches or 1
     try:
-        return whole(run, step, asked, count, asked.remat[0])
+        return whole(run, step, asked, asked.num_microbatches or 1, asked.remat[0])
     except InfeasibleError as error:
         first = error
-    again = recomputed(run, step, asked, count)
     if asked.num_microbatches is None:
         try:
-            parts = in_parts(run, step, asked, first)
-        except InfeasibleError:
-            if again is None:
-                raise
-            return again
-        return parts if again is None else min(again, parts, key=lambda staged: staged.seconds)
+            return in_parts(run, step, asked, first)
+        except InfeasibleError as error:
+            first = error
+    again = None if asked.pipelines else recomputed(run, step, asked)
     if again is None:
         raise first
     return again
 
 
 def in_parts(run: Passes, step: Step, asked: Asked, first: InfeasibleError) -> Staged:
-    """One mesh with the least power of two of micro-batches that fits, where one, with the error `first`, does not.
+    """One mesh with the least power of two of micro-batches that fits, where one, with the error `first`, does not."""
 
-    Raises:
-      InfeasibleError: none fits, or the step cannot be cut exactly; says so after the message of `first`.
-    """
-    tried, needed = 1, first.smallest_budget or 0.0
+    def solve(count: int) -> Staged:
+        return noted(whole(run, step, asked, count, asked.remat[0]), numbers.fewer_do_not_fit(count, asked.budget))
+
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-    while (count := numbers.next_count(tried, needed, floor, asked.budget)) is not None:
-        try:
-            return noted(whole(run, step, asked, count, asked.remat[0]), numbers.fewer_do_not_fit(count, asked.budget))
-        except MicrobatchError as refusal:
-            raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}", first.smallest_budget) from first
-        except InfeasibleError as error:
-            less = error.smallest_budget
-            if less is None or less >= needed:
-                raise InfeasibleError(
-                    f"{first} Micro-batches do not help: {count} micro-batches need {less or needed:.0f} bytes per "
-                    "device.",
-                    first.smallest_budget,
-                ) from error
-            tried, needed = count, less
-    raise first
+    return numbers.least(solve, first, floor, asked.budget)
 
 
-def recomputed(run: Passes, step: Step, asked: Asked, count: int) -> Staged | None:
+def recomputed(run: Passes, step: Step, asked: Asked) -> Staged | None:
     """One mesh whose backward pass computes again what it does not save: the least that fits; None if nothing does."""
     for remat in asked.remat[1:]:
         try:
-            found = whole(run, step, asked, count, remat)
+            found = whole(run, step, asked, asked.num_microbatches or 1, remat)
         except (InfeasibleError, MicrobatchError):
             continue
         return noted(found, f"rematerialisation {remat!r}: with less, the step does not fit into the memory")
@@ -255,7 +236,11 @@ def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for what the cluster or the step does not have.
     """
-    chosen = best_slices(run, step, asked)
+    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
+    given = asked.num_microbatches
+    counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
+    price = functools.partial(priced_layers, run, step, asked)
+    chosen = stages.best(counts, kinds, price, lambda costs, some: sliced(run, costs, asked, some, asked.budget))
     staged = realised(run, chosen, asked)
     room = asked.budget
     for _ in range(SLICINGS - 1):
@@ -265,66 +250,11 @@ def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
         room -= 1.05 * over  # the estimates of layers were too low by as much
         logger.info("the program exceeds the budget by %s bytes: slicing again with that much less", over)
         try:
-            count = chosen.slices.num_microbatches
-            chosen = run("slicing", stages.choose, chosen.priced, asked.pipeline, [count], room)
+            chosen = sliced(run, chosen.priced, asked, [chosen.slices.num_microbatches], room)
         except InfeasibleError:
             break
         staged = realised(run, chosen, asked)
     return fitting(staged, asked)
-
-
-def best_slices(run: Passes, step: Step, asked: Asked) -> Sliced:
-    """The best stages, numbers of micro-batches compared at costs of their own.
-
-    Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself; if that
-    is worse than was estimated, another number may be better, and is priced too, `PRICED` at most.
-
-    Raises:
-      InfeasibleError: none of the numbers fits.
-    """
-    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
-    given = asked.num_microbatches
-    left = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
-    reference = left[len(left) // 2]
-    scaled = priced_layers(run, step, asked, reference, kinds)
-    found: Sliced | None = None
-    tried = 0
-    while left and tried < PRICED:
-        try:
-            rough = run("slicing", stages.choose, scaled, asked.pipeline, left, asked.budget)
-        except InfeasibleError:
-            if found is None:
-                raise
-            break
-        if found is not None and rough.seconds >= found.seconds:
-            break
-        count = rough.slices.num_microbatches
-        left.remove(count)
-        exact = rough if count == reference else exactly(run, step, asked, rough, kinds)
-        if exact is None:
-            continue
-        tried += 1
-        if found is None or exact.seconds < found.seconds:
-            others = [row for row in rough.weighed if row.num_microbatches != count]
-            found = exact if exact is rough else replace(exact, weighed=(*exact.weighed, *others))
-        if exact.seconds <= (1 + CERTAIN) * rough.seconds:
-            break
-    if found is None:
-        raise InfeasibleError(f"no pipeline with {reference} micro-batches or another number fits")
-    return found
-
-
-def exactly(run: Passes, step: Step, asked: Asked, rough: Sliced, kinds: tuple[int, ...]) -> Sliced | None:
-    """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
-    count = rough.slices.num_microbatches
-    used = tuple(sorted(set(rough.slices.devices)))
-    for sizes in (used, kinds):
-        scaled = priced_layers(run, step, asked, count, sizes)
-        try:
-            return run("slicing", stages.choose, scaled, asked.pipeline, [count], asked.budget)
-        except InfeasibleError:  # what was scaled fitted by little
-            continue
-    return None
 
 
 def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tuple[int, ...]) -> Priced:
@@ -335,6 +265,11 @@ def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tupl
     return run(
         "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, progress=run.note
     )  # fmt: skip
+
+
+def sliced(run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float) -> Sliced:
+    """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device."""
+    return run("slicing", stages.choose, costs, asked.pipeline, counts, room)
 
 
 def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:

@@ -6,8 +6,6 @@ What Auto must choose is tested where theory says what is best, on clusters that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +20,6 @@ from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
-from alpa_lite.passes.stages.choosing import Sliced
 from tests import comparing
 
 FIXED = {
@@ -110,83 +107,6 @@ def test_memory_that_fits_no_mesh_leads_to_a_pipeline():
     found = plans(step, args, where, memory_per_device=budget)
     assert found["auto"].num_stages > 1
     assert all(stage.memory.total <= budget for stage in found["auto"].stages)
-
-
-# -- numbers of micro-batches -----------------------------------------------------------------------------------------
-
-
-class Search:
-    """Stands in for the passes: costs are (micro-batches that were priced, micro-batches), the most of them is best.
-
-    `unfit` holds what does not fit once it is priced at its own number, and how many kinds of submeshes that takes.
-    """
-
-    def __init__(self, unfit: dict[int, int], worse: dict[int, float] | None = None) -> None:
-        self.unfit, self.worse = unfit, worse or {}
-        self.priced: list[tuple[int, Any]] = []
-
-    def price(self, run: Any, step: Any, asked: Any, count: int, kinds: Any) -> Any:
-        self.priced.append((count, kinds))
-        return SimpleNamespace(num_microbatches=count)
-
-    def choose(self, priced: Any, method: Any, counts: Sequence[int], budget: float) -> Sliced:
-        count = priced.num_microbatches
-        best = min(counts, key=lambda other: (self.seconds(count, other), -other))
-        tried = sum(number == best for number, _ in self.priced)
-        if count == best and len(counts) == 1 and tried <= self.unfit.get(best, 0):
-            raise InfeasibleError("too much")
-        slices: Any = SimpleNamespace(num_microbatches=best, devices=(4,), seconds=self.seconds(count, best))
-        weighed: Any = tuple(SimpleNamespace(num_microbatches=other) for other in counts)
-        return Sliced(priced, slices, weighed, 0.0)
-
-    def seconds(self, priced: int, count: int) -> float:
-        """What is estimated falls with the number; what is priced is `worse` times that."""
-        return (self.worse.get(count, 1.0) if priced == count else 1.0) / count
-
-
-def best_slices(search: Search, monkeypatch: pytest.MonkeyPatch) -> Sliced:
-    """What the compiler chooses among 1, 2, 4 and 8."""
-    monkeypatch.setattr(compiler, "priced_layers", search.price)
-    monkeypatch.setattr(compiler.stages, "choose", search.choose)
-    monkeypatch.setattr(compiler.numbers, "of_pipelines", lambda *args: [1, 2, 4, 8])
-    monkeypatch.setattr(compiler.submeshes, "kinds", lambda *args: None)
-    asked: Any = SimpleNamespace(num_microbatches=None, cluster=None, pipeline=None, budget=1.0)
-    step: Any = SimpleNamespace(traced=None, rules=None)
-    run: Any = lambda name, a_pass, *args, **kwargs: a_pass(*args, **kwargs)  # noqa: E731
-    return compiler.best_slices(run, step, asked)
-
-
-@pytest.mark.parametrize(
-    ("unfit", "chosen", "priced"),
-    [
-        ({}, 8, [(4, None), (8, (4,))]),
-        ({8: 1}, 8, [(4, None), (8, (4,)), (8, None)]),
-        ({8: 2}, 4, [(4, None), (8, (4,)), (8, None)]),
-    ],
-)
-def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced, monkeypatch) -> None:
-    search = Search(unfit)
-    found = best_slices(search, monkeypatch)
-    assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
-    assert search.priced == priced
-    assert {row.num_microbatches for row in found.weighed} >= {1, 2, 4}
-
-
-@pytest.mark.parametrize(
-    ("worse", "chosen", "priced"),
-    [
-        ({8: 1.01}, 8, [4, 8]),
-        ({8: 1.5}, 8, [4, 8]),  # 1.5 / 8 is still less than what 4 takes
-        ({8: 3.0}, 4, [4, 8]),
-        ({8: 3.0, 4: 2.0}, 8, [4, 8]),
-        ({8: 9.0, 4: 9.0}, 2, [4, 8, 2]),
-    ],
-)
-def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, chosen, priced, monkeypatch) -> None:
-    search = Search({}, worse)
-    found = best_slices(search, monkeypatch)
-    assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
-    assert [count for count, _ in search.priced] == priced
 
 
 # -- one mesh: what is computed again, and micro-batches --------------------------------------------------------------
@@ -321,9 +241,9 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     def broken(*given: Any) -> Any:
         raise PlanError("the lists wait for each other")
 
-    monkeypatch.setattr(compiler, "best_slices", infeasible)
+    monkeypatch.setattr(compiler, "pipeline", infeasible)
     plan = alpa_lite.make_plan(step, *args, cluster=where, verify="off")
     assert any("no stage fits" in note for note in plan.notes)
-    monkeypatch.setattr(compiler, "best_slices", broken)
+    monkeypatch.setattr(compiler, "pipeline", broken)
     with pytest.raises(PlanError):
         alpa_lite.make_plan(step, *args, cluster=where, verify="off")

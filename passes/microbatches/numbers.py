@@ -12,15 +12,17 @@ so numbers b for which that exceeds the budget are left out without solving.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import MicrobatchError
+from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.microbatches.loop import batch_dims
 from alpa_lite.strategy import Rule
+
+T = TypeVar("T")
 
 MOST = 256
 """The most micro-batches of a pipeline that are tried unless a number is given."""
@@ -55,6 +57,35 @@ def next_count(tried: int, needed: float, floor: float, budget: float) -> int | 
     while floor + (needed - floor) * tried / count > budget:
         count *= 2
     return count
+
+
+def least(solve: Callable[[int], T], first: InfeasibleError, floor: float, budget: float) -> T:
+    """The result of `solve` for the least power of two of micro-batches that may fit, and does.
+
+    Args:
+      solve: plans the step with a number of micro-batches; raises InfeasibleError where that does not fit.
+      first: what it raised for one micro-batch.
+      floor, budget: as in `next_count`.
+
+    Raises:
+      InfeasibleError: none fits, or the step cannot be cut exactly; says so after the message of `first`.
+    """
+    tried, needed = 1, first.smallest_budget or 0.0
+    while (count := next_count(tried, needed, floor, budget)) is not None:
+        try:
+            return solve(count)
+        except MicrobatchError as refusal:
+            raise InfeasibleError(f"{first} Micro-batches do not help: {refusal}", first.smallest_budget) from first
+        except InfeasibleError as error:
+            less = error.smallest_budget
+            if less is None or less >= needed:
+                raise InfeasibleError(
+                    f"{first} Micro-batches do not help: {count} micro-batches need {less or needed:.0f} bytes per "
+                    "device.",
+                    first.smallest_budget,
+                ) from error
+            tried, needed = count, less
+    raise first
 
 
 def state_bytes(traced: Traced) -> int:

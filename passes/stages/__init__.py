@@ -4,9 +4,9 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 `PlannedStage`, each stage solved, lowered and cut into the segments that a schedule runs (forward, backward, update).
 """
 
-from alpa_lite.passes.stages.choosing import choose
+from alpa_lite.passes.stages.choosing import best, choose
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import priced
 from alpa_lite.passes.stages.staging import stage_graphs
 
-__all__ = ["PlannedStage", "choose", "priced", "stage_graphs"]
+__all__ = ["PlannedStage", "best", "choose", "priced", "stage_graphs"]

@@ -1,9 +1,12 @@
-"""Chooses the stages: the stage DP on the costs of layers, with what the method gives taken as given."""
+"""Chooses the stages: the stage DP on the costs of layers, with what the method gives taken as given.
+
+Of several numbers of micro-batches, those that look best by scaled costs are compared at costs of their own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite import schedules
@@ -15,6 +18,12 @@ from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlici
 
 GAP = 5e-3
 """How near the optimum of its model the DP stops."""
+
+PRICED = 3
+"""How many numbers of micro-batches are compared at their own costs, at most."""
+
+CERTAIN = 0.02
+"""By what share an estimate of seconds may be exceeded without anything following from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +48,72 @@ class Sliced:
     def seconds(self) -> float:
         """Of a step, in the DP's model."""
         return self.slices.seconds
+
+
+def best(
+    counts: Sequence[int],
+    kinds: tuple[int, ...],
+    price: Callable[[int, tuple[int, ...]], Priced],
+    choose: Callable[[Priced, Sequence[int]], Sliced],
+) -> Sliced:
+    """The best stages, numbers of micro-batches compared at costs of their own.
+
+    Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself; if that
+    is worse than was estimated, another number may be better, and is priced too, `PRICED` at most.
+
+    Args:
+      counts: the numbers, rising.
+      kinds: the numbers of devices of submeshes.
+      price: the costs of layers at a number of micro-batches on some kinds of submeshes.
+      choose: the best stages at some costs and with one of some numbers; raises InfeasibleError if none fits.
+
+    Raises:
+      InfeasibleError: none of the numbers fits.
+    """
+    left = list(counts)
+    reference = left[len(left) // 2]
+    scaled = price(reference, kinds)
+    found: Sliced | None = None
+    tried = 0
+    while left and tried < PRICED:
+        try:
+            rough = choose(scaled, left)
+        except InfeasibleError:
+            if found is None:
+                raise
+            break
+        if found is not None and rough.seconds >= found.seconds:
+            break
+        count = rough.slices.num_microbatches
+        left.remove(count)
+        exact = rough if count == reference else _exactly(rough, kinds, price, choose)
+        if exact is None:
+            continue
+        tried += 1
+        if found is None or exact.seconds < found.seconds:
+            others = [row for row in rough.weighed if row.num_microbatches != count]
+            found = exact if exact is rough else replace(exact, weighed=(*exact.weighed, *others))
+        if exact.seconds <= (1 + CERTAIN) * rough.seconds:
+            break
+    if found is None:
+        raise InfeasibleError(f"no pipeline with {slicing.microbatches(reference)} or another number fits")
+    return found
+
+
+def _exactly(
+    rough: Sliced,
+    kinds: tuple[int, ...],
+    price: Callable[[int, tuple[int, ...]], Priced],
+    choose: Callable[[Priced, Sequence[int]], Sliced],
+) -> Sliced | None:
+    """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
+    count = rough.slices.num_microbatches
+    for sizes in (tuple(sorted(set(rough.slices.devices))), kinds):
+        try:
+            return choose(price(count, sizes), [count])
+        except InfeasibleError:  # what was scaled fitted by little
+            continue
+    return None
 
 
 def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: float) -> Sliced:
