@@ -220,7 +220,7 @@ class ParallelStep:
         """
         options = self._options
         call = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
-        key = call.signature(args, kwargs), self.cluster
+        key = calls.signature(call, args, kwargs), self.cluster
         with self._lock:
             running = [k for k, one in self._planned.items() if one.executable is self._current is not None]
             entry = self._planned.setdefault(key, _Planned())

@@ -10,16 +10,13 @@ Value numbers are unique over the whole graph, nested blocks included, so a tabl
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from alpa_lite.passes.ir.keys import Keys
-    from alpa_lite.passes.layers.stacked_arguments import Stacked
-    from alpa_lite.passes.tracing.calls import Calling
+from alpa_lite.calling import Calling
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +101,22 @@ class Block:
     outputs: tuple[Atom, ...]
 
 
+class KeyWriter(Protocol):
+    """What writes the keys of ops, as `passes.ir.keys.Keys` does."""
+
+    def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
+        """The part of a key that says which function it is."""
+        ...
+
+    def key(self, head: str, operands: Iterable[Value | Lit], bodies: Iterable[str] = ()) -> str:
+        """The key of an op."""
+        ...
+
+    def block(self, block: Block, values: Callable[[int], Value]) -> str:
+        """The part of a key that says what a body does."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A whole program.
@@ -119,7 +132,7 @@ class Graph:
     values: tuple[Value, ...]
     block: Block
     constants: tuple[Any, ...] = ()
-    keys: Keys | None = None
+    keys: KeyWriter | None = None
 
     def ops(self) -> Iterator[Op]:
         """Every op, nested ones before the op that carries them."""
@@ -145,6 +158,35 @@ class Argument:
 
     path: str
     role: str
+
+
+Bounds = tuple[int, ...]
+"""Where pieces along dim 0 begin, and the end of the last."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A flat argument or result of the user's step in terms of the cut step.
+
+    Attributes:
+      numbers: the arguments, or results, of the cut step that it consists of, in order along dim 0.
+      bounds: where each begins, and the end of the last; empty for a leaf that is whole.
+    """
+
+    numbers: tuple[int, ...]
+    bounds: Bounds = ()
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """How a cut step has the user's arguments and results: `Traced.stacked`.
+
+    Attributes:
+      arguments, results: one for each flat argument, and each flat result, of the user's step.
+    """
+
+    arguments: tuple[Pieces, ...]
+    results: tuple[Pieces, ...]
 
 
 @dataclass(frozen=True, eq=False)

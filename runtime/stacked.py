@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.graph import Traced
-from alpa_lite.passes.layers.stacked_arguments import Arrangement, Bounds, Pieces, arrangement
+from alpa_lite.graph import Bounds, Pieces, Traced
+from alpa_lite.passes.layers.stacked_arguments import Arrangement, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.executor import STRUCTURE, NewSignature, check_leaf

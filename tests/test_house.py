@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -27,20 +26,10 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
-def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """The statements below a node that run; those for type checkers alone do not."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        if isinstance(child, ast.stmt):
-            yield child
-        yield from statements(child)
-
-
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The library's modules that a module imports, at its top or within functions."""
+    """The library's modules that a module imports, at its top, within functions, or for type checkers alone."""
     found = set()
-    for node in statements(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in node.names:
                 full = f"{node.module}.{name.name}"

@@ -217,7 +217,7 @@ def planned(state: Any, batch: Any, times: Any, rate: Any = 1.0, *, mode: str = 
 
 
 def signature(args: Any, kwargs: Any) -> calls.Signature:
-    return calls.calling(planned, args, kwargs, 2, "mode").signature(args, kwargs)
+    return calls.signature(calls.calling(planned, args, kwargs, 2, "mode"), args, kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def module_step(model: Model, batch: Any) -> Any:
 def test_modules_of_one_structure_have_one_signature(compiled):
     def one(model: Model) -> calls.Signature:
         args = (model, BATCH)
-        return calls.calling(module_step, args, {}).signature(args, {})
+        return calls.signature(calls.calling(module_step, args, {}), args, {})
 
     parallel, model = alpa_lite.parallelize(module_step), Model()
     before = one(model)

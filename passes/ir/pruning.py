@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
@@ -178,7 +178,7 @@ def _with(
 class _Numbering:
     """Numbers values and ops densely, in program order."""
 
-    def __init__(self, values: Sequence[Value], keys: Keys) -> None:
+    def __init__(self, values: Sequence[Value], keys: KeyWriter) -> None:
         self.values: list[Value] = []
         self._old = values
         self._new: dict[int, int] = {}

@@ -159,7 +159,7 @@ def cut_scans(
     done = rewriter.step(traced, block, scan)
     place = rewriter.place
     pieces, ranges = ({place[i]: span for i, span in d.items() if i in place} for d in (top.spans, top.ranges))
-    step = done.traced if leaves is None else leaves.applied(done.traced)
+    step = done.traced if leaves is None else stacked_arguments.applied(leaves, done.traced)
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
 

@@ -16,59 +16,34 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from jax import lax
 
-from alpa_lite.graph import Argument, Atom, Block, Op, Traced, Value
+from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import producers, reads, users, values_in
 from alpa_lite.program import Buffer, Program, Submesh
 
-Bounds = tuple[int, ...]
 Arrangement = Literal["in place", "resharded", "spread"]
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A flat argument or result of the user's step in terms of the cut step.
-
-    Attributes:
-      numbers: the arguments, or results, of the cut step that it consists of, in order along dim 0.
-      bounds: where each begins, and the end of the last; empty for a leaf that is whole.
-    """
-
-    numbers: tuple[int, ...]
-    bounds: Bounds = ()
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """How a cut step has the user's arguments and results: `Traced.stacked`.
-
-    Attributes:
-      arguments, results: one for each flat argument, and each flat result, of the user's step.
-    """
-
-    arguments: tuple[Pieces, ...]
-    results: tuple[Pieces, ...]
-
-    def applied(self, traced: Traced) -> Traced:
-        """The user's step with arguments and results in pieces; its graph has them already."""
-        new_value = {argument: output for output, argument in traced.state}
-        state = [
-            pair
-            for argument, output in new_value.items()
-            for pair in zip(self.results[output].numbers, self.arguments[argument].numbers, strict=True)
-        ]
-        return replace(
-            traced,
-            arguments=_parts(traced.arguments, self.arguments),
-            outputs=_parts(traced.outputs, self.results),
-            state=tuple(sorted(state)),
-            stacked=self,
-        )
+def applied(stacked: Stacked, traced: Traced) -> Traced:
+    """The user's step with arguments and results in pieces; its graph has them already."""
+    new_value = {argument: output for output, argument in traced.state}
+    state = [
+        pair
+        for argument, output in new_value.items()
+        for pair in zip(stacked.results[output].numbers, stacked.arguments[argument].numbers, strict=True)
+    ]
+    return replace(
+        traced,
+        arguments=_parts(traced.arguments, stacked.arguments),
+        outputs=_parts(traced.outputs, stacked.results),
+        state=tuple(sorted(state)),
+        stacked=stacked,
+    )
 
 
 def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block, Stacked]:

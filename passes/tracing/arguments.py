@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite.calling import Calling
 from alpa_lite.errors import OptionError, SignatureError
 from alpa_lite.graph import Traced
-from alpa_lite.passes.tracing.calls import Calling, one_or_several, position_of
+from alpa_lite.passes.tracing.calls import one_or_several, position_of
 from alpa_lite.paths import shown
 
 BatchArgnums = str | int | Sequence[int]

@@ -23,14 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from alpa_lite.calling import Calling, Form
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import nnx_modules
 
 LeafType = tuple[tuple[int, ...], Any, bool]
 """(shape, dtype, weak) of a leaf."""
-
-Form = tuple[int, tuple[str, ...], tuple[tuple[int | str, type, Any], ...]]
-"""How many arguments are positional, the dynamic keywords, and (position or keyword, type, value) of what is static."""
 
 
 @dataclass(frozen=True)
@@ -48,72 +46,15 @@ class Signature:
     types: tuple[LeafType | type, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Calling:
-    """How a step's Python arguments become the pytree that is flattened.
-
-    Attributes:
-      names: for each positional argument the parameter's name.
-      dynamic: the positions that are not static.
-      keywords: the keyword arguments that are not static, sorted.
-      static_positions, static_keywords: the rest, with their values.
-      modules: whether an argument holds an NNX object.
-    """
-
-    names: tuple[str, ...]
-    dynamic: tuple[int, ...]
-    keywords: tuple[str, ...]
-    static_positions: Mapping[int, Any]
-    static_keywords: Mapping[str, Any]
-    modules: bool = False
-
-    @property
-    def has_static(self) -> bool:
-        """Whether any argument is static."""
-        return bool(self.static_positions or self.static_keywords)
-
-    @property
-    def form(self) -> Form:
-        """The form of the call."""
-        static = (*self.static_positions.items(), *self.static_keywords.items())
-        return len(self.names), self.keywords, tuple((place, type(value), value) for place, value in static)
-
-    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that are not static."""
-        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
-
-    def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the step with the traced arguments, the static ones put in their places."""
-        whole: list[Any] = [None] * len(self.names)
-        for position, value in zip(self.dynamic, args, strict=True):
-            whole[position] = value
-        for position, value in self.static_positions.items():
-            whole[position] = value
-        return fun(*whole, **kwargs, **self.static_keywords)
-
-    def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether another call has the same form."""
-        if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
-            return False
-        return (
-            all(name in kwargs for name in self.keywords)
-            and all(_same(args[i], value) for i, value in self.static_positions.items())
-            and all(name in kwargs and _same(kwargs[name], value) for name, value in self.static_keywords.items())
-        )
-
-    def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-        """The signature of a call that has this form."""
-        pure: Any = self.traced(args, kwargs)
-        if self.modules:
-            tag = object()
-            with nnx_modules.updating(tag):
-                pure = nnx_modules.split_arguments(pure, tag)
-        leaves, tree = jax.tree_util.tree_flatten(pure)
-        return Signature(self.form, tree, tuple(map(_type_or_class, leaves)))
-
-    def roots(self) -> tuple[str, ...]:
-        """The names of the traced arguments: positional ones, then keywords."""
-        return (*(self.names[i] for i in self.dynamic), *self.keywords)
+def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """The signature of a call that has this form."""
+    pure: Any = calling.traced(args, kwargs)
+    if calling.modules:
+        tag = object()
+        with nnx_modules.updating(tag):
+            pure = nnx_modules.split_arguments(pure, tag)
+    leaves, tree = jax.tree_util.tree_flatten(pure)
+    return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)))
 
 
 def calling(
@@ -190,11 +131,6 @@ def _type_or_class(leaf: Any) -> LeafType | type:
         return leaf_type(leaf)
     except (TypeError, OverflowError):  # not an array; or an integer with more bits than its dtype
         return type(leaf)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two static values are the same."""
-    return type(one) is type(other) and (one is other or one == other)
 
 
 def _parameters(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -28,7 +28,7 @@ import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 
@@ -47,7 +47,7 @@ ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
-def graph_of(jaxpr: Any, keys: Keys | None = None) -> Graph:
+def graph_of(jaxpr: Any, keys: KeyWriter | None = None) -> Graph:
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
     Args:
@@ -75,7 +75,7 @@ def graph_of(jaxpr: Any, keys: Keys | None = None) -> Graph:
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: KeyWriter) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []

@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
+from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Graph, Traced
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.tracing import arguments, calls, conversion, nnx_modules
 from alpa_lite.passes.tracing.arguments import BatchArgnums, Flat, Tree
-from alpa_lite.passes.tracing.calls import Calling
 from alpa_lite.paths import shown
 
 

@@ -1,0 +1,73 @@
+"""How a step is called: which of its arguments are traced, and which are constants of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Form = tuple[int, tuple[str, ...], tuple[tuple[int | str, type, Any], ...]]
+"""How many arguments are positional, the dynamic keywords, and (position or keyword, type, value) of what is static."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calling:
+    """How a step's Python arguments become the pytree that is flattened.
+
+    Attributes:
+      names: for each positional argument the parameter's name.
+      dynamic: the positions that are not static.
+      keywords: the keyword arguments that are not static, sorted.
+      static_positions, static_keywords: the rest, with their values.
+      modules: whether an argument holds an NNX object.
+    """
+
+    names: tuple[str, ...]
+    dynamic: tuple[int, ...]
+    keywords: tuple[str, ...]
+    static_positions: Mapping[int, Any]
+    static_keywords: Mapping[str, Any]
+    modules: bool = False
+
+    @property
+    def has_static(self) -> bool:
+        """Whether any argument is static."""
+        return bool(self.static_positions or self.static_keywords)
+
+    @property
+    def form(self) -> Form:
+        """The form of the call."""
+        static = (*self.static_positions.items(), *self.static_keywords.items())
+        return len(self.names), self.keywords, tuple((place, type(value), value) for place, value in static)
+
+    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are not static."""
+        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
+
+    def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the step with the traced arguments, the static ones put in their places."""
+        whole: list[Any] = [None] * len(self.names)
+        for position, value in zip(self.dynamic, args, strict=True):
+            whole[position] = value
+        for position, value in self.static_positions.items():
+            whole[position] = value
+        return fun(*whole, **kwargs, **self.static_keywords)
+
+    def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call has the same form."""
+        if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
+            return False
+        return (
+            all(name in kwargs for name in self.keywords)
+            and all(_same(args[i], value) for i, value in self.static_positions.items())
+            and all(name in kwargs and _same(kwargs[name], value) for name, value in self.static_keywords.items())
+        )
+
+    def roots(self) -> tuple[str, ...]:
+        """The names of the traced arguments: positional ones, then keywords."""
+        return (*(self.names[i] for i in self.dynamic), *self.keywords)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two static values are the same."""
+    return type(one) is type(other) and (one is other or one == other)
