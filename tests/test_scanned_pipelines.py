@@ -43,7 +43,7 @@ def test_two_stages_have_a_scan_of_half_the_layers_each():
     pipeline_driver.compare_steps(executable, step, arguments)
     assert trips(executable.hlo()) == [2, 2, 2, 2]  # forward and backward of each
     plain = driven("linen")[2]
-    for less, more in zip(peak_bytes(found.division.program), peak_bytes(plain.division.program), strict=True):
+    for less, more in zip(peak_bytes(found.pipeline.program), peak_bytes(plain.pipeline.program), strict=True):
         assert less < more
     leaf = executable(*pipeline_driver._copied(arguments, "functional"))[0]["params"]["Block_0"]["q"]["kernel"]
     assert leaf.shape[0] == 4 and len(leaf.sharding.device_set) == 8
