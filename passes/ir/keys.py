@@ -35,6 +35,7 @@ class Keys:
     """Writes keys for the operations of one trace and of its rewritings; remembers what it has rendered."""
 
     def __init__(self) -> None:
+        self._rendered: dict[str, list[Any]] = {}  # what has a repr without an address, by it
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # what `_numbers` and `_digests` know by id must not be collected
         self._digests: dict[int, str] = {}
@@ -136,7 +137,11 @@ class Keys:
         rendered = repr(value)
         plain = _FILE.sub("", _ADDRESS.sub("", rendered))
         if plain == rendered:
-            return plain
+            known = self._rendered.setdefault(plain, [])
+            number = next((n for n, other in enumerate(known) if not _differ(value, other)), len(known))
+            if number == len(known):
+                known.append(value)
+            return f"{plain}#{number}" if number else plain
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
             self._alive.append(value)
@@ -177,6 +182,18 @@ class Keys:
                 local[var] = len(local)
         lines.append(",".join([name(atom) for atom in jaxpr.outvars]))
         return lines
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two objects of equal `repr` say themselves that they are not equal."""
+    if type(one) is not type(other):
+        return True
+    if one is other or type(one).__eq__ is object.__eq__:
+        return False
+    try:
+        return bool(one != other)
+    except (TypeError, ValueError):  # equality that is no single answer
+        return False
 
 
 def _holds_jaxpr(value: Any) -> bool:
