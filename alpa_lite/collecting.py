@@ -18,10 +18,35 @@ from collections.abc import Iterator
 SELDOM = 100_000
 """Allocations between two collections while something is planned: more than a hundred times Python's own number."""
 
-_lock = threading.Lock()
-_planning = 0
-_before: tuple[int, int, int] = (0, 0, 0)
-_raised: tuple[int, int, int] | None = None
+
+class _Thresholds:
+    """The collector's thresholds before the first of the threads that plan raised them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.planning = 0
+        self.before: tuple[int, int, int] = (0, 0, 0)
+        self.raised: tuple[int, int, int] | None = None
+
+    def enter(self) -> None:
+        """One more thread plans: the first raises the thresholds."""
+        with self.lock:
+            self.planning += 1
+            if self.planning == 1:
+                self.before, self.raised = gc.get_threshold(), None
+                if gc.isenabled() and 0 < self.before[0] < SELDOM:
+                    gc.set_threshold(SELDOM, *self.before[1:])
+                    self.raised = gc.get_threshold()
+
+    def leave(self) -> None:
+        """One thread less plans: the last restores them."""
+        with self.lock:
+            self.planning -= 1
+            if self.planning == 0 and self.raised is not None and gc.get_threshold() == self.raised:
+                gc.set_threshold(*self.before)
+
+
+_thresholds = _Thresholds()
 
 
 @contextlib.contextmanager
@@ -30,19 +55,8 @@ def seldom() -> Iterator[None]:
 
     A collector that is off, or that collects less often than that, is left as it is.
     """
-    global _planning, _before, _raised
-    with _lock:
-        _planning += 1
-        if _planning == 1:
-            _before = gc.get_threshold()
-            _raised = None
-            if gc.isenabled() and 0 < _before[0] < SELDOM:
-                gc.set_threshold(SELDOM, *_before[1:])
-                _raised = gc.get_threshold()
+    _thresholds.enter()
     try:
         yield
     finally:
-        with _lock:
-            _planning -= 1
-            if _planning == 0 and _raised is not None and gc.get_threshold() == _raised:
-                gc.set_threshold(*_before)
+        _thresholds.leave()
