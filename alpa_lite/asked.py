@@ -100,7 +100,13 @@ class Asked:
         Raises:
           OptionError: something is asked for that the compiler of the platform would undo.
         """
-        asked = self.method.remat if isinstance(self.method, Sharded) else "auto" if self.automatic else "none"
+        asked = (
+            self.method.remat
+            if isinstance(self.method, Sharded)
+            else "auto"
+            if isinstance(self.method, Auto)
+            else "none"
+        )
         if asked == "none" or (asked == "auto" and self.cluster.platform in MERGING):
             return ("none",)
         if self.cluster.platform in MERGING:
@@ -109,11 +115,6 @@ class Asked:
                 'the first time; use remat="none", or Pipeline(), whose stages are compiled apart'
             )
         return ("none", "selective", "layer") if asked == "auto" else tuple(c for c in REMAT if c == asked)
-
-    @property
-    def automatic(self) -> bool:
-        """Whether the kind of plan is searched."""
-        return isinstance(self.method, Auto)
 
     @property
     def inexact(self) -> dict[str, Any]:

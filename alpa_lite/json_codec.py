@@ -58,45 +58,44 @@ def encode_fields(value: Any) -> dict[str, Any]:
     return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 
-def decode_fields(cls: type[T], data: object, names: Mapping[str, type], where: str = "") -> T:
+def decode_fields(cls: type[T], data: object, where: str = "") -> T:
     """A `cls` from what `encode_fields` gave.
 
     Args:
       cls: a dataclass.
       data: JSON values.
-      names: types that the annotations of `cls` mention and its module does not hold at run time.
       where: the place of `data` in the file, for messages.
 
     Raises:
       DecodeError: if a field is missing, unknown, or of another type, or if `cls` refuses the values.
     """
     record = _expect(data, dict, "an object", where)
-    hints = _hints(cls, tuple(sorted(names.items())))
+    hints = _hints(cls)
     fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in [*(f for f in fields if f not in record), *(key for key in record if key not in fields)]:
         state = "missing" if name in fields else "unknown"
         raise DecodeError(f"{where or cls.__name__}: field {name!r} is {state}")
-    values = {name: decode(hints[name], record[name], names, f"{where}.{name}" if where else name) for name in fields}
+    values = {name: decode(hints[name], record[name], f"{where}.{name}" if where else name) for name in fields}
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:
         raise DecodeError(f"{where or cls.__name__}: {error}") from error
 
 
-def decode(kind: Any, data: Any, names: Mapping[str, type], where: str) -> Any:
+def decode(kind: Any, data: Any, where: str) -> Any:
     """A value of the annotated type `kind` from JSON values; arguments and errors as for `decode_fields`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in args:
             return None
         (kind,) = (arg for arg in args if arg is not type(None))
-        return decode(kind, data, names, where)
+        return decode(kind, data, where)
     if origin is tuple:
         items = _expect(data, list, "a list", where)
-        return tuple(decode(args[0], item, names, f"{where}[{i}]") for i, item in enumerate(items))
+        return tuple(decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
     if origin is Mapping:
         record = _expect(data, dict, "an object", where)
-        return {key: decode(args[1], item, names, f"{where}[{key!r}]") for key, item in record.items()}
+        return {key: decode(args[1], item, f"{where}[{key!r}]") for key, item in record.items()}
     if kind is float:
         return _decode_float(data, where)
     if kind in (int, str, bool):
@@ -110,7 +109,7 @@ def decode(kind: Any, data: Any, names: Mapping[str, type], where: str) -> Any:
             return kind.from_json(data)
         except Exception as error:
             raise DecodeError(f"{where}: {error}") from error
-    return decode_fields(kind, data, names, where)
+    return decode_fields(kind, data, where)
 
 
 def _decode_float(data: Any, where: str) -> float:
@@ -138,6 +137,6 @@ def _expect(data: Any, kind: type, name: str, where: str) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _hints(cls: type, names: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     """The resolved annotations of `cls`."""
-    return typing.get_type_hints(cls, localns=dict(names))
+    return typing.get_type_hints(cls)

@@ -17,14 +17,10 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
 from alpa_lite.records import PlanRecord
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 3
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
@@ -92,7 +88,7 @@ class Plan(PlanRecord):
                 "plan again, or use the alpa_lite that wrote it."
             )
         try:
-            return json_codec.decode_fields(Plan, data.get("plan"), {})
+            return json_codec.decode_fields(Plan, data.get("plan"))
         except json_codec.DecodeError as error:
             raise PlanError(f"{source} is a damaged plan: {error}; plan again.") from error
 
