@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.options import Auto, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.stages.pricing import REMAT
+from alpa_lite.pins import Pins
 from alpa_lite.plan import Plan
 
 MERGING = frozenset({"cpu"})
@@ -27,11 +28,13 @@ class Asked:
       options: of the user.
       cluster: the devices.
       trace: traces the step; with other shapes for some flat arguments if they are given by number.
+      pins: where flat arguments already are and stay.
     """
 
     options: Options
     cluster: Cluster
     trace: Callable[..., Any]
+    pins: Pins = field(default_factory=Pins)
 
     @property
     def method(self) -> Method:

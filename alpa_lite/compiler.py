@@ -41,6 +41,7 @@ from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Priced
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.pins import Pins
 from alpa_lite.plan import Plan
 from alpa_lite.runner import Passes, passes
 from alpa_lite.strategy import Rule
@@ -70,6 +71,9 @@ CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
+NO_PINS = Pins()
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """A planned step: the step in planned stages, with its program, and the plan that says so."""
@@ -92,9 +96,13 @@ class Step:
 
 
 def compile_step(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster
-) -> Compiled:
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
+    pins: Pins = NO_PINS,
+) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
+
+    Args:
+      pins: where flat arguments already are and stay.
 
     Raises:
       InfeasibleError: no plan fits the memory.
@@ -107,7 +115,7 @@ def compile_step(
         batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames,
     )  # fmt: skip
-    asked = Asked(options, cluster, trace)
+    asked = Asked(options, cluster, trace, pins)
     with collecting.seldom(), passes(options.dump_dir) as run:
         traced = run("tracing", trace)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
@@ -219,7 +227,7 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     groups = run("grouping", sharding.group, traced, rules)
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, time_limit=asked.time_limit, progress=run.note,
+        budget=asked.budget, pins=asked.pins, time_limit=asked.time_limit, progress=run.note,
     )  # fmt: skip
     decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)

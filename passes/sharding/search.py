@@ -38,11 +38,15 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
+from alpa_lite.pins import Pins
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
 AXES = ("x", "y", "z")
 """Names of the axes of searched meshes, major to minor."""
+
+
+_NO_PINS = Pins()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,7 @@ def search(
     method: Any,
     *,
     budget: float,
+    pins: Pins = _NO_PINS,
     time_limit: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
@@ -80,6 +85,7 @@ def search(
 
     Args:
       budget: bytes per device.
+      pins: where arguments already are and stay, all on one mesh of all devices; they come before the method.
       time_limit: wall-clock seconds for solving all mesh shapes; building their programs is not counted.
       progress: told what is being solved.
 
@@ -89,11 +95,12 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
-    shapes = meshes(cluster, method)
+    pinned = pins.meshes
+    shapes = tuple(mesh for mesh, _ in pinned) if pinned else meshes(cluster, method)
     shared = tables.Shared(traced, grouping)
     for mesh in shapes:
         progress(f"bounding mesh {_by(mesh)}")
-        allowed = limits(traced, grouping, method, mesh)
+        allowed = limits(traced, grouping, method, mesh) | _pinned(grouping, pins)
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
@@ -267,6 +274,12 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
     if isinstance(method, DataParallel):
         out.update(_whole_updates(traced, grouping))
     return out
+
+
+def _pinned(grouping: Grouping, pins: Pins) -> dict[int, tuple[Layout, ...]]:
+    """Group -> the layout of the argument that is pinned there."""
+    groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
+    return {group: layouts for group, layouts in groups.items() if group}
 
 
 def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout, ...]]:

@@ -1,0 +1,50 @@
+"""Where leaves and values of a step must lie, whatever is cheaper: what is given, not searched for.
+
+A pin comes from where the state already is (the plan of another signature, or of another step), from a constraint that
+the user wrote, or from an array that arrives sharded. Passes read pins as hard constraints; `why` is for plans and
+errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from alpa_lite.layout import Layout, LogicalMesh
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Where one leaf or value lies.
+
+    Attributes:
+      mesh: the logical mesh of a submesh, or of all devices.
+      first_device: the number of the submesh's first device in the cluster; 0 for a mesh of all devices.
+      layout: how it lies there; without partial sums.
+      why: in words, to follow "because", such as "the state is kept where `train_step` put it".
+    """
+
+    mesh: LogicalMesh
+    first_device: int
+    layout: Layout
+    why: str
+
+
+@dataclass(frozen=True)
+class Pins:
+    """All pins of one compilation.
+
+    Attributes:
+      arguments: flat argument number of the user's step -> its pin.
+    """
+
+    arguments: Mapping[int, Pin] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.arguments)
+
+    @property
+    def meshes(self) -> tuple[tuple[LogicalMesh, int], ...]:
+        """The distinct (mesh, first device), in the order of devices: more than one if the state is on submeshes."""
+        found = {(pin.mesh, pin.first_device) for pin in self.arguments.values()}
+        return tuple(sorted(found, key=lambda pair: (pair[1], pair[0].shape, pair[0].axis_names)))
