@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
+from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.stages.pricing import REMAT
-from alpa_lite.pins import Pins
+from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
+from alpa_lite.strategy import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The traced step, and the rules of its operations."""
+
+    traced: Traced
+    rules: Mapping[Any, Rule]
+
 
 MERGING = frozenset({"cpu"})
 """Platforms whose compiler drops optimization barriers, and merges what is computed again with the first time."""
@@ -29,12 +40,14 @@ class Asked:
       cluster: the devices.
       trace: traces the step; with other shapes for some flat arguments if they are given by number.
       pins: where flat arguments already are and stay.
+      like: the plan of the same step for other shapes, whose division a pipeline keeps; None if there is none.
     """
 
     options: Options
     cluster: Cluster
     trace: Callable[..., Any]
-    pins: Pins = field(default_factory=Pins)
+    pins: Pins = NO_PINS
+    like: Plan | None = None
 
     @property
     def method(self) -> Method:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import collecting, schedules
-from alpa_lite.asked import Asked
+from alpa_lite import collecting, kept, schedules
+from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
@@ -41,10 +41,9 @@ from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Priced
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tracing.arguments import donated_leaves
-from alpa_lite.pins import Pins
+from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.runner import Passes, passes
-from alpa_lite.strategy import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +70,6 @@ CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
-NO_PINS = Pins()
-
-
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """A planned step: the step in planned stages, with its program, and the plan that says so."""
@@ -87,22 +83,16 @@ class Compiled:
         return self.staged.traced
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The traced step, and the rules of its operations."""
-
-    traced: Traced
-    rules: Mapping[Any, Rule]
-
-
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
-    pins: Pins = NO_PINS,
+    pins: Pins = NO_PINS, like: Plan | None = None,
 ) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
 
     Args:
-      pins: where flat arguments already are and stay.
+      pins: where flat arguments already are and stay; on submeshes, the step is divided by them.
+      like: the plan of the same step for other shapes: if it is a pipeline, its division is kept, with the state where
+        it has it.
 
     Raises:
       InfeasibleError: no plan fits the memory.
@@ -115,11 +105,16 @@ def compile_step(
         batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames,
     )  # fmt: skip
-    asked = Asked(options, cluster, trace, pins)
+    asked = Asked(options, cluster, trace, pins, like)
     with collecting.seldom(), passes(options.dump_dir) as run:
         traced = run("tracing", trace)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
-        staged = replayed(run, step, asked, asked.plan) if asked.plan is not None else best(run, step, asked)
+        if asked.plan is not None:
+            staged = replayed(run, step, asked, asked.plan)
+        elif asked.like is not None and asked.like.pipelined:
+            staged = fitting(kept.redivided(run, step, asked, asked.like), asked)
+        else:
+            staged = best(run, step, asked)
         if options.donate_argnums != "auto":
             staged = donating(staged, donated_leaves(traced, options.donate_argnums))
         plan = run("plan", plans.write, staged, cluster, method=asked.described, budget=asked.budget)

@@ -43,8 +43,16 @@ class Pins:
     def __bool__(self) -> bool:
         return bool(self.arguments)
 
+    def on_submeshes(self, num_devices: int) -> bool:
+        """Whether something lies on fewer devices than all."""
+        return any(mesh.size < num_devices for mesh, _ in self.meshes)
+
     @property
     def meshes(self) -> tuple[tuple[LogicalMesh, int], ...]:
         """The distinct (mesh, first device), in the order of devices: more than one if the state is on submeshes."""
         found = {(pin.mesh, pin.first_device) for pin in self.arguments.values()}
         return tuple(sorted(found, key=lambda pair: (pair[1], pair[0].shape, pair[0].axis_names)))
+
+
+NO_PINS = Pins()
+"""Everything lies where the plan wants it."""

@@ -26,7 +26,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
@@ -109,6 +109,7 @@ def market(
     *,
     time_limit: float,
     gap: float,
+    allowed: Mapping[int, Sequence[Layout]] | None = None,
     shared: Shared | None = None,
 ) -> Market:
     """The programs of some mesh shapes.
@@ -117,6 +118,7 @@ def market(
       meshes: of the cluster's devices.
       time_limit: wall-clock seconds, as for `Market`; building the programs is not counted.
       gap: (objective - bound) / objective at which a choice counts as optimal.
+      allowed: group -> the layouts that it may have, for leaves that lie somewhere.
       shared: what the programs of several meshes have in common, to make it once.
 
     Raises:
@@ -124,7 +126,8 @@ def market(
     """
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
-        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), shared=shared) for mesh in meshes
+        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
+        for mesh in meshes
     )  # fmt: skip
     problems = tuple(from_graph(space.program) for space in spaces)
     solved = _solved(dict(enumerate(problems)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))

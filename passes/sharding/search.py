@@ -38,15 +38,12 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
-from alpa_lite.pins import Pins
+from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
 AXES = ("x", "y", "z")
 """Names of the axes of searched meshes, major to minor."""
-
-
-_NO_PINS = Pins()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +74,7 @@ def search(
     method: Any,
     *,
     budget: float,
-    pins: Pins = _NO_PINS,
+    pins: Pins = NO_PINS,
     time_limit: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
@@ -100,7 +97,7 @@ def search(
     shared = tables.Shared(traced, grouping)
     for mesh in shapes:
         progress(f"bounding mesh {_by(mesh)}")
-        allowed = limits(traced, grouping, method, mesh) | _pinned(grouping, pins)
+        allowed = limits(traced, grouping, method, mesh) | pinned(grouping, pins)
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
@@ -276,7 +273,7 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
     return out
 
 
-def _pinned(grouping: Grouping, pins: Pins) -> dict[int, tuple[Layout, ...]]:
+def pinned(grouping: Grouping, pins: Pins) -> dict[int, tuple[Layout, ...]]:
     """Group -> the layout of the argument that is pinned there."""
     groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     return {group: layouts for group, layouts in groups.items() if group}

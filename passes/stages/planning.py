@@ -28,6 +28,7 @@ from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.stages import cutting, packing, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.program import Submesh, buffer
 from alpa_lite.strategy import Rule
 
@@ -150,6 +151,7 @@ def decide(
     *,
     price: float,
     time_limit: float,
+    pins: Pins = NO_PINS,
     like: DecidedStage | None = None,
 ) -> DecidedStage:
     """Solves a stage of several on its submesh.
@@ -159,7 +161,8 @@ def decide(
       method: which logical meshes are allowed.
       price: of memory, in units of `sharding.market.Market`.
       time_limit: `solver_time_limit` of the options.
-      like: a solved stage with the same `digest`, on a submesh of the same kind, whose choices are taken over.
+      pins: where arguments of the stage lie, by their number in it, all on one mesh; that mesh comes before the method.
+      like: a solved stage with the same `digest` and pins, on a submesh of the same kind, whose choices are taken over.
 
     Raises:
       InfeasibleError: no choice was found in the time.
@@ -171,8 +174,9 @@ def decide(
         return DecidedStage(graph, like.rules, groups, like.found, cluster)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    meshes = search.meshes(cluster, method)
-    found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP).at(price)
+    meshes = tuple(mesh for mesh, _ in pins.meshes) or search.meshes(cluster, method)
+    allowed = search.pinned(groups, pins)
+    found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, allowed=allowed).at(price)
     return DecidedStage(graph, rules, groups, found, cluster)
 
 

@@ -1,0 +1,121 @@
+"""Planning a step whose state already lies on submeshes, and stays there: no search over stages, and nothing moves.
+
+redivided   the same step on other shapes: the division of the first plan, each stage planned again
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from alpa_lite import schedules
+from alpa_lite.asked import Asked, Step
+from alpa_lite.errors import MicrobatchError, OptionError, PlanError
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.options import Sharded
+from alpa_lite.passes import microbatches, programs, stages
+from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.plans import replay
+from alpa_lite.passes.programs.staged import Staged, Verdict
+from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.paths import shown
+from alpa_lite.pins import Pin, Pins
+from alpa_lite.plan import Plan
+from alpa_lite.records import Stage, spec_axes
+from alpa_lite.runner import Passes
+from alpa_lite.schedules import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+    """The step divided as a plan for other shapes divides it, its state where that plan has it.
+
+    Layers, submeshes, schedule and rematerialisation are those of the plan; where the batch does not divide into as
+    many micro-batches, there are as many as can be. Each stage is solved once, for the new shapes.
+
+    Raises:
+      PlanError: the step is another one, or has other layers.
+      MicrobatchError: the step is no loop over micro-batches.
+    """
+    replay.check_devices(plan, asked.cluster)
+    division, remat = plan.division, replay.remat_of(plan)
+    loop, schedule = _in_microbatches(run, step, asked, plan)
+    layers = run("layers", divisible, loop, max_layers=division.max_layers)
+    replay.check_layers(plan, len(layers.layering.layers))
+    cut = run("layers", divided, layers, division.first_layers[1:], remat)
+    loop = cut.accumulated
+    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    why = f"the state is kept where the plan for {plan.num_microbatches} micro-batches of another shape has it"
+    pins = []
+    for graph, stage, mesh in zip(graphs, plan.stages, division.submeshes, strict=True):
+        pins.append(_pins(graph, stage, division.first_devices[mesh], why))
+    planned: list[PlannedStage] = []
+    known: dict[Any, DecidedStage] = {}
+    for graph, stage, pinned in zip(graphs, plan.stages, pins, strict=True):
+        layouts = tuple((number, pin.layout) for number, pin in sorted(pinned.arguments.items()))
+        key = planning.digest(graph), stage.mesh_shape, layouts
+        decided = run(
+            "sharding", planning.decide, graph, asked.cluster.part(stage.num_devices), Sharded(stage.mesh_shape),
+            price=0.0, time_limit=asked.time_limit, pins=pinned, like=known.get(key),
+        )  # fmt: skip
+        known.setdefault(key, decided)
+        planned.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
+    seconds = sum(stage.found.solution.objective for stage in planned)
+    bound = sum(stage.found.solution.bound for stage in planned)
+    verdict = Verdict("layers", "feasible", seconds, bound, idle_devices=division.idle_devices)
+    return run(
+        "programs", programs.pipelined, loop, planned, division.first_devices, schedule, asked.cluster,
+        first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
+        remat=remat, verdict=verdict,
+    )  # fmt: skip
+
+
+def _in_microbatches(run: Passes, step: Step, asked: Asked, plan: Plan) -> tuple[Accumulated, Schedule]:
+    """The step in the plan's number of micro-batches, or in the greatest smaller one that the batch divides into.
+
+    Raises:
+      MicrobatchError: not even one micro-batch is possible, or none that the schedule exists for.
+    """
+    division, refusal = plan.division, None
+    for count in range(asked.num_microbatches or plan.num_microbatches, 0, -1):
+        try:
+            schedule = schedules.schedule(
+                plan.schedule, len(division.first_devices), count, virtual=division.virtual
+            )  # fmt: skip
+            loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+        except (MicrobatchError, OptionError) as error:
+            refusal = refusal or error
+            continue
+        return loop, schedule
+    raise MicrobatchError(f"the batch divides into no number of micro-batches that the plan allows: {refusal}")
+
+
+def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:
+    """Where the state of a stage lies, by the argument's number in it.
+
+    Raises:
+      PlanError: the stage has other state than that of the plan.
+    """
+    planned = {leaf.path: layout_of(leaf.spec, len(leaf.shape)) for leaf in stage.arguments if leaf.role != "batch"}
+    mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+    found: dict[int, Pin] = {}
+    for number, (port, argument) in enumerate(zip(graph.inputs, graph.traced.arguments, strict=True)):
+        if port.kind != "argument" or argument.role == "batch":
+            continue
+        if argument.path not in planned:
+            raise PlanError(
+                f"{shown(argument.path)} belongs to another stage than in the plan that the step is divided as; plan "
+                "again without like="
+            )
+        found[number] = Pin(mesh, first_device, planned[argument.path], why)
+    return Pins(found)
+
+
+def layout_of(spec: Any, rank: int) -> Layout:
+    """The layout of a value with so many dims that a mesh shards as `spec` says."""
+    axes = spec_axes(spec)
+    return Layout((*axes, *((),) * (rank - len(axes))))
