@@ -22,7 +22,7 @@ from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
 from alpa_lite.records import PlanRecord
 
-SCHEMA = 3
+SCHEMA = 4
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
 

@@ -62,11 +62,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device.
+    """Bytes per device: the largest amount that each kind takes.
 
     Attributes:
-      params, gradients, optimizer, activations: the largest amount that each kind takes.
+      params: parameters as they are stored between steps, and their new values.
+      gradients: of parameters, as the update reads them.
+      optimizer: moments and other state that only new state is made of, and what the update makes in between.
+      activations: everything else, the batch included.
       total: the peak. The kinds need not peak together, so it may be less than their sum.
+      gathered: copies of weights for the operations that read them: gathered from their shards, cast, or cut out.
+      frozen: arguments that no step changes.
     """
 
     params: int
@@ -74,6 +79,14 @@ class Memory:
     optimizer: int
     activations: int
     total: int
+    gathered: int = 0
+    frozen: int = 0
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The kinds in the order of reports; weights that are copied, and frozen ones, only where there are any."""
+        names = ("params", "frozen", "gathered", "gradients", "optimizer", "activations")
+        return {k: getattr(self, k) for k in names if getattr(self, k) or k not in ("frozen", "gathered")}
 
 
 @dataclass(frozen=True)

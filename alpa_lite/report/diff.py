@@ -208,11 +208,12 @@ def _peaks(plan: Plan) -> dict[str, int]:
     """Bytes by kind; of several stages, buffers between tasks apart from the temporaries of executables."""
     if len(plan.stages) == 1:
         memory = plan.stages[0].memory
-        return {kind: getattr(memory, kind) for kind in ("params", "gradients", "optimizer", "activations", "total")}
+        return memory.kinds | {"total": memory.total}
     rows = stages.memory(plan)
-    kinds = {"params": "params", "gradients": "gradients", "optimizer": "optimizer"}
-    kinds |= {"in flight": "in_flight", "temporaries": "temporaries", "total": "peak"}
-    return {name: max(getattr(row, kind) for row in rows) for name, kind in kinds.items()}
+    names = dict.fromkeys(name for row in rows for name in row.kinds)
+    return {name: max(row.kinds.get(name, 0) for row in rows) for name in names} | {
+        "total": max(row.peak for row in rows)
+    }
 
 
 def _seconds(before: Plan, after: Plan) -> list[RenderableType]:

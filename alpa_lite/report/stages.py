@@ -42,6 +42,7 @@ from alpa_lite.report.tables import (
 _MAX_COLLECTIVES = 12  # rows, divided among kinds of stages
 _MAX_TRANSFERS = 12
 _LEAST = 5e-4  # the share of a step below which idling is rounding
+_KEPT = ("params", "frozen", "gathered", "gradients", "optimizer")
 _NUMBER = re.compile(r"\d+")
 _TRANSFER = re.compile(r"submesh (\d+) to (\d+), (.*)")
 
@@ -229,18 +230,27 @@ class SubmeshMemory:
     """Bytes per device of one submesh: the sums over its stages.
 
     Attributes:
-      params, gradients, optimizer: as of `Memory`.
+      params, frozen, gathered, gradients, optimizer: as of `Memory`.
       in_flight: all other buffers between tasks: values saved for backward passes, transfers, the batch.
       temporaries: the most that one executable needs in addition to its buffers.
       peak: the peak of the buffers, plus temporaries.
     """
 
     params: int
+    frozen: int
+    gathered: int
     gradients: int
     optimizer: int
     in_flight: int
     temporaries: int
     peak: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The kinds in the order of reports, by their names there; some only where there are any."""
+        named = {"in flight": self.in_flight, "temporaries": self.temporaries}
+        names = ("params", "frozen", "gathered", "gradients", "optimizer")
+        return {k: getattr(self, k) for k in names if getattr(self, k) or k not in ("frozen", "gathered")} | named
 
 
 def memory(plan: Plan) -> list[SubmeshMemory]:
@@ -249,11 +259,9 @@ def memory(plan: Plan) -> list[SubmeshMemory]:
     out = []
     for mesh, (buffers, temporary) in enumerate(zip(division.buffer_bytes, division.temporary_bytes, strict=True)):
         stages = [stage.memory for stage, m in zip(plan.stages, division.submeshes, strict=True) if m == mesh]
-        params, gradients, optimizer = (
-            sum(getattr(m, kind) for m in stages) for kind in ("params", "gradients", "optimizer")
-        )
-        flying = max(0, buffers - params - gradients - optimizer)
-        out.append(SubmeshMemory(params, gradients, optimizer, flying, temporary, buffers + temporary))
+        kept = {kind: sum(getattr(m, kind) for m in stages) for kind in _KEPT}
+        flying = max(0, buffers - sum(kept.values()))
+        out.append(SubmeshMemory(**kept, in_flight=flying, temporaries=temporary, peak=buffers + temporary))
     return out
 
 
@@ -262,12 +270,14 @@ def _memory(plan: Plan) -> RenderableType:
     found: dict[SubmeshMemory, list[int]] = {}
     for number, row in enumerate(memory(plan)):
         found.setdefault(row, []).append(number)
-    columns = ("submesh", "params", "gradients", "optimizer", "in flight", "temporaries", "peak")
-    out = table(*columns, f"of {units.nbytes(plan.memory_per_device)}", right=range(1, 8))
+    names = tuple(dict.fromkeys(name for row in found for name in row.kinds))
+    names = tuple(n for n in (*_KEPT, "in flight", "temporaries") if n in names)
+    columns = ("submesh", *names, "peak", f"of {units.nbytes(plan.memory_per_device)}")
+    out = table(*columns, right=range(1, len(columns)))
     for row, meshes in found.items():
-        amounts = (row.params, row.gradients, row.optimizer, row.in_flight, row.temporaries, row.peak)
+        sizes = (*(row.kinds.get(name, 0) for name in names), row.peak)
         share = units.percent(row.peak, plan.memory_per_device)
-        add(out, named(meshes).split(" ", 1)[1], *map(units.nbytes, amounts), share)
+        add(out, named(meshes).split(" ", 1)[1], *map(units.nbytes, sizes), share)
     return out
 
 
@@ -306,8 +316,7 @@ def _memory_of_one(plan: Plan) -> RenderableType:
     """A bar for each kind of memory of the only stage. Kinds need not peak together."""
     memory = plan.stages[0].memory
     out = table("", "", "", "", right=(1, 2))
-    for kind in ("params", "gradients", "optimizer", "activations"):
-        size = getattr(memory, kind)
+    for kind, size in memory.kinds.items():
         text = Text(units.bar(size, plan.memory_per_device, BAR), style="blue")
         add(out, kind, units.nbytes(size), units.percent(size, plan.memory_per_device), text)
     text = Text(units.bar(memory.total, plan.memory_per_device, BAR), style="bold blue")

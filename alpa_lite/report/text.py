@@ -103,13 +103,22 @@ def _candidates(plan: Plan) -> RenderableType:
 
 
 _STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
+_EQUAL = 1e-6  # relative difference of seconds that is rounding
 
 
 def _status(candidate: Candidate, best: float) -> str:
-    """The status, and by how much the candidate is slower if that is known."""
+    """The status, and by how much the candidate is slower, or faster, if that is known.
+
+    A pipeline that the stage search met may be estimated faster than the one that was planned: it was priced at costs
+    that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
+    """
     status, seconds = _STATUS.get(candidate.status, candidate.status), candidate.step_seconds
-    if candidate.status in ("chosen", "cutoff") or seconds is None or seconds <= best or best <= 0:
+    if candidate.status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
         return status
+    if abs(seconds - best) <= _EQUAL * best:
+        return "equally fast"
+    if seconds < best:
+        return f"faster by {units.percent(best - seconds, best)} in a rough estimate, not priced itself"
     if candidate.status == "met":
         return f"slower by {units.percent(seconds - best, best)} when its search stopped"
     return f"{status} by {units.percent(seconds - best, best)}"

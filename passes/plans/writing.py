@@ -134,7 +134,8 @@ def _stage(
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
     memory = _memory(traced, groups, found.space, solution.choice)
     if planned.segments.items[0].kind != "step":  # buffers wait between runs: the program knows how many
-        rest = max(0, sum(used) - memory.params - memory.gradients - memory.optimizer)
+        memory = replace(memory, gathered=0)  # copies of weights live within a run: they are among its temporaries
+        rest = max(0, sum(used) - sum(memory.kinds.values()) + memory.activations)
         memory = replace(memory, activations=rest, total=sum(used))
     seconds = sum(planned.seconds[s] * planned.runs(s) for s in planned.segments.items)
     compute = planned.prices.arguments + sum(planned.prices.compute(s.instructions) for s in planned.segments.items)

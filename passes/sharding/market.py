@@ -87,8 +87,9 @@ class Market:
         candidates = []
         for i, (mesh, other) in enumerate(zip(self.meshes, self.problems, strict=True)):
             found = solutions.get(i, self.rough[i])
-            status = "chosen" if i == best else "slower"
             seconds, size = other.seconds(found.choice), int(other.peak(found.choice))
+            faster = seconds < problem.seconds(solution.choice)
+            status = "chosen" if i == best else "more memory" if faster else "slower"
             candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
         solution = replace(
             solution,

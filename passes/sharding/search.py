@@ -35,6 +35,7 @@ from alpa_lite.options import DataParallel, Manual, Sharded, TensorParallel, Zer
 from alpa_lite.passes.sharding import strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
@@ -238,7 +239,7 @@ def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -
     if not isinstance(method, (DataParallel, Zero, TensorParallel)):
         return out
     axes = mesh.axis_names
-    kinds = tables.state_kinds(traced, grouping)
+    kinds = state_kinds(traced)
     for number, argument in enumerate(traced.arguments):
         group = grouping.leaves[number]
         if group == 0:
@@ -284,7 +285,7 @@ def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout
     ranks: dict[int, int] = {}
     for value, home in grouping.homes.items():
         ranks.setdefault(home.group, len(traced.graph.values[value].shape))
-    light = [g for g in tables.update_groups(traced, grouping) if grouping.groups[g].kind == "light"]
+    light = [g for g in update_groups(traced, grouping) if grouping.groups[g].kind == "light"]
     return {g: (Layout(((),) * ranks[g]),) for g in light}
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.graph import Traced
+from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
 from alpa_lite.passes.sharding.points import compressed, needed_points, tally
 from alpa_lite.passes.sharding.solver.problem import timeline
@@ -100,69 +100,28 @@ class Shared:
         return self.tables[key]
 
 
-def state_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
-    """Argument number -> "params" or "optimizer", for state arguments.
-
-    State that influences an output which is not state (the loss) is a parameter; what only influences the next state
-    (moments, counters) belongs to the optimizer.
-    """
-    block = traced.graph.block
-    updated = {out for out, _ in traced.state}
-    needed = {a for i, a in enumerate(block.outputs) if i not in updated and not isinstance(a, Lit)}
-    for op in reversed(block.ops):
-        if any(v in needed for v in op.results):
-            needed.update(a for a in op.operands if not isinstance(a, Lit))
-    arguments = {argument for _, argument in traced.state}
-    return {i: "params" if block.inputs[i] in needed else "optimizer" for i in arguments}
-
-
-def update_groups(traced: Traced, grouping: Grouping) -> set[int]:
-    """The groups that compute new state, or hold it where it does not change."""
-    atoms = (traced.graph.block.outputs[number] for number, _ in traced.state)
-    return {grouping.homes[a].group for a in atoms if not isinstance(a, Lit) and a in grouping.homes} - {0}
-
-
-def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dict[int, str]]:
-    """Value -> "params", "optimizer" or "gradients", where it is made and for copies; all others are activations.
-
-    Gradients are the values of a parameter's shape that the groups which compute new state want or make.
-    """
-    homes, values = grouping.homes, traced.graph.values
-    inputs = {v: i for i, v in enumerate(traced.graph.block.inputs)}
-    kinds = state_kinds(traced, grouping)
-    shapes = {values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
-    updates = update_groups(traced, grouping)
-    wanted = {d.value for d in grouping.demands if d.group in updates}
-    wanted |= {v for v, home in homes.items() if home.group in updates}
-    copies = {v: "gradients" for v in wanted if values[v].shape in shapes}
-    own = {v: kind for v, kind in copies.items() if v not in inputs}
-    return own | {v: kinds[i] for v, i in inputs.items() if i in kinds}, copies
-
-
-def live_bytes(
-    traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]
-) -> dict[Literal["params", "gradients", "optimizer", "activations"], np.ndarray]:
-    """Kind -> [points] the bytes per device that live at each program point of a solved program."""
+def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> dict[str, np.ndarray]:
+    """Kind (`kinds.KINDS`) -> [points] the bytes per device that live at each program point of a solved program."""
     buffers, transfers = space.program.buffers, space.program.transfers
     assert buffers is not None
-    own, copies = value_kinds(traced, grouping)
-    kinds, sizes = [], np.zeros(len(buffers.size))
+    own, copies = kinds.value_kinds(traced, grouping)
+    of_buffer, sizes = [], np.zeros(len(buffers.size))
     for b, value in enumerate(space.buffer_values):
         if buffers.transfer[b] < 0:
-            kinds.append(own.get(value, "activations"))
+            of_buffer.append(own.get(value, "activations"))
             sizes[b] = buffers.size[b][buffers.klass[b][choice[buffers.owner[b]]]]
         else:
-            kinds.append(copies.get(value, "activations"))
+            of_buffer.append(copies.get(value, "activations"))
             transfer = transfers[buffers.transfer[b]]
             if any(klass[choice[node]] == buffers.copy[b] for node, klass in transfer.consumers):
                 sizes[b] = buffers.size[b][transfer.src_class[choice[transfer.src]]]
-    named = np.array(kinds)
+    named = np.array(of_buffer)
 
     def of(kind: str) -> np.ndarray:
         mine = np.flatnonzero(named == kind)
         return timeline(buffers.points, buffers.start[mine], buffers.end[mine], sizes[mine])
 
-    return {kind: of(kind) for kind in ("params", "gradients", "optimizer", "activations")}
+    return {kind: of(kind) for kind in kinds.KINDS}
 
 
 def fullest_point(traced: Traced, grouping: Grouping) -> int:
@@ -195,7 +154,7 @@ class _Maker:
         self.inputs = set(self.traced.graph.block.inputs)
         self.leaf_groups = set(self.grouping.leaves)
         self.late_from = fullest_point(self.traced, self.grouping) if regather else None
-        self.kinds, self.copies = value_kinds(self.traced, self.grouping)
+        self.kinds, self.copies = kinds.value_kinds(self.traced, self.grouping)
         self.small = smallest(self.traced)
 
     def tables(self) -> Tables:
@@ -273,7 +232,7 @@ class _Maker:
         self, found: Mapping[_Key, list[int]], example: Mapping[_Key, list[Demand]]
     ) -> dict[tuple[int, int], float]:
         """Gradients on their way to the updates are reduced together, and new state is gathered together."""
-        updates = update_groups(self.traced, self.grouping) - self.leaf_groups
+        updates = kinds.update_groups(self.traced, self.grouping) - self.leaf_groups
         together: list[list[tuple[int, int]]] = [[], []]
         for key, members in found.items():
             groups = {d.group for d in example[key]}

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.plan import Plan
-from alpa_lite.records import Collective, Leaf
+from alpa_lite.records import Candidate, Collective, Leaf
 from alpa_lite.report import stages, tables, text
 from tests.plans import gpt_plan, small_plan
 
@@ -63,6 +63,22 @@ def test_says_everything_that_a_plan_holds() -> None:
         "the step neither returns nor updates it",
     ):
         assert wanted in printed, wanted
+
+
+def test_what_is_faster_is_not_called_slower() -> None:
+    """Estimates of the stage search that lie below the pipeline that was priced and planned."""
+    plan = gpt_plan()
+    best = plan.step_seconds
+    rows = [
+        Candidate("a", (4,), best, 1, "chosen"),
+        Candidate("b", (4,), 0.9 * best, 1, "optimal"),
+        Candidate("c", (4,), 0.9 * best, 1, "slower"),
+        Candidate("d", (4,), best * (1 - 1e-9), 1, "slower"),
+        Candidate("e", (4,), 1.5 * best, 1, "optimal"),
+    ]
+    said = {c.method: text._status(c, best) for c in rows}
+    assert said["b"] == said["c"] == "faster by 10 % in a rough estimate, not priced itself"
+    assert said["d"] == "equally fast" and said["e"] == "slower by 50 %"
 
 
 def test_small_leaves_are_folded_and_nothing_is_lost() -> None:

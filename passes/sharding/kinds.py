@@ -1,0 +1,152 @@
+"""What the values of a step are for: parameters, gradients, optimizer state, and the rest, which are activations.
+
+The roles of arguments (`graph.Argument`) say what is state. Of state, *parameters* are what a derivative is taken
+around: JAX marks the operations of a differentiated function in their name stacks (`_jax.derivative`), and state that
+such an operation reads, directly or by way of others, is a parameter. New state is a border: what is read of it counts
+for the state that it replaces, so that the moments of one network are no parameters where another network's loss reads
+the first one's new weights. State that only new state is made of (moments, counters, averages) belongs to the
+optimizer. Where a step has no marks, state that influences a result which is no state (the loss) is a parameter, and if
+there is no such result, all state of floats is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax.numpy as jnp
+
+from alpa_lite import _jax
+from alpa_lite.graph import Block, Lit, Op, Traced, walk
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import reads, values_in
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.sharding.groups import Grouping
+
+KINDS = ("params", "gathered", "gradients", "optimizer", "frozen", "activations")
+"""Every kind of memory. "gathered" are copies of parameters for the operations that read them: gathered from their
+shards, cast, or cut out of stacked ones; "frozen" are arguments that no step changes."""
+
+_COPIES = primitives.LINEAR_CHAIN | {"dynamic_slice", "optimization_barrier", "slice"}
+"""Operations whose result is the same weights in another form. A broadcast is none: it may be as large as the batch."""
+
+
+def state_kinds(traced: Traced) -> dict[int, str]:
+    """Argument number -> "params" or "optimizer", for state arguments."""
+    block, values = traced.graph.block, traced.graph.values
+    made = dict(traced.state)
+    replaced: dict[int, list[int]] = {}
+    for out, argument in made.items():
+        atom = block.outputs[out]
+        if isinstance(atom, int) and atom not in block.inputs:
+            replaced.setdefault(atom, []).append(argument)
+    needed: set[int] = set()
+    if any(map(_is_marked, block.ops)):
+        _follow(block.ops, needed, replaced)
+    else:
+        results = (a for i, a in enumerate(block.outputs) if i not in made and not isinstance(a, Lit))
+        needed = {a for a in results if jnp.issubdtype(values[a].dtype, jnp.inexact)}
+        if needed:
+            _follow(block.ops, needed, {})
+        else:
+            needed = set(block.inputs)
+    found = {argument for value, some in replaced.items() if value in needed for argument in some}
+    return {
+        i: "params" if (block.inputs[i] in needed or i in found) and _is_float(traced, i) else "optimizer"
+        for i in made.values()
+    }
+
+
+def _is_float(traced: Traced, argument: int) -> bool:
+    return bool(jnp.issubdtype(traced.graph.values[traced.graph.block.inputs[argument]].dtype, jnp.inexact))
+
+
+def _is_marked(op: Op) -> bool:
+    """Whether an operation, or one within its bodies, belongs to a differentiated function."""
+    return any(_jax.derivative(o.source) for body in op.bodies for o in walk(body)) or bool(_jax.derivative(op.source))
+
+
+def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) -> None:
+    """Adds to `needed` what makes it, and what marked operations read; what makes a border is left out."""
+    for op in reversed(list(ops)):
+        inside = any(v in needed and v not in borders for v in op.results)
+        if inside or (_is_marked(op) and not any(v in borders for v in op.results)):
+            needed.update(reads(op))
+
+
+def update_groups(traced: Traced, grouping: Grouping) -> set[int]:
+    """The groups that compute new state, or hold it where it does not change."""
+    atoms = (traced.graph.block.outputs[number] for number, _ in traced.state)
+    return {grouping.homes[a].group for a in atoms if not isinstance(a, Lit) and a in grouping.homes} - {0}
+
+
+def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dict[int, str]]:
+    """Value -> its kind, where it is made and for copies in another layout; all others are activations.
+
+    Gradients are the values of a parameter's shape that the groups which compute new state want or make, and that are
+    not made of state by operations outside of the derivative. Of what such groups make, new state is of the kind of
+    the old, and everything else belongs to the optimizer.
+    """
+    block, values = traced.graph.block, traced.graph.values
+    inputs = {v: i for i, v in enumerate(block.inputs)}
+    kinds = state_kinds(traced)
+    own: dict[int, str] = {}
+    for i, argument in enumerate(traced.arguments):
+        if i in kinds or argument.role == "frozen":
+            own[block.inputs[i]] = kinds.get(i, "frozen")
+    copies = {v: "gathered" if kind in ("params", "frozen") else kind for v, kind in own.items()}
+    for value in weights(block, [v for v, kind in own.items() if kind in ("params", "frozen")]):
+        own.setdefault(value, "gathered")
+        copies.setdefault(value, "gathered")
+    shapes = {values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
+    updates = update_groups(traced, grouping)
+    made = {v for v, home in grouping.homes.items() if home.group in updates} - inputs.keys()
+    wanted = {d.value for d in grouping.demands if d.group in updates} - inputs.keys()
+    updated = _updated(traced, kinds)
+    for value in sorted(made | wanted):
+        if values[value].shape in shapes:
+            kind = "optimizer" if value in updated else "gradients"
+            own.setdefault(value, kind)
+            copies.setdefault(value, kind)
+    for out, argument in traced.state:
+        atom = block.outputs[out]
+        if isinstance(atom, int) and atom not in inputs:
+            own[atom] = copies[atom] = kinds[argument]
+    return own, copies
+
+
+def weights(block: Block, start: Iterable[int]) -> set[int]:
+    """Values that are some weights in another form: cast, reshaped, or cut out for an iteration. Without `start`."""
+    first = set(start)
+    found = set(first)
+    for op in _in_order(block, found):
+        if op.name in _COPIES and len(op.results) == 1 and op.operands[0] in found:
+            found.update(op.results)
+    return found - first
+
+
+def _in_order(block: Block, found: set[int]) -> Iterator[Op]:
+    """The operations of a block and of its bodies; before a body, its inputs that are weights are added to `found`."""
+    for op in block.ops:
+        if op.name == "scan":
+            view = ScanView(op)
+            pairs = [*view.consts, *view.xs]
+        elif op.name == "cond":
+            pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
+        else:
+            pairs = []
+        found.update(inner for outer, inner in pairs if outer in found)
+        for body in op.bodies if pairs else ():
+            yield from _in_order(body, found)
+        yield op
+
+
+def _updated(traced: Traced, kinds: Mapping[int, str]) -> set[int]:
+    """Values that operations outside of the derivative make of state; none where no operation is marked."""
+    block = traced.graph.block
+    if not any(map(_is_marked, block.ops)):
+        return set(values_in(block.outputs[out] for out, _ in traced.state)) - set(block.inputs)
+    found = {block.inputs[i] for i in kinds}
+    for op in block.ops:
+        if not _is_marked(op) and not found.isdisjoint(reads(op)):
+            found.update(op.results)
+    return found - set(block.inputs)

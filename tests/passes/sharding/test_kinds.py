@@ -1,0 +1,153 @@
+"""What the memory of a step is for: parameters, gathered weights, gradients, optimizer state, activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import alpa_lite
+from alpa_lite.cluster import Cluster
+from alpa_lite.passes.sharding.kinds import state_kinds
+from alpa_lite.passes.tracing.tracing import trace
+from alpa_lite.paths import shown
+
+X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def plain() -> Case:
+    optimizer = optax.adam(1e-2)
+    params = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+
+    def step(params, opt, x, y):
+        loss, grads = jax.value_and_grad(lambda p: ((x @ p["w"] - y) ** 2).mean())(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        # A metric of the update: moments influence a result that is no state, and are no parameters all the same.
+        return optax.apply_updates(params, updates), opt, {"loss": loss, "norm": jnp.abs(updates["w"]).sum()}
+
+    return step, (params, jax.eval_shape(optimizer.init, params), X, Y)
+
+
+def without_loss() -> Case:
+    step, args = plain()
+    return lambda *args: step(*args)[:2], args
+
+
+def linen_state() -> Case:
+    model, optimizer = linen.Dense(4), optax.adamw(1e-2)
+
+    def init(key, x):
+        return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optimizer)
+
+    def step(state, x, y):
+        def loss(params):
+            return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return step, (jax.eval_shape(init, jax.random.key(0), X), X, Y)
+
+
+def nnx_optimizer() -> Case:
+    model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model, optimizer, x, y):
+        loss, grads = nnx.value_and_grad(lambda model: ((model(x) - y) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, (model, optimizer, X, Y)
+
+
+def haiku() -> Case:
+    hk = pytest.importorskip("haiku")
+    model, optimizer = hk.transform(lambda x: hk.Linear(4)(x)), optax.adam(1e-2)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def step(params, opt, x, y):
+        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, None, x) - y) ** 2).mean())(params)
+        updates, opt = optimizer.update(grads, opt)
+        return optax.apply_updates(params, updates), opt, loss
+
+    return step, (params, jax.eval_shape(optimizer.init, params), X, Y)
+
+
+def equinox() -> Case:
+    eqx = pytest.importorskip("equinox")
+    optimizer = optax.adam(1e-2)
+    model = eqx.filter_eval_shape(eqx.nn.Linear, 6, 4, key=jax.random.key(0))
+
+    def step(model, opt, x, y):
+        loss, grads = eqx.filter_value_and_grad(lambda m: ((jax.vmap(m)(x) - y) ** 2).mean())(model)
+        updates, opt = optimizer.update(grads, opt)
+        return eqx.apply_updates(model, updates), opt, loss
+
+    return step, (model, jax.eval_shape(optimizer.init, model), X, Y)
+
+
+def actor_critic() -> Case:
+    """The actor's loss reads the critic's new weights, which are made of the critic's moments."""
+    optimizer = optax.adam(1e-2)
+    weights = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+    state = {n: {"w": weights, "opt": jax.eval_shape(optimizer.init, weights)} for n in ("actor", "critic")}
+
+    def update(old, loss):
+        value, gradient = jax.value_and_grad(loss)(old["w"])
+        change, opt = optimizer.update(gradient, old["opt"])
+        return {"w": old["w"] + change, "opt": opt}, value
+
+    def step(state, x, y):
+        critic, _ = update(state["critic"], lambda w: ((x @ w - y) ** 2).mean())
+        actor, value = update(state["actor"], lambda w: ((x @ w) * (x @ critic["w"])).mean())
+        return {"actor": actor, "critic": critic}, value
+
+    return step, (state, X, Y)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [plain, without_loss, linen_state, nnx_optimizer, haiku, equinox, actor_critic],
+    ids=lambda case: case.__name__,
+)
+def test_moments_are_optimizer_state_and_weights_are_parameters(case: Callable[[], Case]) -> None:
+    step, args = case()
+    traced = trace(step, args, {})
+    moments = ("mu", "nu", "count", "step")
+    for number, kind in state_kinds(traced).items():
+        path = shown(traced.arguments[number].path)
+        assert kind == ("optimizer" if any(name in path.split("/") for name in moments) else "params"), path
+    assert set(state_kinds(traced).values()) == {"params", "optimizer"}
+
+
+def test_fully_sharded_weights_that_are_gathered_are_neither_gradients_nor_activations() -> None:
+    """Two square layers and a large batch: it is cheaper to gather the weights than to move activations."""
+    width, optimizer = 1024, optax.adam(1e-2)
+    params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("a", "b")}
+    batch = jax.ShapeDtypeStruct((65536, width), jnp.float32)
+
+    def step(params, opt, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]))(params)
+        updates, opt = optimizer.update(grads, opt)
+        return optax.apply_updates(params, updates), opt, loss
+
+    args = (params, jax.eval_shape(optimizer.init, params), batch)
+    plan = functools.partial(alpa_lite.make_plan, step, *args, cluster=Cluster.preset("h100", nodes=1))
+    memory = plan(method=alpa_lite.Zero(stage=3)).stages[0].memory
+    weight = 4 * width**2
+    assert memory.params <= 2 * 2 * weight / 8 + 64  # two shards, old and new
+    assert weight <= memory.gathered <= 2 * weight
+    assert memory.optimizer <= (2 * 2 * 2 + 1) * weight / 8 + 4096  # two moments of two weights, and one step
+    assert memory.gradients <= weight * 9 / 8 + 4096  # one at a time, before and after it is scattered
+    whole = plan(method=alpa_lite.DataParallel()).stages[0].memory
+    assert whole.gathered == 0
+    assert whole.params >= 2 * weight and whole.optimizer >= 4 * weight and whole.gradients >= weight
