@@ -93,8 +93,8 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
-    pinned = pins.meshes
-    shapes = tuple(mesh for mesh, _ in pinned) if pinned else meshes(cluster, method)
+    given = pins.meshes
+    shapes = tuple(mesh for mesh, _ in given) if given else meshes(cluster, method)
     shared = tables.Shared(traced, grouping)
     for mesh in shapes:
         progress(f"bounding mesh {_by(mesh)}")
