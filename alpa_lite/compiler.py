@@ -113,6 +113,8 @@ def compile_step(
             staged = replayed(run, step, asked, asked.plan)
         elif asked.like is not None and asked.like.pipelined:
             staged = fitting(kept.redivided(run, step, asked, asked.like), asked)
+        elif asked.pins.on_submeshes(cluster.num_devices):
+            staged = fitting(kept.owned(run, step, asked), asked)
         else:
             staged = best(run, step, asked)
         if options.donate_argnums != "auto":

@@ -1,16 +1,19 @@
 """Planning a step whose state already lies on submeshes, and stays there: no search over stages, and nothing moves.
 
-redivided   the same step on other shapes: the division of the first plan, each stage planned again
+`redivided` plans the same step on other shapes: the division is that of the first plan, each stage is planned again.
+`owned` plans any step: it is divided by where its arguments lie, each submesh planned as one stage.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from alpa_lite import schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.errors import MicrobatchError, OptionError, PlanError
+from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import microbatches, programs, stages
@@ -19,6 +22,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict
 from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.owned import moved
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
@@ -28,7 +32,8 @@ from alpa_lite.records import Stage, spec_axes
 from alpa_lite.runner import Passes
 from alpa_lite.schedules import Schedule
 
-logger = logging.getLogger(__name__)
+PRICES = (0.0, 1.0, 4.0, 16.0)
+"""Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
 
 
 def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -92,6 +97,102 @@ def _in_microbatches(run: Passes, step: Step, asked: Asked, plan: Plan) -> tuple
             continue
         return loop, schedule
     raise MicrobatchError(f"the batch divides into no number of micro-batches that the plan allows: {refusal}")
+
+
+def owned(run: Passes, step: Step, asked: Asked) -> Staged:
+    """The step divided by where its pinned arguments lie: what reads a leaf runs on the submesh that has it.
+
+    Memory has no price at first; where a submesh exceeds the budget, all are planned again with more and more of one.
+
+    Raises:
+      OptionError: arguments lie on submeshes that share devices.
+      InfeasibleError: a submesh has no room, whatever the price.
+      PlanError: an operation cannot run on a submesh.
+    """
+    traced, places = step.traced, submeshes_of(asked.pins, asked.cluster.num_devices)
+    pinned = {number: places.index((pin.mesh, pin.first_device)) for number, pin in asked.pins.arguments.items()}
+    found = run("stages", stages.ownership, traced, pinned, len(places))
+    graphs = run("stages", stages.owned_graphs, traced, found, len(places))
+    loop = Accumulated(traced, -1, 1, moves(traced, graphs, asked.pins))
+    schedule = schedules.forwards(range(len(places)), 1)
+    staged: Staged | None = None
+    for price in PRICES:
+        planned = _planned(run, graphs, asked, price)
+        seconds = sum(stage.found.solution.objective for stage in planned)
+        bound = sum(stage.found.solution.bound for stage in planned)
+        staged = run(
+            "programs", programs.pipelined, loop, planned, [first for _, first in places], schedule, asked.cluster,
+            first_layers=range(len(places)), num_layers=len(places), max_layers=len(places),
+            remat=["none"] * len(places), verdict=Verdict("layers", "feasible", seconds, bound),
+        )  # fmt: skip
+        if staged.needed <= asked.budget:
+            break
+    assert staged is not None
+    return staged
+
+
+def _planned(run: Passes, graphs: Sequence[StageGraph], asked: Asked, price: float) -> list[PlannedStage]:
+    """The parts of a step, each solved on its submesh and lowered; identical ones are solved once."""
+    out: list[PlannedStage] = []
+    known: dict[Any, DecidedStage] = {}
+    for graph in graphs:
+        pins = Pins({
+            number: asked.pins.arguments[port.number]
+            for number, port in enumerate(graph.inputs)
+            if port.kind == "argument" and port.number in asked.pins.arguments
+        })  # fmt: skip
+        ((mesh, _),) = pins.meshes
+        layouts = tuple((number, pin.layout) for number, pin in sorted(pins.arguments.items()))
+        key = planning.digest(graph), mesh, layouts
+        decided = run(
+            "sharding", planning.decide, graph, asked.cluster.part(mesh.size), Sharded(mesh.shape),
+            price=price, time_limit=asked.time_limit, pins=pins, like=known.get(key),
+        )  # fmt: skip
+        known.setdefault(key, decided)
+        out.append(run("lowering", planning.lowered, decided, split_weights=False))
+    return out
+
+
+def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:
+    """The submeshes that arguments lie on, as (mesh, number of the first device), in the order of devices.
+
+    Raises:
+      OptionError: two of them share devices, or one has devices that the cluster has not.
+    """
+    found = pins.meshes
+    for (mesh, first), (other, second) in itertools.pairwise(found):
+        if second < first + mesh.size:
+            names = [_of_mesh(pins, *pair) for pair in ((mesh, first), (other, second))]
+            raise OptionError(
+                f"arguments lie on submeshes that share devices: {names[0]} and {names[1]}; place both as one plan "
+                "wants them, with the place method of the step that like= names"
+            )
+    mesh, first = found[-1]
+    if first + mesh.size > num_devices:
+        raise OptionError(
+            f"arguments lie where the cluster of {num_devices} devices has none: {_of_mesh(pins, mesh, first)}; plan "
+            "for the cluster that the state was placed on"
+        )
+    return found
+
+
+def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
+    count = sum((pin.mesh, pin.first_device) == (mesh, first) for pin in pins.arguments.values())
+    shape = " x ".join(map(str, mesh.shape))
+    return f"{count} on devices {first} to {first + mesh.size - 1} as a mesh of {shape}"
+
+
+def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
+    """What a plan says of leaves that another submesh reads, too: they are copied to it in each call."""
+    lines = []
+    for number, where in moved(traced, graphs).items():
+        if number in pins.arguments:
+            size = traced.graph.values[traced.graph.block.inputs[number]].nbytes * len(where)
+            lines.append(
+                f"{shown(traced.arguments[number].path)} stays where it is, and is copied in each call to submesh "
+                f"{', '.join(map(str, where))} ({size} bytes), where an operation reads it with leaves of that submesh"
+            )
+    return tuple(lines)
 
 
 def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:

@@ -21,6 +21,8 @@ that gradients are summed in one order, whatever the schedule.
   zb-h1             backward split. Starts as 1f1b; submesh i puts its weight tasks off by i micro-batches, so that
                     all submeshes hold as many as the first one does in 1f1b, and the last weight tasks fill what was
                     the bubble at the end. Qi et al., arXiv:2401.10241.
+
+A step that takes no gradients, on submeshes that are given, has the schedule `forward`: forwards alone.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from alpa_lite.timeline import Event, Timeline
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 """The schedules that there are."""
+
+FORWARD = "forward"
+"""The schedule of steps without a backward pass (`forwards`); it is not chosen, and cannot be asked for."""
 
 TaskKind = Literal["forward", "backward", "weight"]
 
@@ -111,6 +116,20 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
             for mesh in meshes
         ]
     return Schedule(name, num_meshes, count, num_meshes * virtual, tuple(map(tuple, tasks)))
+
+
+def forwards(meshes: Sequence[int], num_microbatches: int) -> Schedule:
+    """Forwards alone: every submesh runs its stages for one micro-batch after the other.
+
+    Args:
+      meshes: the submesh of each stage, in the order in which a micro-batch goes through them.
+      num_microbatches: B.
+    """
+    lists: list[list[Task]] = [[] for _ in range(max(meshes) + 1)]
+    for microbatch in range(num_microbatches):
+        for stage, mesh in enumerate(meshes):
+            lists[mesh].append(Task("forward", stage, microbatch))
+    return Schedule(FORWARD, len(lists), num_microbatches, len(meshes), tuple(map(tuple, lists)))
 
 
 def _validate(name: str, num_meshes: int, num_microbatches: int, virtual: int) -> None:
@@ -205,11 +224,13 @@ def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: i
     """What `in_flight` gives for one submesh, in closed form.
 
     gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1: min(2(S-i-1) + (v-1)S + 1,
-    vB). zb-h1: min(S, B).
+    vB). zb-h1: min(S, B). forward: 1.
 
     Raises:
       OptionError: as `schedule`.
     """
+    if name == FORWARD:
+        return 1
     _validate(name, num_meshes, num_microbatches, virtual)
     if name == "zb-h1":
         return min(num_meshes, num_microbatches)
@@ -230,7 +251,8 @@ def bubble(
     """Seconds that each submesh idles in a step if all stages take the same time and transfers are free.
 
     (S-1)(f + b + w) for gpipe, 1f1b, eager-1f1b and interleaved-1f1b, with f, b and w those of one *stage*: with v
-    stages a submesh they are v times shorter than the submesh's, which is the published (S-1)(f + b + w)/v.
+    stages a submesh they are v times shorter than the submesh's, which is the published (S-1)(f + b + w)/v. For forward
+    (S-1)f.
     (S-1)(f + b - w) for zb-h1 with B >= S; the paper has no formula for fewer micro-batches, when only B-1 weight tasks
     are there to fill the bubble: (S-1)(f + b) - (B-1)w. Both hold for w <= f and w <= b. Sources: see the module.
 
@@ -243,8 +265,10 @@ def bubble(
     Raises:
       OptionError: as `schedule`.
     """
-    _validate(name, num_meshes, num_microbatches, virtual)
     others = num_meshes - 1
+    if name == FORWARD:
+        return others * forward
+    _validate(name, num_meshes, num_microbatches, virtual)
     if name == "zb-h1":
         return others * (forward + backward_input) - min(others, num_microbatches - 1) * backward_weight
     return others * (forward + backward_input + backward_weight)

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite import compiler
+from alpa_lite import compiler, kept
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Options, Pipeline
+from alpa_lite.passes.tracing.tracing import trace
+from alpa_lite.pins import Pin, Pins
+from alpa_lite.plan import Plan
 from alpa_lite.runtime import loading
 
 
@@ -73,3 +77,58 @@ def test_a_division_of_another_step_is_refused() -> None:
             train, (parameters(6), examples(8)), {}, Options(method=Pipeline(), cluster=cluster(4)), cluster(4),
             like=first.plan,
         )  # fmt: skip
+
+
+def pins(plan: Plan, fun, args, names=()) -> Pins:
+    """Where a plan has the state, for the arguments of a function that have the same paths."""
+    division, found = plan.division, {}
+    for stage, mesh in zip(plan.stages, division.submeshes, strict=True):
+        logical = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+        for leaf in stage.arguments:
+            if leaf.role != "batch":
+                layout = kept.layout_of(leaf.spec, len(leaf.shape))
+                found[leaf.path] = Pin(logical, division.first_devices[mesh], layout, "the train step has it there")
+    traced = trace(fun, args, {}, batch_argnums=(), batch_argnames=names)
+    return Pins({i: found[a.path] for i, a in enumerate(traced.arguments) if a.path in found})
+
+
+def planned(first: Compiled, fun, args, names=(), devices: int = 4, **options) -> Compiled:
+    """A function planned with the state where a train step has it."""
+    given = Options(cluster=cluster(devices), batch_argnums=(), batch_argnames=names, **options)
+    where = pins(first.plan, fun, args, names)
+    return compiler.compile_step(fun, args, {}, given, cluster(devices), pins=where)
+
+
+def sent_arguments(compiled: Compiled) -> set[str]:
+    """The names of the arguments that transfers carry."""
+    program = compiled.staged.program
+    given = {b for group in program.inputs for b in group}
+    return {program.buffers[b].name for t in program.transfers for b in t.sent if b in given}
+
+
+def check(first: Compiled, compiled: Compiled, fun, state, args) -> None:
+    """It computes what one device computes on the placed state, and neither moves nor deletes what it does not update.
+
+    Args:
+      state: the first argument; args: the others.
+    """
+    placed = loading.load(first.staged, first.plan).place(state, examples(8))[0]
+    before = jax.tree.map(lambda x: x.sharding, placed)
+    executable = loading.load(compiled.staged, compiled.plan)
+    want = fun(state, *args)
+    got = executable(placed, *args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert sent_arguments(compiled) == set()
+    if not compiled.traced.state:
+        assert all(not x.is_deleted() for x in jax.tree.leaves(placed))
+        assert jax.tree.map(lambda x: x.sharding, placed) == before
+
+
+def test_a_train_step_divided_by_its_state() -> None:
+    """The backward pass of a layer runs where its weights are, although no stage was told."""
+    first = trained()
+    again = planned(first, train, (parameters(), examples(6)), ("x",))
+    check(first, again, train, parameters(), (examples(6),))
+    assert layouts(again) == layouts(first)
+    assert len(again.staged.program.transfers) == 2  # one activation there, one gradient back

@@ -160,7 +160,8 @@ def _bubble(plan: Plan) -> str:
     bubble = schedules.bubble(
         plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=division.virtual
     )
-    share = units.percent(bubble, 3 * count * division.virtual + bubble)
+    tasks = 1 if plan.schedule == schedules.FORWARD else 3
+    share = units.percent(bubble, tasks * count * division.virtual + bubble)
     text = f"ideal bubble {share} (equal stages, free transfers); the rest is imbalance, updates and waiting"
     unequal = len(set(sizes(plan))) > 1
     return f"{text}; idle shares below are means over submeshes, whatever their size" if unequal else text

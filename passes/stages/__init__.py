@@ -5,8 +5,10 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 """
 
 from alpa_lite.passes.stages.choosing import best, choose
+from alpa_lite.passes.stages.owned import owned_graphs
+from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import priced
 from alpa_lite.passes.stages.staging import stage_graphs
 
-__all__ = ["PlannedStage", "best", "choose", "priced", "stage_graphs"]
+__all__ = ["PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "stage_graphs"]

@@ -328,7 +328,8 @@ class _Cut:
         items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
         rounds = self._rounds(items)
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
-        last = max([0, *rounds, *stage.late_rounds.values()])
+        arriving = {r: made for r, made in self._arriving().items() if r in ends}  # returned as they come
+        last = max([0, *rounds, *stage.late_rounds.values(), *arriving.values()])
         due: list[tuple[int, Wire, Operand]] = []
         for n, port, operand in results:
             given = stage.late_rounds[port.number] if port.kind == "late" else last
@@ -388,11 +389,7 @@ class _Cut:
 
     def _rounds(self, items: Sequence[Instruction]) -> list[int]:
         """The round of each instruction: its op's, and not before what it reads."""
-        made: dict[int, int] = {}
-        values = self.stage.traced.graph.block.inputs
-        for register, value, port in zip(self.program.body.inputs, values, self.stage.inputs, strict=False):
-            if port.kind == "late":
-                made[register] = 1 + self.stage.late_rounds.get(port.number, self._late_in(value))
+        made = self._arriving()
         out = []
         for item in items:
             own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
@@ -401,8 +398,7 @@ class _Cut:
             made.update(dict.fromkeys(writes(item), current))
         return out
 
-    def _late_in(self, value: int) -> int:
-        """The round in which another stage makes a late value: one before the first op here that reads it."""
-        graph = self.stage.traced.graph
-        readers = [self.stage.rounds[op.index] for op in graph.block.ops if value in op.operands]
-        return min(readers, default=1) - 1
+    def _arriving(self) -> dict[int, int]:
+        """For each register with a value that another stage makes late, the first round that can read it."""
+        ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
+        return {register: 1 + self.stage.arrivals[port.number] for register, port in ports if port.kind == "late"}

@@ -63,6 +63,7 @@ class StageGraph:
       backward, weight: body ops, by `Op.index` in this graph, as in `Assignment`.
       rounds: for each top-level op after the scan, by `Op.index`, its round.
       late_rounds: for each late result, by value number, the round that makes it.
+      arrivals: for each late argument, by value number, the round that makes it elsewhere.
       constants: for each of the graph's constants its number in the whole step.
     """
 
@@ -74,6 +75,7 @@ class StageGraph:
     weight: frozenset[int]
     rounds: Mapping[int, int]
     late_rounds: Mapping[int, int]
+    arrivals: Mapping[int, int]
     constants: tuple[int, ...]
 
 
@@ -106,6 +108,7 @@ def whole(traced: Traced, scan: int) -> StageGraph:
         weight=frozenset(),
         rounds={},
         late_rounds={},
+        arrivals={},
         constants=tuple(range(len(traced.graph.constants))),
     )
 
@@ -301,7 +304,7 @@ class _Stage:
         graph = Graph(tuple(self.rewriter.values), block, kept, self.rewriter.keys)
         assignment = step.assignment
         return StageGraph(
-            traced=self._traced(graph, input_ports, output_ports),
+            traced=traced_of(step.traced, graph, input_ports, output_ports),
             scan=place[step.scan.index] if scan else -1,
             inputs=input_ports,
             outputs=output_ports,
@@ -309,6 +312,7 @@ class _Stage:
             weight=frozenset(place[i] for i in assignment.weight if i in place),
             rounds={place[op.index]: step.round_of[op.index] for op in update},
             late_rounds={v: step.value_round[v] for v in late_out},
+            arrivals={v: step.value_round[v] for v in late_in},
             constants=tuple(step.constant[v] for v in constants),
         )
 
@@ -347,31 +351,30 @@ class _Stage:
         )
         return [replace(scan, key=step.scan.key)], stacks_in, stacks_out
 
-    def _traced(self, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
-        whole = self.step.traced
-        position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
-        where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
-        return Traced(
-            graph=graph,
-            arguments=tuple(self._argument(port) for port in inputs),
-            outputs=tuple(
-                whole.outputs[port.number]
-                if port.kind == "argument"
-                else Argument(f"{port.kind} {port.number}", "other")
-                for port in outputs
-            ),
-            state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
-            in_tree=whole.in_tree,
-            out_tree=whole.out_tree,
-            calling=whole.calling,
-            name=whole.name,
-            stacked=whole.stacked,
-        )
 
-    def _argument(self, port: Port) -> Argument:
-        whole = self.step.traced.arguments
-        if port.kind == "argument":
-            return whole[port.number]
-        if port.kind == "copy":
-            return Argument(whole[port.number].path, "other")
-        return Argument(f"{port.kind} {port.number}", "other")
+def traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
+    """A stage's graph as a step of its own, its arguments and results described as those of the whole step."""
+    position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
+    where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
+    return Traced(
+        graph=graph,
+        arguments=tuple(_argument(whole, port) for port in inputs),
+        outputs=tuple(
+            whole.outputs[port.number] if port.kind == "argument" else Argument(f"{port.kind} {port.number}", "other")
+            for port in outputs
+        ),
+        state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
+        in_tree=whole.in_tree,
+        out_tree=whole.out_tree,
+        calling=whole.calling,
+        name=whole.name,
+        stacked=whole.stacked,
+    )
+
+
+def _argument(whole: Traced, port: Port) -> Argument:
+    if port.kind == "argument":
+        return whole.arguments[port.number]
+    if port.kind == "copy":
+        return Argument(whole.arguments[port.number].path, "other")
+    return Argument(f"{port.kind} {port.number}", "other")

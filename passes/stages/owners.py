@@ -1,0 +1,298 @@
+"""Which submesh runs which operation, where arguments already lie on submeshes and stay there.
+
+Problem. After a pipelined train step the state lies on submeshes. Any other function of it (an evaluation, a norm, a
+step that generates with a cache, another optimizer) must be divided such that no leaf leaves its submesh, and as little
+as possible of what is computed does.
+
+Mathematics. What reads a leaf, or what is made of leaves alone without becoming smaller (a cast, a transpose, a decayed
+average), runs where the leaf lies; of leaves on several submeshes, where most of their bytes are. So does what makes
+the new value of a leaf. All else is free. With l(i) the submesh of operation i, and p(v) the operation that makes value
+v, minimise
+
+    sum over values v  bytes(v) * |{ l(r) : r reads v } - { l(p(v)) }|:
+
+each value is sent once to every other submesh that reads it. This is a labelling with costs on hyperedges. It starts
+where values flow forward (the highest submesh of what an operation reads), and takes the best *expansion* of one
+submesh after the other: the cheapest of all labellings in which any operations move to that submesh and no others move.
+An expansion is a minimum cut, since each term pays for a reader apart from its producer (it is submodular): with two
+submeshes the first cut is the optimum. Transfers may go both ways: operations have rounds (`staging`), so a norm of all
+leaves is summed where these lie, and a clipped update happens there too.
+
+What needs no leaf and is cheap (masks, positions, of the batch alone) is *shared*: every submesh that reads it makes it
+for itself. Arguments that lie nowhere yet cost nothing to read: they are put where they are read. Of these, state has
+one owner, where its new value is made.
+
+Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001 (expansions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
+
+from alpa_lite.graph import Op, Traced
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import producers, reads
+
+SWEEPS = 4
+"""The most expansions of each submesh. The second sweep rarely finds anything."""
+
+_CAPACITY = 1 << 29  # of all edges together: SciPy's maximum flow counts in int32
+_INFINITE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Where everything of a step runs.
+
+    Attributes:
+      label: op index -> submesh, for the ops of the top block that are not shared.
+      shared: the ops that every submesh that reads them runs for itself.
+      held: the ops that run no earlier than they must: what they make is as large as the leaves that it is made of.
+      owner: argument number -> submesh, for pinned arguments and for state.
+    """
+
+    label: Mapping[int, int]
+    shared: frozenset[int]
+    held: frozenset[int]
+    owner: Mapping[int, int]
+
+
+def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownership:
+    """Assigns the operations of a step to submeshes.
+
+    Args:
+      traced: the step.
+      pinned: flat argument -> the submesh that it lies on.
+      count: the number of submeshes.
+    """
+    anchors = _Anchors(traced, pinned)
+    labels = _Labels(traced, anchors, count).best()
+    block = traced.graph.block
+    owner = dict(pinned)
+    for output, argument in traced.state:
+        if argument not in owner:
+            atom = block.outputs[output]
+            maker = anchors.maker.get(atom) if isinstance(atom, int) else None
+            owner[argument] = labels.get(maker.index, 0) if maker is not None else 0
+    return Ownership(labels, frozenset(anchors.shared), frozenset(anchors.held), owner)
+
+
+class _Anchors:
+    """What is known before anything is chosen: shared ops, and the ops that run where their leaves lie.
+
+    Attributes:
+      maker: value -> the op that makes it.
+      place: pinned input of the block -> its submesh.
+      fixed: op index -> submesh.
+      source: unpinned state -> the index of the op that makes its new value, with which it is.
+    """
+
+    def __init__(self, traced: Traced, pinned: Mapping[int, int]) -> None:
+        self.traced, self.values = traced, traced.graph.values
+        self.block = traced.graph.block
+        self.maker = producers(self.block.ops)
+        self.place = {self.block.inputs[number]: submesh for number, submesh in pinned.items()}
+        self.shared: set[int] = set()
+        self.held: set[int] = set()
+        self.fixed: dict[int, int] = {}
+        self.source: dict[int, int] = {}
+        for output, argument in traced.state:
+            atom, value = self.block.outputs[output], self.block.inputs[argument]
+            if value not in self.place and isinstance(atom, int) and atom in self.maker:
+                self.source[value] = self.maker[atom].index
+        self.find_shared()
+        self.find_fixed()
+
+    def find_shared(self) -> None:
+        """What is made of the batch and of constants alone, and is cheap."""
+        owned = {*self.place, *self.source}
+        free = {value for value in self.block.inputs if value not in owned}
+        kept = set(self.source.values())
+        for op in self.block.ops:
+            expensive = op.bodies or op.has_effects or op.name in primitives.EXPENSIVE_TO_REPEAT or op.index in kept
+            if not expensive and free.issuperset(reads(op)):
+                self.shared.add(op.index)
+                free.update(op.results)
+        self.free = free
+
+    def find_fixed(self) -> None:
+        """What reads leaves, or values as large as those, and what makes the new values of leaves."""
+        leaves = dict(self.place)  # what is as good as a leaf -> its submesh
+        for op in self.block.ops:
+            found = [value for value in reads(op) if value in leaves]
+            if not found:
+                continue
+            weight: dict[int, int] = {}
+            for value in found:
+                weight[leaves[value]] = weight.get(leaves[value], 0) + max(1, self.values[value].nbytes)
+            self.fixed[op.index] = max(weight, key=lambda submesh: (weight[submesh], submesh))
+            only = all(v in leaves or v in self.free for v in reads(op)) and not op.bodies
+            if only and not self.shrinks(op, found) and op.name not in primitives.EXPENSIVE_TO_REPEAT:
+                leaves.update(dict.fromkeys(op.results, self.fixed[op.index]))
+                self.held.add(op.index)
+        for output, argument in self.traced.state:
+            atom, value = self.block.outputs[output], self.block.inputs[argument]
+            if value in self.place and isinstance(atom, int) and atom in self.maker:
+                index = self.maker[atom].index
+                if index not in self.shared:
+                    self.fixed.setdefault(index, self.place[value])
+
+    def shrinks(self, op: Op, found: Sequence[int]) -> bool:
+        """Whether an op makes less than it reads of leaves, by elements: a cast makes as much."""
+        size = max(int(np.prod(self.values[v].shape, dtype=np.int64)) for v in found)
+        return sum(int(np.prod(self.values[v].shape, dtype=np.int64)) for v in op.results) < size
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A value: what it costs to send it, its maker and its readers: ops by number, or their fixed label as ~label."""
+
+    cost: int
+    maker: int
+    readers: tuple[int, ...]
+
+
+class _Labels:
+    """The labelling of the ops that are not shared."""
+
+    def __init__(self, traced: Traced, anchors: _Anchors, count: int) -> None:
+        self.count = count
+        self.label: dict[int, int] = {}
+        block, place = traced.graph.block, anchors.place
+        for op in block.ops:
+            if op.index in anchors.shared:
+                continue
+            from_ops = [anchors.maker[v].index for v in reads(op) if v in anchors.maker]
+            found = [self.label[i] for i in from_ops if i in self.label] + [place[v] for v in reads(op) if v in place]
+            self.label[op.index] = anchors.fixed.get(op.index, max(found, default=0))
+        self.movable = [index for index in self.label if index not in anchors.fixed]
+        self.edges = self.edges_of(traced, anchors)
+
+    def edges_of(self, traced: Traced, anchors: _Anchors) -> list[_Edge]:
+        readers: dict[int, list[int]] = {}
+        for op in traced.graph.block.ops:
+            for value in dict.fromkeys(reads(op)) if op.index in self.label else ():
+                readers.setdefault(value, []).append(self.node(op.index, anchors))
+        values = traced.graph.values
+        total = sum(max(1, values[v].nbytes) * len(some) for v, some in readers.items())
+        unit = max(1.0, 2.0 * total / _CAPACITY)
+        edges = []
+        for value, some in readers.items():
+            if value in anchors.place:
+                maker = ~anchors.place[value]
+            elif value in anchors.source:
+                maker = self.node(anchors.source[value], anchors)
+            elif value in anchors.maker and anchors.maker[value].index in self.label:
+                maker = self.node(anchors.maker[value].index, anchors)
+            else:
+                continue  # shared, or an argument that lies nowhere
+            edges.append(_Edge(max(1, round(values[value].nbytes / unit)), maker, tuple(dict.fromkeys(some))))
+        return edges
+
+    def node(self, index: int, anchors: _Anchors) -> int:
+        """How an edge names an op: by its number, or by its label, negative, if that cannot change."""
+        return ~anchors.fixed[index] if index in anchors.fixed else index
+
+    def at(self, node: int, label: Mapping[int, int]) -> int:
+        return ~node if node < 0 else label[node]
+
+    def energy(self, label: Mapping[int, int]) -> int:
+        """What is sent."""
+        total = 0
+        for edge in self.edges:
+            where = {self.at(reader, label) for reader in edge.readers}
+            total += edge.cost * len(where - {self.at(edge.maker, label)})
+        return total
+
+    def best(self) -> dict[int, int]:
+        """The labelling that no expansion of one submesh makes cheaper."""
+        least, idle, submesh = self.energy(self.label), 0, 0
+        for _ in range(SWEEPS * self.count if self.movable and self.count > 1 else 0):
+            if idle == self.count or least == 0:
+                break
+            moved = {**self.label, **dict.fromkeys(self.expanded(submesh), submesh)}
+            energy = self.energy(moved)
+            idle = idle + 1 if energy >= least else 0
+            if energy < least:
+                least, self.label = energy, moved
+            submesh = (submesh + 1) % self.count
+        return self.label
+
+    def expanded(self, submesh: int) -> list[int]:
+        """The ops that the cheapest expansion of a submesh moves there."""
+        cut = _Cut(self.movable)
+        for edge in self.edges:
+            maker = self.side(edge.maker, submesh, cut)
+            here = self.at(edge.maker, self.label)
+            by_label: dict[int, list[int]] = {}
+            for reader in edge.readers:
+                by_label.setdefault(self.at(reader, self.label), []).append(self.side(reader, submesh, cut))
+            for label, readers in by_label.items():
+                if label == submesh:
+                    continue
+                # Paid if a reader stays and the maker is elsewhere: it leaves, or it was never there.
+                start = maker if here == label else cut.source
+                cut.all_of(start, readers, edge.cost)
+            if here != submesh:  # paid if any reader is, or goes, there, and the maker does not
+                cut.any_of([reader for some in by_label.values() for reader in some], maker, edge.cost)
+        return cut.solved()
+
+    def side(self, node: int, submesh: int, cut: _Cut) -> int:
+        """The vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
+        if self.at(node, self.label) == submesh:
+            return cut.source
+        return cut.sink if node < 0 else cut.vertex[node]
+
+
+class _Cut:
+    """A minimum cut. Ops on the side of the source move."""
+
+    source, sink = 0, 1
+
+    def __init__(self, ops: Sequence[int]) -> None:
+        self.vertex = {index: n + 2 for n, index in enumerate(ops)}
+        self.count = len(self.vertex) + 2
+        self.capacity: dict[tuple[int, int], int] = {}
+
+    def edge(self, start: int, end: int, capacity: int) -> None:
+        if start != end and start != self.sink and end != self.source:
+            self.capacity[start, end] = min(_INFINITE, self.capacity.get((start, end), 0) + capacity)
+
+    def all_of(self, start: int, ends: Sequence[int], capacity: int) -> None:
+        """Paid if `start` is on the source's side and not all of `ends` are."""
+        if start == self.sink or all(end == self.source for end in ends):
+            return
+        if len(ends) == 1:
+            return self.edge(start, ends[0], capacity)
+        self.edge(start, self.count, capacity)
+        for end in ends:
+            self.edge(self.count, end, _INFINITE)
+        self.count += 1
+
+    def any_of(self, starts: Sequence[int], end: int, capacity: int) -> None:
+        """Paid if any of `starts` is on the source's side and `end` is not."""
+        if end == self.source or all(start == self.sink for start in starts):
+            return
+        if len(starts) == 1:
+            return self.edge(starts[0], end, capacity)
+        self.edge(self.count, end, capacity)
+        for start in starts:
+            self.edge(start, self.count, _INFINITE)
+        self.count += 1
+
+    def solved(self) -> list[int]:
+        """The ops on the side of the source: those that are reached in the residual graph."""
+        starts, ends = np.array(list(self.capacity), np.int32).reshape(-1, 2).T
+        sizes = np.array(list(self.capacity.values()), np.int32)
+        graph = sparse.csr_matrix((sizes, (starts, ends)), shape=(self.count, self.count), dtype=np.int32)
+        flow = csgraph.maximum_flow(graph, self.source, self.sink).flow
+        left = (graph - flow).tocsr()
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reached = set(csgraph.breadth_first_order(left, self.source, return_predecessors=False).tolist())
+        return [index for index, vertex in self.vertex.items() if vertex in reached]
