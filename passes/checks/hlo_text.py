@@ -11,8 +11,9 @@ collective in c runs n(c) times. A branch counts as if it were taken, as in a pl
 
 What the backends write differently comes out equal: one op with a tuple of operands (the combiner's work) is one
 `HloCollective` per operand; an all-to-all of k pieces is one; `-start` ops and `async-start` wrappers are the op that
-they start, and the `-done` ops nothing; groups are axes of the mesh (`checks.replica_groups`). What reads like a
-collective but is none of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
+they start, and the `-done` ops nothing; groups are axes of the mesh (`checks.replica_groups`). The TPU compiler runs a
+collective in steps next to other work: each step is a fusion with a copy of the instruction, and the copies of one
+collective share a `chain_id`, so only the first of a chain counts. What reads like a collective but is none of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
 
 A newer compiler's text never stops the reading, but nothing that may communicate is passed over in silence: a line that
 cannot be read and holds a word that collectives have is *unread*, and so is a computation with collectives that the
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.layout import Axes, LogicalMesh
@@ -55,6 +56,7 @@ _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'\bchain_id="?(\d+)')
 _CALLS = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _BRANCH = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
@@ -81,6 +83,7 @@ class HloCollective:
       channel: the channel number, None without one.
       where: the `op_name` of the metadata: the name stack of the traced equation.
       loops: how many loops of the compiled program are around it.
+      chain: the number that copies of one collective share, None without copies.
     """
 
     kind: str
@@ -92,6 +95,7 @@ class HloCollective:
     channel: int | None
     where: str
     loops: int
+    chain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,17 @@ def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
             unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
         elif times:
             out += [replace(c, count=times, loops=depth[name]) for c in computation.collectives]
-    return HloText(tuple(out), tuple(unread))
+    return HloText(tuple(_first_of_chains(out)), tuple(unread))
+
+
+def _first_of_chains(collectives: Sequence[HloCollective]) -> Iterator[HloCollective]:
+    """The collectives, of those that are steps of one collective only the first."""
+    seen = set()
+    for c in collectives:
+        key = c.chain, c.kind, c.axes, c.bytes, c.count, c.loops
+        if c.chain is None or key not in seen:
+            yield c
+        seen.add(key)
 
 
 def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
@@ -231,7 +245,7 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
         shapes = shapes[:1]
     if kind == "all_to_all" and len(shapes) == width:  # one piece per member of the group
         shapes = [(shapes[0][0], sum(n for _, n in shapes))]
-    name, channel = _OP_NAME.search(line), _CHANNEL.search(line)
+    name, channel, chain = _OP_NAME.search(line), _CHANNEL.search(line), _CHAIN.search(line)
     for dtype, size in shapes:
         if kind == "reduce_scatter":
             size *= width
@@ -245,6 +259,7 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
             channel=int(channel[1]) if channel else None,
             where=name[1] if name else "",
             loops=0,
+            chain=int(chain[1]) if chain else None,
         )
 
 
