@@ -229,8 +229,8 @@ class Executable:
                 self._executable = self._compile()
             return self._executable
 
-    def _compile(self) -> jax.stages.Compiled:
-        constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
+    def lowered(self) -> jax.stages.Lowered:
+        """The step lowered for its mesh, whose devices may be those of a topology that is described alone."""
         groups = (self._pick_donated, self._pick_kept)  # lists or tuples: also of shardings and of types
         jitted = jax.jit(
             self._grouped(),
@@ -240,8 +240,14 @@ class Executable:
             keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
         )
         specs = list(map(self._spec, range(len(self._in_shardings))))
-        shapes = tuple(jax.ShapeDtypeStruct(constant.shape, constant.dtype) for constant in constants)
-        compiled = jitted.lower(*(pick(specs) for pick in groups), shapes).compile()
+        values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
+        constants = (values[number].aval for number in inputs[len(specs) :])
+        shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in constants)
+        return jitted.lower(*(pick(specs) for pick in groups), shapes)
+
+    def _compile(self) -> jax.stages.Compiled:
+        constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
+        compiled = self.lowered().compile()
         if self._failures is not None:
             self._look = self._looking(self._failures)
         self._constants = tuple(constants)

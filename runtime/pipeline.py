@@ -22,7 +22,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -183,7 +183,7 @@ class PipelineExecutable:
     def _compile_all(self) -> list[Any]:
         program = self._program
         self._steps, self._items = [], []
-        first_run = {item.executable: item for items in program.lists for item in items if isinstance(item, Run)}
+        first_run = self._first_runs()
         made = [self._compile(number, first_run[number]) for number in range(len(program.executables))]
         self._empty = self._kept({
             (program.executables[item.executable].mesh, item.microbatch)
@@ -211,8 +211,27 @@ class PipelineExecutable:
             self._items.append(item)
         return [compiled for compiled, _, _ in made]
 
+    def lowered(self) -> Iterator[jax.stages.Lowered]:
+        """Each executable, lowered for its submesh, whose devices may be those of a topology that is described alone."""
+        first_run = self._first_runs()
+        for number in range(len(self._program.executables)):
+            yield self._lowered(number, first_run[number])[0]
+
+    def _first_runs(self) -> dict[int, Run]:
+        return {item.executable: item for items in self._program.lists for item in items if isinstance(item, Run)}
+
     def _compile(self, number: int, run: Run) -> tuple[Any, Callable[..., Any], bool]:
         """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
+        executable = self._program.executables[number]
+        lowered, results, numbered = self._lowered(number, run)
+        compiled, mesh = lowered.compile(), self._meshes[executable.mesh]
+        if numbered and mesh.size > 1:
+            look = callbacks.looking(executable.name, mesh, results, self._failures)
+            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
+        return compiled, compiled, numbered
+
+    def _lowered(self, number: int, run: Run) -> tuple[jax.stages.Lowered, list[jax.ShapeDtypeStruct], bool]:
+        """An executable lowered, its results, and whether it takes the number of the micro-batch."""
         program, executable = self._program, self._program.executables[number]
         mesh, function = self._meshes[executable.mesh], self._function(number)
 
@@ -223,9 +242,8 @@ class PipelineExecutable:
 
         inputs, results = [spec(b) for b in run.inputs], [spec(b) for b in run.outputs]
         numbered = callbacks.calls_back(self._segment(number).instructions)
-        several = mesh.size > 1
         if numbered:
-            function = callbacks.located(function, executable.name, self._failures if several else None)
+            function = callbacks.located(function, executable.name, self._failures if mesh.size > 1 else None)
             everywhere = NamedSharding(mesh, jax.sharding.PartitionSpec())
             inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
         function.__name__ = executable.name.replace(" ", "_")
@@ -236,11 +254,7 @@ class PipelineExecutable:
             donate_argnums=executable.donated,
             keep_unused=True,
         )
-        compiled = jitted.lower(*inputs).compile()
-        if numbered and several:
-            look = callbacks.looking(executable.name, mesh, results, self._failures)
-            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
-        return compiled, compiled, numbered
+        return jitted.lower(*inputs), results, numbered
 
     def _function(self, number: int) -> Callable[..., Any]:
         """An executable as a function of flat arrays."""

@@ -27,6 +27,12 @@ def nbytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def exact_bytes(value: float) -> str:
+    """Bytes for messages: with a unit, and the exact number behind it, such as "3.38 MiB (3,543,348 bytes)"."""
+    short = nbytes(value)
+    return short if abs(value) < 1023.5 else f"{short} ({value:,.0f} bytes)"
+
+
 def runs(numbers: Iterable[int], between: str) -> str:
     """Ascending numbers as text, consecutive ones by their first and last: "3, 5-9" with "-" between."""
     found: list[list[int]] = []

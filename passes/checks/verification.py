@@ -10,7 +10,7 @@ executable, for devices that are here or for a topology compiled ahead of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from alpa_lite import _jax
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.checks.hlo import compare_hlo
+from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy
 from alpa_lite.passes.lowering import function_of, spec_of
 from alpa_lite.passes.lowering.program import Reshard
@@ -31,6 +31,7 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.plan import Plan
 from alpa_lite.records import Collective
+from alpa_lite.report import units
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,55 @@ def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
     )
 
 
+@dataclass(frozen=True)
+class CompiledReport:
+    """One compiled executable against the plan.
+
+    Attributes:
+      name: of the executable.
+      submesh: where it runs.
+      step: whether it is the whole step, whose memory is its peak; that of a part of one is its temporaries.
+      planned: the collectives that one run must have.
+      hlo: what was found; None where nothing is planned to compare with (one device, or operations outside of regions).
+      memory: with the bytes that the plan predicts; None where the backend has no statistics.
+    """
+
+    name: str
+    submesh: int
+    step: bool
+    planned: tuple[Collective, ...]
+    hlo: HloReport | None
+    memory: MemoryReport | None
+
+    @property
+    def bytes(self) -> int:
+        """Measured bytes per device of what the plan predicts; 0 without statistics."""
+        if self.memory is None:
+            return 0
+        return self.memory.peak if self.step else self.memory.temporaries
+
+
+def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platform: str) -> Iterator[CompiledReport]:
+    """What a compiler made of each executable, against the plan. Raises nothing.
+
+    Args:
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
+      platform: what they are compiled for: "cpu", "cuda", "rocm" or "tpu".
+    """
+    program = staged.program
+    for number, one in enumerate(compiled):
+        position, item = staged.written.functions[number]
+        stage = staged.stages[position]
+        segment, mesh = stage.segments.items[item], stage.found.mesh
+        wanted = plan.collectives if stage.communication == "compiler" else wanted_of(stage, segment)
+        report = None
+        if mesh.size > 1 and not stage.program.outside:
+            report = compare_hlo(one.as_text(), mesh, wanted, module_of(stage, segment, platform))
+        executable = program.executables[number]
+        memory = memory_of(one, _predicted(plan, stage, segment))
+        yield CompiledReport(executable.name, executable.mesh, segment.kind == "step", tuple(wanted), report, memory)
+
+
 def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Plan:
     """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
@@ -189,30 +239,23 @@ def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Pl
         communication left to the compiler, differences are listed instead.
     """
     program = staged.program
+    compiler = staged.stages[0].communication == "compiler"
     lines, rewrites = list(plan.verification), []
     largest: dict[int, tuple[float, str]] = {}
     checked = 0
-    for number, one in enumerate(compiled):
-        name, (position, item) = program.executables[number].name, staged.written.functions[number]
-        stage = staged.stages[position]
-        segment, mesh = stage.segments.items[item], stage.found.mesh
-        if mesh.size > 1 and not stage.program.outside:
-            compiler = stage.communication == "compiler"
-            wanted = plan.collectives if compiler else wanted_of(stage, segment)
-            report = compare_hlo(one.as_text(), mesh, wanted, module_of(stage, segment, plan.cluster.platform))
-            if compiler:
-                lines += [f"compiled, differs from the partitioner: {line}" for line in report.differences]
-            else:
-                try:
-                    report.raise_if_bad()
-                except VerificationError as error:
-                    raise VerificationError(f"{name}: {error}") from None
-                checked += 1
-            rewrites += [f"{name}: {rewrite}" for rewrite in report.rewrites]
-        where = program.executables[number].mesh
-        found = _measured(name, memory_of(one, _predicted(plan, stage, segment)), segment)
-        if found is not None:
-            largest[where] = max(largest.get(where, (-1, "")), found)
+    for found in compiled_reports(plan, staged, compiled, plan.cluster.platform):
+        if found.hlo is not None and compiler:
+            lines += [f"compiled, differs from the partitioner: {line}" for line in found.hlo.differences]
+        elif found.hlo is not None:
+            try:
+                found.hlo.raise_if_bad()
+            except VerificationError as error:
+                raise VerificationError(f"{found.name}: {error}") from None
+            checked += 1
+        if found.hlo is not None:
+            rewrites += [f"{found.name}: {rewrite}" for rewrite in found.hlo.rewrites]
+        if (text := _in_words(found)) is not None:
+            largest[found.submesh] = max(largest.get(found.submesh, (-1, "")), (found.bytes, text))
     if checked:
         what = "the step has" if len(program.executables) == 1 else f"{checked} stage executables have"
         lines.append(f"compiled: {what} the planned collectives, apart from the listed rewrites")
@@ -227,20 +270,20 @@ def _predicted(plan: Plan, stage: PlannedStage, segment: Segment) -> int:
     return plan.stages[0].memory.total if segment.kind == "step" else stage.temporary[segment]
 
 
-def _measured(name: str, memory: MemoryReport | None, segment: Segment) -> tuple[float, str] | None:
-    """What an executable takes, and the same in words beside what was predicted."""
-    if memory is None:
+def _in_words(found: CompiledReport) -> str | None:
+    """The memory of an executable beside what was predicted."""
+    memory = found.memory
+    if memory is None or memory.predicted is None:
         return None
-    if segment.kind != "step":
-        text = f"{memory.temporaries} bytes of temporaries in {name}; the plan predicts {memory.predicted}"
-        return memory.temporaries, text
+    predicted = units.exact_bytes(memory.predicted)
+    if not found.step:
+        return f"{units.exact_bytes(memory.temporaries)} of temporaries in {found.name}; the plan predicts {predicted}"
     if memory.ratio is None:
         return None
-    text = (
-        f"{memory.peak} bytes per device, of which {memory.arguments} are arguments and {memory.temporaries} "
-        f"temporaries; the plan predicts {memory.predicted}, {memory.ratio:.2f} of it"
+    return (
+        f"{units.exact_bytes(memory.peak)} per device, of which {units.nbytes(memory.arguments)} are arguments and "
+        f"{units.nbytes(memory.temporaries)} temporaries; the plan predicts {predicted}, {memory.ratio:.2f} of it"
     )
-    return memory.peak, text
 
 
 def wanted_of(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:

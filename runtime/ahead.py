@@ -1,0 +1,170 @@
+"""Compiles a planned step with the compiler of a machine that is not here.
+
+A *target* is a kind of machine and its size. PJRT plugins describe its devices without the hardware
+(`jax.experimental.topologies`), and compile for them:
+
+    v5e:2x4            one TPU slice, by the plugin that the package `libtpu` holds (the extra `tpu-verify`)
+    v5p:4x4x4*2        two slices
+    cuda:h100.txtpb    GPUs of the kind that an XLA `GpuTargetConfigProto` describes, by JAX's CUDA plugin
+
+libtpu is made for the machines that it drives. Away from them it has to be told not to ask the metadata server of a
+cloud (`TPU_SKIP_MDS_QUERY`), of which kind the machine is, and that it shares nothing with other processes that have
+loaded it (`ALLOW_MULTIPLE_LIBTPU_LOAD`: its lock file is about devices). It reads these variables when it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alpa_lite import presets
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.plan import Plan
+from alpa_lite.runtime import loading
+from alpa_lite.runtime.pipeline import PipelineExecutable
+
+_TPU = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
+_LIBTPU_NAMES = {"v7": "tpu7x"}
+"""Names that libtpu has for generations, where they are not those of the presets."""
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # of the machine here, which has none; any known one will do
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to compile for.
+
+    Attributes:
+      platform: "tpu" or "cuda".
+      kind: the generation of the TPU, or the file that describes the GPU.
+      shape: the devices along each dim of the slice; of GPUs their number.
+      slices: TPU slices joined by a network; 1 of GPUs.
+    """
+
+    platform: str
+    kind: str
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return math.prod(self.shape) * self.slices
+
+    def __str__(self) -> str:
+        """As `target_of` reads it."""
+        if self.platform == "cuda":
+            return f"cuda:{self.kind}"
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}" + (f"*{self.slices}" if self.slices > 1 else "")
+
+
+def target_of(text: str | None, cluster: Cluster) -> Target:
+    """The target that a text names; without one, the cluster of the plan itself.
+
+    Raises:
+      OptionError: the text names none, or one with another number of devices than the cluster; or there is no text and
+        no compiler for the cluster.
+    """
+    if text is None:
+        names = [name for name, fields in presets.SLICES.items() if fields["device"] == cluster.device]
+        if not names:
+            raise OptionError(
+                f"--target: the plan is for {cluster}, whose kind of device does not say which compiler to take; "
+                "give one, such as v5e:2x4 or cuda:h100.txtpb"
+            )
+        return Target("tpu", names[0], cluster.topology, cluster.nodes)
+    kind, _, rest = text.partition(":")
+    if kind.lower() in ("cuda", "gpu"):
+        if not rest:
+            raise OptionError(f"--target {text!r}: give the file that describes the GPU, as in cuda:h100.txtpb")
+        return Target("cuda", rest, (cluster.num_devices,))
+    match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7").replace("tpu v", "v"))
+    if match is None or match["kind"] not in presets.SLICES:
+        known = ", ".join(presets.SLICES)
+        raise OptionError(f"--target {text!r}: write KIND:SHAPE with a kind of {known}, as in v5e:2x4, or cuda:FILE")
+    target = Target("tpu", match["kind"], tuple(map(int, match["shape"].split("x"))), int(match["slices"] or 1))
+    if target.num_devices != cluster.num_devices:
+        raise OptionError(
+            f"--target {text!r} has {target.num_devices} devices, and the plan is for {cluster.num_devices} "
+            f"({cluster}); give a target of as many devices, or plan for that one"
+        )
+    return target
+
+
+def devices_of(target: Target) -> list[Any]:
+    """The devices of a target, which can be compiled for and hold nothing.
+
+    Raises:
+      OptionError: its compiler is not installed, or does not know such a machine; names what to install.
+    """
+    return _tpu_devices(target) if target.platform == "tpu" else _cuda_devices(target)
+
+
+def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
+    """The `jax.stages.Compiled` of each executable of a planned step, in the program's order, for such devices."""
+    executable = loading.load(staged, plan, devices=devices)
+    if isinstance(executable, PipelineExecutable):
+        yield from (lowered.compile() for lowered in executable.lowered())
+    else:
+        yield executable.lowered().compile()
+
+
+def _tpu_devices(target: Target) -> list[Any]:
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise OptionError(
+            f"--target {target}: the TPU compiler is not installed; pip install 'alpa-lite[tpu-verify]', which is the "
+            "libtpu of the installed JAX. It needs no TPU"
+        )
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    shape = "x".join(map(str, target.shape))
+    more = {"num_slices": target.slices} if target.slices > 1 else {}
+    return _described(target, "tpu", f"{_LIBTPU_NAMES.get(target.kind, target.kind)}:{shape}", more)
+
+
+def _cuda_devices(target: Target) -> list[Any]:
+    try:
+        config = Path(target.kind).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--target {target}: {target.kind!r} cannot be read: {error.strerror}") from error
+    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(_found(name) for name in names):
+        raise OptionError(
+            f"--target {target}: JAX's CUDA plugin is not installed; pip install 'alpa-lite[cuda-verify]'"
+        )
+    return _described(target, "cuda", f"1x1x{target.num_devices}", {"target_config": config})
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _described(target: Target, platform: str, name: str, more: dict[str, Any]) -> list[Any]:
+    from jax.experimental import topologies
+
+    try:
+        devices = list(topologies.get_topology_desc(name, platform, **more).devices)
+    except Exception as error:
+        raise OptionError(
+            f"--target {target}: the {platform} compiler that is installed here cannot describe {name!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if len(devices) != target.num_devices:
+        raise PlanError(f"--target {target}: {name!r} has {len(devices)} devices, not {target.num_devices}")
+    return devices
