@@ -189,8 +189,9 @@ class _Match:
         self.extra: dict[Key, Counter[tuple[str, bool]]] = defaultdict(Counter)
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
-            alone = operands[(c.kind, c.op)] == 1  # what is combined has the name of one of its parts
-            native = alone and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
+            # What is combined has the name of one of its parts; which kinds the others were, the lowered module knows.
+            named = operands[(c.kind, c.op)] == 1 or redundancy is None
+            native = named and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
             self.extra[(c.kind, c.axes, c.bytes)][(c.dtype, native)] += c.count
         self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
