@@ -212,7 +212,7 @@ class PipelineExecutable:
         return [compiled for compiled, _, _ in made]
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
-        """Each executable, lowered for its submesh, whose devices may be those of a topology that is described alone."""
+        """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
         first_run = self._first_runs()
         for number in range(len(self._program.executables)):
             yield self._lowered(number, first_run[number])[0]

@@ -13,7 +13,8 @@ What the backends write differently comes out equal: one op with a tuple of oper
 `HloCollective` per operand; an all-to-all of k pieces is one; `-start` ops and `async-start` wrappers are the op that
 they start, and the `-done` ops nothing; groups are axes of the mesh (`checks.replica_groups`). The TPU compiler runs a
 collective in steps next to other work: each step is a fusion with a copy of the instruction, and the copies of one
-collective share a `chain_id`, so only the first of a chain counts. What reads like a collective but is none of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
+collective share a `chain_id`, so only the first of a chain counts. What reads like a collective but is none of the
+known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
 
 A newer compiler's text never stops the reading, but nothing that may communicate is passed over in silence: a line that
 cannot be read and holds a word that collectives have is *unread*, and so is a computation with collectives that the
