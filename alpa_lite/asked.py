@@ -11,10 +11,10 @@ from typing import Any
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
-from alpa_lite.options import Auto, Method, Options, Pipeline, Sharded
+from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.stages.pricing import REMAT
-from alpa_lite.pins import NO_PINS, Pins
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan import Plan
 from alpa_lite.strategy import Rule
 
@@ -41,6 +41,7 @@ class Asked:
       trace: traces the step; with other shapes for some flat arguments if they are given by number.
       pins: where flat arguments already are and stay.
       like: the plan of the same step for other shapes, whose division a pipeline keeps; None if there is none.
+      wishes: what the user says of arguments and of the mesh, in the method and beside it.
     """
 
     options: Options
@@ -48,6 +49,7 @@ class Asked:
     trace: Callable[..., Any]
     pins: Pins = NO_PINS
     like: Plan | None = None
+    wishes: Wishes = NO_WISHES
 
     @property
     def method(self) -> Method:
@@ -57,9 +59,14 @@ class Asked:
         return method
 
     @property
+    def base(self) -> Method:
+        """The method of everything that `Manual` does not name."""
+        return self.method.rest if isinstance(self.method, Manual) else self.method
+
+    @property
     def pipeline(self) -> Pipeline:
         """The constraints on pipelines."""
-        return self.method if isinstance(self.method, Pipeline) else Pipeline()
+        return self.base if isinstance(self.base, Pipeline) else Pipeline()
 
     @property
     def budget(self) -> float:
@@ -102,12 +109,12 @@ class Asked:
     @property
     def one_mesh(self) -> bool:
         """Whether the method allows one mesh."""
-        return not isinstance(self.method, Pipeline)
+        return not isinstance(self.base, Pipeline)
 
     @property
     def pipelines(self) -> bool:
         """Whether the method allows pipelines on this cluster."""
-        return isinstance(self.method, Pipeline) or (isinstance(self.method, Auto) and self.cluster.num_devices > 1)
+        return isinstance(self.base, Pipeline) or (isinstance(self.method, Auto) and self.cluster.num_devices > 1)
 
     @property
     def remat(self) -> tuple[Choice, ...]:
@@ -117,11 +124,7 @@ class Asked:
           OptionError: something is asked for that the compiler of the platform would undo.
         """
         asked = (
-            self.method.remat
-            if isinstance(self.method, Sharded)
-            else "auto"
-            if isinstance(self.method, Auto)
-            else "none"
+            self.base.remat if isinstance(self.base, Sharded) else "auto" if isinstance(self.method, Auto) else "none"
         )
         if asked == "none" or (asked == "auto" and self.cluster.platform in MERGING):
             return ("none",)

@@ -33,7 +33,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
-from alpa_lite.passes.sharding import search
+from alpa_lite.passes.sharding import search, wishes
 from alpa_lite.passes.stages import planning, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -108,6 +108,7 @@ def compile_step(
     asked = Asked(options, cluster, trace, pins, like)
     with collecting.seldom(), passes(options.dump_dir) as run:
         traced = run("tracing", trace)
+        asked = replace(asked, wishes=wishes.of(traced, asked.method))
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         if asked.plan is not None:
             staged = replayed(run, step, asked, asked.plan)
@@ -224,7 +225,7 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     groups = run("grouping", sharding.group, traced, rules)
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, pins=asked.pins, time_limit=asked.time_limit, progress=run.note,
+        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.note,
     )  # fmt: skip
     decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)

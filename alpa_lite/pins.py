@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.layout import Axes, Layout, LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,39 @@ class Pins:
 
 NO_PINS = Pins()
 """Everything lies where the plan wants it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user says of where one leaf or value lies, by names of axes; the mesh may still be searched.
+
+    Attributes:
+      dims: for each dim the axes that shard it; None leaves the dim free.
+      why: who says so, to follow "because of".
+    """
+
+    dims: tuple[Axes | None, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """All that a user says of one step, beside the method.
+
+    Attributes:
+      mesh: the mesh that the step's own constraints, its arrays, or the context name; None leaves it to the search.
+      names: the names of axes that a searched mesh must have, major to minor; none leaves them to the search.
+      why: where the mesh or the names come from, to follow "because of".
+      leaves: stored path of an argument -> what is said of it, most important.
+      given: stored paths of those leaves that the method itself names: they come before the rest of the method.
+    """
+
+    mesh: LogicalMesh | None = None
+    names: Axes = ()
+    why: str = ""
+    leaves: Mapping[str, Wish] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+
+
+NO_WISHES = Wishes()
+"""The user says nothing."""

@@ -11,7 +11,7 @@ there is no such result, all state of floats is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -73,9 +73,10 @@ def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) 
             needed.update(reads(op))
 
 
-def update_groups(traced: Traced, grouping: Grouping) -> set[int]:
-    """The groups that compute new state, or hold it where it does not change."""
-    atoms = (traced.graph.block.outputs[number] for number, _ in traced.state)
+def update_groups(traced: Traced, grouping: Grouping, outputs: Collection[int] | None = None) -> set[int]:
+    """The groups that compute new state, or hold it where it does not change; of some outputs, or of all."""
+    numbers = [number for number, _ in traced.state if outputs is None or number in outputs]
+    atoms = (traced.graph.block.outputs[number] for number in numbers)
     return {grouping.homes[a].group for a in atoms if not isinstance(a, Lit) and a in grouping.homes} - {0}
 
 

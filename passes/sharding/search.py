@@ -16,35 +16,29 @@ is kept back for finding the smallest budget that would have done.
 
 from __future__ import annotations
 
-import difflib
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
-from alpa_lite import paths
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.graph import Traced
-from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.options import DataParallel, Manual, Sharded, TensorParallel, Zero
-from alpa_lite.passes.sharding import strategies, tables
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.sharding import limits, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
-from alpa_lite.pins import NO_PINS, Pins
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
-AXES = ("x", "y", "z")
-"""Names of the axes of searched meshes, major to minor."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +70,7 @@ def search(
     *,
     budget: float,
     pins: Pins = NO_PINS,
+    wishes: Wishes = NO_WISHES,
     time_limit: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
@@ -84,6 +79,7 @@ def search(
     Args:
       budget: bytes per device.
       pins: where arguments already are and stay, all on one mesh of all devices; they come before the method.
+      wishes: what the user says of arguments and of the mesh beside the method.
       time_limit: wall-clock seconds for solving all mesh shapes; building their programs is not counted.
       progress: told what is being solved.
 
@@ -94,11 +90,17 @@ def search(
     """
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
     given = pins.meshes
-    shapes = tuple(mesh for mesh, _ in given) if given else meshes(cluster, method)
+    shapes = tuple(mesh for mesh, _ in given) if given else limits.meshes(cluster, method, wishes=wishes)
     shared = tables.Shared(traced, grouping)
     for mesh in shapes:
         progress(f"bounding mesh {_by(mesh)}")
-        allowed = limits(traced, grouping, method, mesh) | pinned(grouping, pins)
+        try:
+            allowed = limits.limits(traced, grouping, method, mesh, wishes, pins)
+        except OptionError as error:  # another shape may do
+            if mesh is shapes[-1] and not tried:
+                raise
+            logger.info("mesh %s: %s", _by(mesh), error)
+            continue
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
@@ -192,152 +194,6 @@ _EQUAL = 1e-9  # relative difference of seconds that is rounding
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
 # 0.10.2): a plan that counts on gathering again would not be true there.
 _MERGING = frozenset({"cpu"})
-
-
-def meshes(cluster: Cluster, method: Any, max_axes: int = 3) -> tuple[LogicalMesh, ...]:
-    """The logical meshes that a method admits on a cluster.
-
-    Raises:
-      OptionError: if the method's mesh shape does not have as many devices as the cluster.
-    """
-    count = cluster.num_devices
-    if isinstance(method, Manual):
-        shapes: Sequence[tuple[int, ...]] = (tuple(method.mesh_shape),)
-        names: tuple[str, ...] = tuple(method.axis_names)
-    else:
-        names = AXES
-        if isinstance(method, Sharded) and method.mesh_shape is not None:
-            shapes = (tuple(method.mesh_shape),)
-        elif isinstance(method, (DataParallel, Zero, TensorParallel)):
-            shapes = ((count,),)
-        else:
-            shapes = cluster.mesh_shapes(max_axes)
-    for shape in shapes:
-        if math.prod(shape) != count:
-            raise OptionError(
-                f"mesh_shape={shape} has {math.prod(shape)} devices, but the cluster has {count}; "
-                f"give a shape whose product is {count}, or another cluster."
-            )
-    return tuple(LogicalMesh(tuple(shape), names[: len(shape)]) for shape in shapes)
-
-
-def limits(traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
-    """Group -> the layouts that a method allows for it.
-
-    - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
-    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
-      program, which reduce-scatters them into the shards of the optimizer state.
-    - TensorParallel: the batch replicated, everything else free.
-    - Manual: the named arguments as given.
-
-    Raises:
-      OptionError: if a batch argument does not divide over the devices, or a path of Manual is unknown.
-    """
-    if isinstance(method, Manual):
-        return _manual(traced, grouping, method, mesh)
-    out: dict[int, tuple[Layout, ...]] = {}
-    if not isinstance(method, (DataParallel, Zero, TensorParallel)):
-        return out
-    axes = mesh.axis_names
-    kinds = state_kinds(traced)
-    for number, argument in enumerate(traced.arguments):
-        group = grouping.leaves[number]
-        if group == 0:
-            continue
-        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        whole = Layout(((),) * len(shape))
-        if argument.role == "batch":
-            if isinstance(method, TensorParallel):
-                out[group] = (whole,)
-                continue
-            if shape[0] % mesh.size:
-                raise OptionError(
-                    f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
-                    "divide over "
-                    f"{mesh.size} devices; use a batch that is a multiple of {mesh.size}, or method='auto'."
-                )
-            out[group] = (Layout((axes, *whole.dims[1:])),)
-        elif argument.role == "state" and not isinstance(method, TensorParallel):
-            kind = kinds[number]
-            stage = method.stage if isinstance(method, Zero) else 0
-            if stage == 3 or (stage and kind == "optimizer"):
-                sharded = tuple(
-                    Layout(tuple(axes if i == d else () for i in range(len(shape))))
-                    for d, size in enumerate(shape)
-                    if size % mesh.size == 0
-                )
-                out[group] = sharded or (whole,)
-            else:
-                out[group] = (whole,)
-    if isinstance(method, DataParallel):
-        out.update(_whole_updates(traced, grouping))
-    return out
-
-
-def pinned(grouping: Grouping, pins: Pins) -> dict[int, tuple[Layout, ...]]:
-    """Group -> the layout of the argument that is pinned there."""
-    groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
-    return {group: layouts for group, layouts in groups.items() if group}
-
-
-def _whole_updates(traced: Traced, grouping: Grouping) -> dict[int, tuple[Layout, ...]]:
-    """Replication for the groups that compute new state, so that gradients are all-reduced."""
-    ranks: dict[int, int] = {}
-    for value, home in grouping.homes.items():
-        ranks.setdefault(home.group, len(traced.graph.values[value].shape))
-    light = [g for g in update_groups(traced, grouping) if grouping.groups[g].kind == "light"]
-    return {g: (Layout(((),) * ranks[g]),) for g in light}
-
-
-def _manual(traced: Traced, grouping: Grouping, method: Manual, mesh: LogicalMesh) -> dict[int, tuple[Layout, ...]]:
-    out: dict[int, tuple[Layout, ...]] = {}
-    for number, spec in _named(traced, method):
-        path = shown(traced.arguments[number].path)
-        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-        unknown = [a for axes in entries for a in axes if a not in mesh.axis_names]
-        if len(entries) > len(shape) or unknown:
-            raise OptionError(
-                f"Manual gives {path!r} the spec {spec}, which does not fit its shape {shape} "
-                f"on a mesh of axes {mesh.axis_names}."
-            )
-        layout = Layout((*entries, *((),) * (len(shape) - len(entries))))
-        for size, axes in zip(shape, layout.dims, strict=True):
-            if size % mesh.product(axes):
-                raise OptionError(
-                    f"Manual gives {path!r} of shape {shape} the spec {spec}, but {size} does not divide over "
-                    f"{mesh.product(axes)} devices."
-                )
-        group = grouping.leaves[number]
-        if group:
-            out[group] = (layout,)
-        elif any(layout.dims):
-            raise OptionError(f"Manual gives a spec for {path!r}, which is a scalar; leave it out.")
-    return out
-
-
-def _named(traced: Traced, method: Manual) -> Iterator[tuple[int, PartitionSpec]]:
-    """The number of each argument that `Manual` names in either notation, with its spec.
-
-    Raises:
-      OptionError: a path is that of no argument, or of several, or two paths are those of one argument.
-    """
-    numbers = {argument.path: i for i, argument in enumerate(traced.arguments)}
-    names: dict[int, str] = {}
-    for name, spec in method.specs:
-        found = paths.find(name, numbers)
-        if len(found) > 1:
-            raise OptionError(f"Manual names {name!r}, which is any of {', '.join(found)}; write one of these.")
-        if not found:
-            known = list(map(shown, numbers))
-            close = difflib.get_close_matches(paths.spellings(name)[-1], known, n=3, cutoff=0.3)
-            hint = f"similar arguments are {', '.join(close)}" if close else f"its arguments are {', '.join(known[:5])}"
-            raise OptionError(f"Manual names {name!r}, which is no argument of the step; {hint}.")
-        number = numbers[found[0]]
-        other = names.setdefault(number, name)
-        if other != name:
-            raise OptionError(f"Manual gives {shown(found[0])!r} two specs, as {other!r} and {name!r}; give one.")
-        yield number, spec
 
 
 def _infeasible(

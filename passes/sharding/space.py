@@ -75,6 +75,15 @@ def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
     return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
 
 
+def strategy_of(dims: Dims, layout: Layout, factors: int) -> Strategy:
+    """The strategy that gives a tensor a layout, each of whose dims is made of one factor of a group at most."""
+    axes: list[Axes] = [()] * factors
+    for dim, wanted in zip(dims, layout.dims, strict=True):
+        if dim:
+            axes[dim[0]] = wanted
+    return Strategy(tuple(axes))
+
+
 def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
     """Every assignment of mesh axes to factors that divides their sizes; an axis may stay unused.
 

@@ -31,7 +31,7 @@ from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.prices import divides, pairs
-from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of
+from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
 from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
 
@@ -157,6 +157,8 @@ class _Builder:
             return self.spaces[key]
         dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
         found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
+        known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
+        found += [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
         return _Choices(found, len(group.factors), self.mesh)
 
     def heavy_strategies(self, group: Group) -> list[Strategy]:

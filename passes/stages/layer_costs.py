@@ -17,7 +17,7 @@ from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.rematerialisation import is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, reads, writes
-from alpa_lite.passes.sharding import grouping, search, tables
+from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.staging import StageGraph
@@ -86,7 +86,7 @@ def layer_costs(
 
 def _meshes(cluster: Cluster, method: Sharded) -> list[LogicalMesh]:
     """The logical meshes that a layer is tried on: of two axes at most, and of several nodes one axis along them."""
-    found = search.meshes(cluster, method, max_axes=2)
+    found = limits.meshes(cluster, method, max_axes=2)
     if method.mesh_shape is not None or cluster.nodes == 1:
         return list(found)
     return [mesh for mesh in found if len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes]

@@ -21,7 +21,7 @@ from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.lowering.lowering import lower
 from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram
-from alpa_lite.passes.sharding import grouping, search
+from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
@@ -174,8 +174,8 @@ def decide(
         return DecidedStage(graph, like.rules, groups, like.found, cluster)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    meshes = tuple(mesh for mesh, _ in pins.meshes) or search.meshes(cluster, method)
-    allowed = search.pinned(groups, pins)
+    meshes = tuple(mesh for mesh, _ in pins.meshes) or limits.meshes(cluster, method)
+    allowed = limits.pinned(groups, pins)
     found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, allowed=allowed).at(price)
     return DecidedStage(graph, rules, groups, found, cluster)
 

@@ -1,0 +1,232 @@
+"""What a method and its user allow: the meshes of a cluster, and the layouts of each group that is not free.
+
+Whatever is not named here is free. Of several that say something of one group the first holds:
+
+    1. pins: where the state already is (`pins.Pin`);
+    2. entries of `Manual`;
+    3. textbook methods, on the arguments that they speak of;
+    4. annotations of arguments, and arrays that arrive sharded (`pins.Wish`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.manual import NAMES, Manual
+from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
+from alpa_lite.paths import shown
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
+
+Limits = dict[int, tuple[Layout, ...]]
+"""Group -> the layouts that it may have."""
+
+
+def base(method: Any) -> Any:
+    """The method of everything that `Manual` does not name: the method itself, if it is another."""
+    return method.rest if isinstance(method, Manual) else method
+
+
+def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO_WISHES) -> tuple[LogicalMesh, ...]:
+    """The logical meshes that a method admits on a cluster.
+
+    Raises:
+      OptionError: if the method's mesh shape does not have as many devices as the cluster, or is not the mesh that the
+        user's constraints name.
+    """
+    count, rest = cluster.num_devices, base(method)
+    given = method.mesh_shape if isinstance(method, Manual | Sharded) else None
+    if given is not None and math.prod(given) != count:
+        raise OptionError(
+            f"mesh_shape={given} has {math.prod(given)} devices, but the cluster has {count}; "
+            f"give a shape whose product is {count}, or another cluster."
+        )
+    names = wishes.names
+    if wishes.mesh is not None and wishes.mesh.size == count:
+        mesh = wishes.mesh
+        if given not in (None, mesh.shape):
+            raise OptionError(
+                f"mesh_shape={given}: {wishes.why} has the mesh {_mesh(mesh)}; leave mesh_shape out, or give that one."
+            )
+        if any(name not in mesh.axis_names for name in names):
+            raise OptionError(
+                f"Manual names the axes {', '.join(names)}: {wishes.why} has the mesh {_mesh(mesh)}; use its names."
+            )
+        return (mesh,)
+    if given is not None:
+        shapes: Sequence[tuple[int, ...]] = (tuple(given),)
+    elif isinstance(rest, DataParallel | Zero | TensorParallel) and len(names) < 2:
+        shapes = ((count,),)
+    else:
+        shapes = cluster.mesh_shapes(max(max_axes, len(names)))
+    if not names:
+        return tuple(LogicalMesh(tuple(shape), NAMES[: len(shape)]) for shape in shapes)
+    if set(names) <= set(NAMES) and given is None:  # of searched meshes, those that have the axes
+        found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
+        if found:
+            return tuple(found)
+    if given is not None and len(given) == len(names):
+        return (LogicalMesh(tuple(given), names),)
+    found = dict.fromkeys(shape for s in shapes for shape in _orders(tuple(s), len(names)))
+    exact = [shape for shape in found if 1 not in shape]
+    return tuple(LogicalMesh(shape, names) for shape in exact or found)
+
+
+def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """A shape with so many axes in every order, axes of one device added: names tell equal axes apart."""
+    if len(shape) <= count:
+        yield from itertools.permutations((*shape, *(1,) * (count - len(shape))))
+
+
+def _mesh(mesh: LogicalMesh) -> str:
+    return " x ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+
+
+def limits(
+    traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES, pins: Pins = NO_PINS
+) -> Limits:
+    """Group -> the layouts that are allowed for it; see the module.
+
+    - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
+    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
+      program, which reduce-scatters them into the shards of the optimizer state.
+    - TensorParallel: the batch replicated, everything else free.
+
+    Raises:
+      OptionError: if a batch argument does not divide over the devices, or a spec does not fit an argument.
+    """
+    out: Limits = {}
+    rest = base(method)
+    for number, argument in enumerate(traced.arguments):
+        wish = wishes.leaves.get(argument.path)
+        group = grouping.leaves[number]
+        if wish is not None and argument.path not in wishes.given and group:
+            shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+            if fits(wish, shape, mesh) is None:
+                out[group] = tuple(completions(wish, shape, mesh))
+    if isinstance(rest, DataParallel | Zero | TensorParallel):
+        named = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
+        axes = tuple(a for a in mesh.axis_names if a not in named) or mesh.axis_names
+        out |= _textbook(traced, grouping, rest, mesh, axes, wishes)
+    for number, argument in enumerate(traced.arguments):
+        if argument.path in wishes.given:
+            _put(out, traced, grouping, mesh, number, wishes.leaves[argument.path])
+    return out | pinned(grouping, pins)
+
+
+def pinned(grouping: Grouping, pins: Pins) -> Limits:
+    """Group -> the layout of the argument that is pinned there."""
+    groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
+    return {group: layouts for group, layouts in groups.items() if group}
+
+
+def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wish: Wish) -> None:
+    """Limits the group of an argument to what `Manual` gives.
+
+    Raises:
+      OptionError: the spec does not fit the argument.
+    """
+    path = shown(traced.arguments[number].path)
+    shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+    wrong = fits(wish, shape, mesh)
+    if wrong is not None:
+        raise OptionError(f"{wish.why} does not fit {path!r} of shape {shape}: {wrong}.")
+    group = grouping.leaves[number]
+    if group:
+        out[group] = tuple(completions(wish, shape, mesh))
+
+
+def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
+    """Why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
+    unknown = [a for axes in wish.dims for a in axes or () if a not in mesh.axis_names]
+    if unknown:
+        return f"the mesh {_mesh(mesh)} has no axis {unknown[0]!r}"
+    if len(wish.dims) > len(shape):
+        return f"it has {len(wish.dims)} entries for {len(shape)} dims"
+    for size, axes in zip(shape, wish.dims, strict=False):
+        if axes and size % mesh.product(axes):
+            return f"{size} does not divide over the {mesh.product(axes)} devices of {', '.join(axes)}"
+    return None
+
+
+def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Layout]:
+    """The layouts that fulfil a wish: free dims with any of the axes that are left, in mesh order."""
+    dims = (*wish.dims, *((),) * (len(shape) - len(wish.dims)))
+    # A dim of one element has one block, whatever the axes: strategies leave it whole.
+    dims = tuple(() if size == 1 else axes for size, axes in zip(shape, dims, strict=True))
+    used = {a for axes in dims for a in axes or ()}
+    left = [a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1]
+    free = [i for i, axes in enumerate(dims) if axes is None]
+    fixed = [tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in dims]
+
+    def assigned(rest: Sequence[str], now: list[Axes]) -> Iterator[Layout]:
+        if not rest:
+            yield Layout(tuple(now))
+            return
+        yield from assigned(rest[1:], now)
+        for i in free:
+            axes = (*now[i], rest[0])
+            if shape[i] % mesh.product(axes) == 0:
+                yield from assigned(rest[1:], [*now[:i], axes, *now[i + 1 :]])
+
+    yield from assigned(left, fixed)
+
+
+def _textbook(
+    traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes,
+    wishes: Wishes,
+) -> Limits:  # fmt: skip
+    """What a textbook method fixes, with data parallelism over some axes."""
+    out: Limits = {}
+    count = mesh.product(axes)
+    kinds = state_kinds(traced)
+    for number, argument in enumerate(traced.arguments):
+        group = grouping.leaves[number]
+        if group == 0:
+            continue
+        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+        whole = Layout(((),) * len(shape))
+        if argument.role == "batch":
+            if isinstance(method, TensorParallel):
+                out[group] = (whole,)
+            elif argument.path in wishes.given:
+                continue
+            elif shape[0] % count:
+                raise OptionError(
+                    f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
+                    f"divide over {count} devices; use a batch that is a multiple of {count}, or method='auto'."
+                )
+            else:
+                out[group] = (Layout((axes, *whole.dims[1:])),)
+        elif argument.role == "state" and not isinstance(method, TensorParallel):
+            stage = method.stage if isinstance(method, Zero) else 0
+            if stage == 3 or (stage and kinds[number] == "optimizer"):
+                sharded = tuple(
+                    Layout(tuple(axes if i == d else () for i in range(len(shape))))
+                    for d, size in enumerate(shape)
+                    if size % count == 0
+                )
+                out[group] = sharded or (whole,)
+            else:
+                out[group] = (whole,)
+    if isinstance(method, DataParallel):
+        out.update(_whole_updates(traced, grouping, wishes))
+    return out
+
+
+def _whole_updates(traced: Traced, grouping: Grouping, wishes: Wishes) -> Limits:
+    """Replication for the groups that compute new state, so that gradients are all-reduced."""
+    ranks: dict[int, int] = {}
+    for value, home in grouping.homes.items():
+        ranks.setdefault(home.group, len(traced.graph.values[value].shape))
+    ours = {number for number, argument in traced.state if traced.arguments[argument].path in wishes.given}
+    groups = update_groups(traced, grouping) - update_groups(traced, grouping, ours)
+    return {g: (Layout(((),) * ranks[g]),) for g in groups if grouping.groups[g].kind == "light"}
