@@ -281,6 +281,35 @@ def unordered(params: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def constant_of(op: Any) -> Any:
+    """What an operation of MLIR that makes a constant holds: its attribute, or for complex numbers the text of it.
+
+    The bindings of jaxlib (0.10 to 0.12) have no class for dense complex attributes, and raise where one is read.
+    """
+    try:
+        return op.attributes["value"]
+    except TypeError:
+        return op.get_asm(large_elements_limit=4).partition("dense<")[2]
+
+
+def is_splat(op: Any) -> bool:
+    """Whether all elements of a constant are equal by its form: one is written for all."""
+    held = constant_of(op)
+    return not held.startswith(("[", "dense_resource")) if isinstance(held, str) else held.is_splat
+
+
+def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
+    """The names and attributes of an operation; equal if and only if the attributes are.
+
+    The context keeps attributes unique, so that comparing them is comparing pointers. For those that the bindings
+    cannot read (see `constant_of`) the operation's whole text stands, without the name of its result.
+    """
+    try:
+        return tuple((name, op.attributes[name]) for name in op.attributes)
+    except TypeError:
+        return (("text", op.get_asm().partition("=")[2]),)
+
+
 # --- layering: what derivatives leave in name stacks ------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Axes = tuple[str, ...]
 
 
@@ -133,12 +135,37 @@ class Step:
     before: Layout
     after: Layout
 
+    def communicating(self, mesh: LogicalMesh) -> Axes:
+        """The axes over which data moves: of a reordering those that it moves blocks along."""
+        if self.kind != "collective_permute":
+            return self.axes
+        before = self.before.dims[self.dim]
+        moved = moved_axes(before, self.axes, tuple(mesh.axis_size(axis) for axis in before))
+        return tuple(before[i] for i in moved)
+
     def payload(self, shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> int:
         """Bytes per device that the plan reports: the result's, or for reduce_scatter the operand's; 0 for a slice."""
         if self.kind == "slice":
             return 0
         layout = self.before if self.kind == "reduce_scatter" else self.after
         return math.prod(local_shape(shape, layout, mesh)) * itemsize
+
+
+def moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Which axes a reordering of one dim's axes moves blocks along, by their positions in `before`.
+
+    Block b = (b_1, .., b_n) lies at coordinate b_i of axis `before[i]`, and goes where the same number, written in the
+    sizes of `after`, says. An axis along which no block changes its coordinate takes no part: of (x, y, z) to (x, z, y)
+    that is x.
+
+    Args:
+      shape: the devices along each axis of `before`.
+    """
+    order = [before.index(axis) for axis in after]
+    blocks = np.arange(math.prod(shape))
+    source = np.stack(np.unravel_index(blocks, shape))
+    target = np.stack(np.unravel_index(blocks, tuple(shape[i] for i in order)))
+    return tuple(sorted(i for k, i in enumerate(order) if (source[i] != target[k]).any()))
 
 
 Move = tuple[StepKind, Axes, int, int, tuple[Axes, ...], Axes]

@@ -330,7 +330,12 @@ def _executions(computations: dict[str, _Computation], entry: str) -> tuple[dict
 
     def calls(name: str) -> list[tuple[str, int, bool]]:
         c = computations[name]
-        loops = [(body, _trips(computations, condition), True) for condition, body in c.loops]
+        loops = [
+            call
+            for condition, body in c.loops
+            for trips in [_trips(computations, condition)]
+            for call in ((body, trips or 1, True), (condition, 1 if trips is None else trips + 1, True))
+        ]
         return [call for call in c.calls + loops if call[0] in computations]
 
     stack: list[tuple[str, bool]] = [(entry, False)] if entry in computations else []
@@ -353,15 +358,15 @@ def _executions(computations: dict[str, _Computation], entry: str) -> tuple[dict
     return times, depth
 
 
-def _trips(computations: dict[str, _Computation], condition: str) -> int:
-    """The trip count of a loop that carries none: the one integer that its condition compares with, else 1.
+def _trips(computations: dict[str, _Computation], condition: str) -> int | None:
+    """The trip count of a loop that carries none: the one integer that its condition compares with, else None.
 
     This takes the counter to start at zero and to step by one, as every loop that JAX writes with a known count does.
     """
     if condition not in computations:
-        return 1
+        return None
     names = [condition, *computations[condition].fused]
     lines = [line for name in names if name in computations for line in computations[name].lines]
     bounds = {m[1] for line in lines for m in [re.search(r"= [su]\d+\[\]\S* constant\((\d+)\)", line)] if m}
     less = any("direction=LT" in line for line in lines)
-    return int(bounds.pop()) if less and len(bounds) == 1 else 1
+    return int(bounds.pop()) if less and len(bounds) == 1 else None

@@ -23,6 +23,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from alpa_lite import _jax
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, trip_count
 
@@ -231,8 +232,8 @@ def _times(loops: tuple[_Loop, ...]) -> int:
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:
-    """Names and attributes, which the context keeps unique, so that comparing them is comparing pointers."""
-    return tuple((name, op.attributes[name]) for name in op.attributes if name != "channel_handle")
+    """Names and attributes, but for the channel, which no two collectives share."""
+    return tuple(pair for pair in _jax.attributes_of(op) if pair[0] != "channel_handle")
 
 
 def _regions(op: Any) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
+from alpa_lite import _jax
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, normal_axes
@@ -290,7 +291,7 @@ def _constant(value: Any) -> int | None:
     op = _owner(value)
     if op is None or op.name not in ("stablehlo.constant", "sdy.constant"):
         return None
-    match = re.match(r"dense<(-?\d+)> : tensor<u?i\d+>", str(op.attributes["value"]).replace("ui", "i"))
+    match = re.match(r"dense<(-?\d+)> : tensor<u?i\d+>", str(_jax.constant_of(op)).replace("ui", "i"))
     return int(match[1]) if match else None
 
 

@@ -68,6 +68,7 @@ dims. `sum` becomes `replicate` where the result is not a number (bool products)
                                   other windowed dims (gcd)                      special
  random_bits                      dims of the key; drawn dims (result only)      parallel; special
  random_split                     dims of the key; new dims                      parallel; replicate
+   these and fold_in, of keys whose generator draws for all keys together        replicate
  random_wrap, random_unwrap       dims of the key; the key's words               parallel; replicate
  random_seed, fold_in, clone,     as elementwise                                 parallel
    threefry2x32

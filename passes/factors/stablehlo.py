@@ -15,6 +15,8 @@ import jax
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import sdy
 
+from alpa_lite import _jax
+
 
 @dataclass(frozen=True)
 class ShardingRule:
@@ -123,7 +125,7 @@ class _Reader:
         equation = next((self.owner[value] for value in operands if value in self.owner), None)
         results = [self.number(equation) for _ in op.results]
         if name == "stablehlo.constant":
-            if op.attributes["value"].is_splat:
+            if _jax.is_splat(op.operation):
                 self.splats.update(results)
         elif operands and all(value in self.splats for value in operands):
             self.splats.update(results)

@@ -245,6 +245,32 @@ def leading(kind: FactorKind) -> Callable[[Call], Rule]:
     return describe
 
 
+INDEPENDENT: Mapping[str, frozenset[str]] = {
+    "random_bits": frozenset({"key<fry>"}),
+    "random_split": frozenset({"key<fry>", "key<rbg>"}),
+    "random_fold_in": frozenset({"key<fry>", "key<rbg>"}),
+}
+"""The dtypes of keys for which an operation on an array of keys treats each by itself.
+
+JAX draws from the hardware generator for a whole array of `rbg` keys with the first key alone (JAX's documentation of
+`jax.random`, "Advanced RNG configuration"): what one key draws depends on where it stands, and a block of the keys
+would draw other numbers. `rbg` splits and folds by threefry, key by key; `unsafe_rbg` draws there, too. Of generators
+that a user has registered nothing is known.
+"""
+
+
+def keyed(describe: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
+    """A rule for arrays of keys that are used one by one; for others every dim is whole."""
+
+    def described(call: Call) -> Rule:
+        keys = call.operands[0]
+        if not shape(keys) or str(keys.dtype) in INDEPENDENT[call.name]:
+            return describe(call)
+        return replicated(call)
+
+    return described
+
+
 _SHARDY = """
     broadcast_in_dim dot_general fft reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor rev
     sort transpose
@@ -264,9 +290,7 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
     table |= dict.fromkeys(("concatenate", "split"), joined)
     table |= dict.fromkeys(("stack", "unstack"), stacked)
     table |= dict.fromkeys(("pad", "slice"), touched)
-    table |= dict.fromkeys(
-        ("random_split", "random_wrap", "random_unwrap", "bitcast_convert_type"), leading("replicate")
-    )
+    table |= dict.fromkeys(("random_wrap", "random_unwrap", "bitcast_convert_type"), leading("replicate"))
     table |= {
         "reduce": reducing("dimensions", "replicate"),
         "top_k": selecting("axis", "special"),
@@ -274,7 +298,9 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
         "tile": tile,
         "iota": iota,
         "ragged_dot_general": ragged_dot,
-        "random_bits": leading("special"),
+        "random_bits": keyed(leading("special")),
+        "random_split": keyed(leading("replicate")),
+        "random_fold_in": keyed(elementwise),
     }
     return {**table, **INDEXING, **WINDOWS}
 

@@ -23,12 +23,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reads
+from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is similar on all accelerators.
@@ -40,10 +42,10 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tupl
     """(seconds, FLOPs) of an operation on the nominal device; a scan's are its body's times its length."""
     if op.bodies:
         parts = [_sum(body.ops, rules, values) for body in op.bodies]
-        times = op.params["length"] if op.name == "scan" else 1
         if op.name == "cond":
             return max(parts)
-        return times * sum(s for s, _ in parts), times * sum(f for _, f in parts)
+        times = body_runs(op)
+        return sum(map(mul, times, (s for s, _ in parts))), sum(map(mul, times, (f for _, f in parts)))
     flops = primitives.work(op, rules[op.key], values)
     is_product = op.name in primitives.PRODUCTS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in reads(op)) if is_product else 0)

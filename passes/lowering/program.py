@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.records import Collective
 
@@ -119,7 +120,7 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
                     for step in steps:
                         if step.kind != "slice":
                             size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
-                            axes = in_mesh_order(step.axes, program.mesh)
+                            axes = in_mesh_order(step.communicating(program.mesh), program.mesh)
                             found = Collective(step.kind, axes, size, trips, 0, where_of(op))
                             out.append((found, (value, int(late))))
                 case Compute(op=op, form=form):
@@ -127,9 +128,8 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
                         axes = in_mesh_order(c.axes, program.mesh)
                         out.append((Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None))
                 case Loop(op=op, bodies=bodies):
-                    times = trips * int(op.params["length"]) if op.name == "scan" else trips
-                    for inner in bodies:
-                        visit(inner, times)
+                    for inner, times in zip(bodies, body_runs(op), strict=True):
+                        visit(inner, trips * times)
 
     visit(program.body, 1)
     return tuple(out)

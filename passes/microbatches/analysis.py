@@ -50,6 +50,7 @@ class Analysis(Classifier):
 
     Attributes:
       ahead: operations on the batch that are computed for the whole batch before the loop.
+      unfit: why, for those of them that have no exact form in the loop.
 
     Operations that come after the loop have no role.
     """
@@ -66,6 +67,7 @@ class Analysis(Classifier):
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state."""
         super().__init__(graph, rules, parts, batch, bound, local)
         self.ahead: list[Op] = []
+        self.unfit: list[Failure] = []
         self.cause: dict[int, Failure | None] = {}
         self.carried: dict[int, frozenset[int]] = {}  # after the loop: the dims that hold examples
         self._declined: dict[int, Role] = {}
@@ -102,6 +104,7 @@ class Analysis(Classifier):
             self.free.update(op.results)
             if isinstance(found, Failure) or (PARTIAL in found.results and not op.has_effects):
                 self.ahead.append(op)
+                self.unfit += [found] if isinstance(found, Failure) else []
                 found = self._ahead(op, states)
         if isinstance(found, Failure):
             if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):

@@ -112,7 +112,10 @@ def accumulate(
     analysis, (size, dims) = found
     try:
         graph, scan = emit(analysis)
-    except ValueError as error:
+    except ValueError as error:  # all that reads the batch comes before the loop, as far as anything does
+        if analysis.unfit:
+            refused = Refused(analysis.unfit[0].op, analysis.unfit[0], frozenset())
+            raise _refusal(refused, num_microbatches, True, traced.graph) from error
         raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
     notes = _notes(traced, analysis, size, dims)
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)

@@ -343,7 +343,7 @@ def _reshard_seconds(
     """The collectives on the destination. A submesh is priced as the first devices of the cluster are."""
     cost = _mesh_cost(cluster, mesh)
     size = itemsize(dtype)
-    return sum(cost.collective(step.kind, step.axes, step.payload(shape, size, mesh)) for step in steps)
+    return sum(cost.collective(step.kind, step.communicating(mesh), step.payload(shape, size, mesh)) for step in steps)
 
 
 @functools.lru_cache(maxsize=1000)

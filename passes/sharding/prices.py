@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from alpa_lite.cost import MeshCost
-from alpa_lite.layout import Axes, Layout, LogicalMesh, reshard_moves
+from alpa_lite.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_moves
 
 
 def combinable(cost: MeshCost) -> frozenset[str]:
@@ -54,7 +54,10 @@ def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, floa
     alpha = [0.0, 0.0]
     beta = 0.0
     held = tuple([before for before, _ in differ])
-    for kind, axes, _, _, after, _ in moves:
+    for kind, axes, dim, _, after, _ in moves:
+        if kind == "collective_permute":
+            order = held[dim]
+            axes = tuple([order[i] for i in moved_axes(order, axes, tuple([size[x] for x in order]))])
         if kind != "slice":
             dims = held if kind == "reduce_scatter" else after
             a, b = cost.coefficients(kind, tuple([real[x] for x in axes]))

@@ -1,0 +1,133 @@
+"""Programs unlike a model's, each of which once went wrong: they run as under plain `jit`, planned and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite
+from alpa_lite.cluster import Cluster, Link
+from alpa_lite.errors import MicrobatchError
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+FREE_LINKS = Cluster(
+    device="cpu", platform="cpu", devices_per_node=8, memory=1 << 30, peak_flops={"f32": 1e4}, memory_bandwidth=1e4,
+    node_link=Link(1e15), tile=1,
+)  # fmt: skip
+"""Communication costs nothing, so that plans shard what they can."""
+
+
+def same(step: Any, args: tuple[Any, ...], tolerance: float = 1e-6, **options: Any) -> alpa_lite.Plan:
+    """Runs a step planned and plain, compares every leaf, and returns the plan."""
+    want = jax.tree.map(np.asarray, jax.tree.map(_words, jax.jit(step)(*args)))
+    planned = alpa_lite.parallelize(step, **options)
+    got = jax.tree.map(_words, planned(*args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
+    return planned.plan(*args)
+
+
+def _words(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def descent(loss: Any) -> Any:
+    """A step of gradient descent."""
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, state, gradients), value
+
+    return step
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_draws_for_many_keys_do_not_depend_on_the_plan(generator, parts):
+    def step(state, batch):
+        mine, following = jax.random.split(state["key"])
+        keys = jax.random.split(mine, 16)
+        folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(16))
+        x = jax.vmap(lambda k, v: v * jax.random.bernoulli(k, 0.5, v.shape))(keys, batch["x"])
+        x = x + jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[0], (4,)))(folded)
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {"key": following, "w": state["w"] - 0.1 * gradient}, loss
+
+    state = {"key": jax.random.key(0, impl=generator), "w": jnp.ones((4, 8))}
+    batch = {"x": jnp.arange(64.0).reshape(16, 4) / 64}
+    plan = same(step, (state, batch), method=alpa_lite.DataParallel(), num_microbatches=parts)
+    assert plan.num_microbatches == parts
+
+
+def test_a_reordering_of_axes_is_listed_over_those_that_it_moves_along():
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
+
+    state = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 24))}
+    batch = {"x": jnp.ones((32, 8)), "y": jnp.ones((32, 24))}
+    plan = same(descent(loss), (state, batch), method=alpa_lite.Sharded((2, 2, 2)), cluster=FREE_LINKS)
+    assert any(c.kind == "collective_permute" and len(c.axes) == 2 for c in plan.collectives)
+
+
+def test_a_step_with_complex_constants_is_checked_in_the_compiled_program():
+    def loss(params, batch):
+        return jnp.mean(jnp.abs((batch["x"] @ params["w"]) * (1 + 1j) + 2j) ** 2)
+
+    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
+    same(descent(loss), args, method=alpa_lite.DataParallel(), verify="hlo")
+
+
+def test_complex_sums_are_shared_and_cut_into_micro_batches():
+    def loss(params, batch):
+        return jnp.sum((batch["x"] @ params["w"]) * jnp.complex64(1j)).imag
+
+    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
+    plan = same(descent(loss), args, method=alpa_lite.DataParallel(), num_microbatches=4)
+    assert plan.num_microbatches == 4
+    assert not any("reduce_sum" in note for note in plan.notes)
+
+
+WHOLE = alpa_lite.Manual({"batch['x']": P("x")}, mesh_shape=(8,), axis_names=("x",))
+"""The batch is sharded, so that a sum over it is a collective."""
+
+
+def test_a_collective_in_the_condition_of_a_loop_is_found_in_the_compiled_program():
+    def step(state, batch):
+        h = lax.while_loop(lambda h: jnp.sum(h) < 1e3, lambda h: h * 2 + 1, batch["x"] * state["s"])
+        return {"s": state["s"] * 0.9}, h.sum()
+
+    args = {"s": jnp.ones(())}, {"x": jnp.arange(32.0) / 100}
+    plan = same(step, args, method=WHOLE, cluster=FREE_LINKS, verify="hlo")
+    assert sum(c.count for c in plan.collectives if c.kind == "all_reduce") == 2
+
+
+@pytest.mark.parametrize("verify", ["shardy", "hlo"])
+@pytest.mark.parametrize(("last", "trips"), [(3, 3), (7, 4)])
+def test_a_collective_in_a_counted_loop_is_counted_once_an_iteration(verify, last, trips):
+    def body(carry):
+        i, x = carry
+        return i + (1 if trips == last else 2), jnp.tanh(x * 2) + jnp.sum(x)
+
+    def step(state, batch):
+        _, h = lax.while_loop(lambda carry: carry[0] < last, body, (0, batch["x"] * state["s"]))
+        return {"s": state["s"] * 0.9}, h.sum()
+
+    args = {"s": jnp.ones(())}, {"x": jnp.arange(32.0) / 100}
+    plan = same(step, args, method=WHOLE, cluster=FREE_LINKS, verify=verify)
+    assert sum(c.count for c in plan.collectives if c.kind == "all_reduce") == trips + 1
+
+
+def test_what_takes_the_whole_batch_is_named_where_nothing_is_left_to_cut():
+    def loss(params, batch):
+        h = jnp.tanh(jnp.concatenate([batch["x"], batch["x"] * 2], 0) @ params["w"])
+        return (h[:16] * h[16:]).mean()
+
+    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
+    with pytest.raises(MicrobatchError, match=r"concatenate at .*test_unusual_programs.* across the examples"):
+        alpa_lite.parallelize(descent(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(*args)
