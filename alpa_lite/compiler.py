@@ -112,10 +112,8 @@ def compile_step(
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         if asked.plan is not None:
             staged = replayed(run, step, asked, asked.plan)
-        elif asked.like is not None and asked.like.pipelined:
-            staged = fitting(kept.redivided(run, step, asked, asked.like), asked)
-        elif asked.pins.on_submeshes(cluster.num_devices):
-            staged = fitting(kept.owned(run, step, asked), asked)
+        elif kept.is_given(asked):
+            staged = fitting(kept.divided_as_given(run, step, asked), asked)
         else:
             staged = best(run, step, asked)
         if options.donate_argnums != "auto":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite import schedules
@@ -34,6 +35,30 @@ from alpa_lite.schedules import Schedule
 
 PRICES = (0.0, 1.0, 4.0, 16.0)
 """Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
+
+
+def is_given(asked: Asked) -> bool:
+    """Whether the division of the step is given: by a pipeline of the same step, or by arguments on submeshes."""
+    pipelined = asked.like is not None and asked.like.pipelined
+    return pipelined or asked.pins.on_submeshes(asked.cluster.num_devices)
+
+
+def divided_as_given(run: Passes, step: Step, asked: Asked) -> Staged:
+    """As the plan of the same step divides it; where there is none, or that cannot be, as its arguments lie.
+
+    Raises:
+      AlpaLiteError: as `redivided` or `owned` does.
+    """
+    if asked.like is None or not asked.like.pipelined:
+        return owned(run, step, asked)
+    try:
+        return redivided(run, step, asked, asked.like)
+    except (MicrobatchError, PlanError) as error:
+        if not asked.pins.on_submeshes(asked.cluster.num_devices):
+            raise
+        staged = owned(run, step, asked)
+        note = f"divided by where the state lies, and not as the plan of the first call: {error}"
+        return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
 
 
 def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
