@@ -325,6 +325,12 @@ def derivative(source: Any) -> str | None:
     return None
 
 
+def is_reverse(source: Any) -> bool:
+    """Whether an operation is one of a reverse pass, be it within other derivatives."""
+    stack = source.name_stack.stack
+    return any(isinstance(e, _source_info_util.Transform) and e.name == "transpose" for e in stack)
+
+
 def scopes(source: Any) -> tuple[str, ...]:
     """The named scopes of an operation, outermost first, without transforms."""
     return tuple(e.name for e in source.name_stack.stack if isinstance(e, _source_info_util.Scope))

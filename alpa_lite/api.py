@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Runs a train step that is written for one device on every device of a cluster.
+    """Runs a step that is written for one device on every device of a cluster.
 
     Args:
       fun: the step: takes training state and a batch, in any order and any pytree, and returns the new state among its
-        results. Flax NNX modules and optimizers are updated in place. Without `fun`, returns a decorator.
+        results. Flax NNX modules and optimizers are updated in place. Evaluation, prediction and other functions of
+        arrays, which return no state, are planned in the same way. Without `fun`, returns a decorator.
       method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
         Pipeline() Manual()`.
       cluster: the devices to plan for; by default those of this process.
@@ -47,6 +48,7 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm);
         `Plan.notes` lists such values.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
+      state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.

@@ -103,7 +103,8 @@ def compile_step(
     trace = functools.partial(
         tracing.trace, fun, args, kwargs,
         batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
-        static_argnums=options.static_argnums, static_argnames=options.static_argnames,
+        state_argnums=options.state_argnums, state_argnames=options.state_argnames,
+        static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
     )  # fmt: skip
     asked = Asked(options, cluster, trace, pins, like)
     with collecting.seldom(), passes(options.dump_dir) as run:

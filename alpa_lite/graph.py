@@ -153,11 +153,17 @@ class Argument:
 
     Attributes:
       path: the stored path (`alpa_lite.paths`), such as `state['params']['w']`.
-      role: "state" (comes back with the same shape and dtype), "batch", or "other" (a random key, a scalar).
+      role: "state" (comes back with the same shape and dtype), "batch", "frozen" (weights that the step reads and does
+        not return), or "other" (a random key, a scalar).
     """
 
     path: str
     role: str
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays on its devices from call to call: state, and frozen weights."""
+        return self.role in ("state", "frozen")
 
 
 Bounds = tuple[int, ...]

@@ -46,6 +46,7 @@ class Options:
       allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm,
         contrastive losses). Such a value is then computed within each micro-batch, and the plan's notes list it.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
+      state_argnums, state_argnames: the arguments that are state, which the step returns; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program; they must be hashable.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
@@ -67,6 +68,8 @@ class Options:
     allow_inexact: bool = False
     batch_argnums: tuple[int, ...] | Literal["auto"] = "auto"
     batch_argnames: tuple[str, ...] = ()
+    state_argnums: tuple[int, ...] | Literal["auto"] = "auto"
+    state_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
@@ -82,9 +85,9 @@ class Options:
 
         put("method", _method(self.method))
         put("cluster", Cluster.preset(self.cluster) if isinstance(self.cluster, str) else self.cluster)
-        for name in ("batch_argnums", "static_argnums", "donate_argnums"):
+        for name in ("batch_argnums", "state_argnums", "static_argnums", "donate_argnums"):
             put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
-        for name in ("batch_argnames", "static_argnames"):
+        for name in ("batch_argnames", "state_argnames", "static_argnames"):
             put(name, _names(name, getattr(self, name)))
         _validate(self)
 
@@ -116,10 +119,15 @@ def _validate(options: Options) -> None:
     if options.dump_dir is not None and not isinstance(options.dump_dir, str | os.PathLike):
         refuse("dump_dir", "give the path of a directory, or None")
     for kind, join in (("argnums", set(options.static_argnums)), ("argnames", set(options.static_argnames))):
-        batch = getattr(options, f"batch_{kind}")
-        both = join.intersection(batch) if batch != "auto" else set()
-        if both:
-            refuse(f"static_{kind}", f"{sorted(both)} cannot be static and the batch; leave them out of one of the two")
+        batch, state = (set(() if named == "auto" else named) for named in (
+            getattr(options, f"batch_{kind}"), getattr(options, f"state_{kind}")
+        ))  # fmt: skip
+        leave = "leave them out of one of the two"
+        if join & batch:
+            refuse(f"static_{kind}", f"{sorted(join & batch)} cannot be static and the batch; {leave}")
+        if state & (batch | join):
+            what = sorted(state & (batch | join))
+            refuse(f"state_{kind}", f"{what} cannot be state and the batch, or static; {leave}")
     if options.donate_argnums != "auto" and set(options.donate_argnums) & set(options.static_argnums):
         refuse("donate_argnums", "a static argument has no buffer to donate; leave it out")
 

@@ -36,9 +36,11 @@ class Pins:
 
     Attributes:
       arguments: flat argument number of the user's step -> its pin.
+      state: the flat arguments that are state of the step that the pins come from: never the batch of this one.
     """
 
     arguments: Mapping[int, Pin] = field(default_factory=dict)
+    state: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.arguments)

@@ -48,7 +48,7 @@ class Leaf:
       shape: its dims.
       dtype: the dtype's name.
       bytes: of the whole value.
-      role: "state", "batch" or "other", as in `graph.Argument`.
+      role: "state", "batch", "frozen" or "other", as in `graph.Argument`.
       spec: how the mesh shards it.
     """
 
@@ -71,7 +71,7 @@ class Memory:
       activations: everything else, the batch included.
       total: the peak. The kinds need not peak together, so it may be less than their sum.
       gathered: copies of weights for the operations that read them: gathered from their shards, cast, or cut out.
-      frozen: arguments that no step changes.
+      frozen: weights that the step reads and does not return.
     """
 
     params: int

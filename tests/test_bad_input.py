@@ -51,9 +51,21 @@ def names(text: str, *parts: str) -> None:
 # -- the step and its arguments ---------------------------------------------------------------------------------------
 
 
-def test_no_argument_is_state():
-    text = message(alpa_lite.SignatureError, lambda weights, batch: (batch["x"] @ weights["w1"]).sum())
-    names(text, "weights", "batch", "return")
+def test_what_needs_a_batch_names_the_option_that_settles_it():
+    """Neither argument can be told from the other: that is a note, until something needs the batch."""
+
+    def product(one, other):
+        return (one @ other).sum()
+
+    args = f32(16, 32), f32(32, 64)
+    assert any("batch_argnums" in note for note in make(product, args).notes)
+    names(message(alpa_lite.OptionError, product, args, method=alpa_lite.DataParallel()), "batch_argnums", "batch")
+    names(message(alpa_lite.MicrobatchError, product, args, num_microbatches=2), "num_microbatches=2", "batch_argnums")
+    assert make(product, args, method=alpa_lite.DataParallel(), batch_argnums=0).stages[0].arguments[0].role == "batch"
+
+
+def test_an_argument_cannot_be_state_and_the_batch():
+    names(message(alpa_lite.OptionError, state_argnums=1, batch_argnums=1), "state_argnums", "[1]", "leave them out")
 
 
 def test_a_traced_value_as_a_python_bool():

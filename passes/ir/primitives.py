@@ -40,6 +40,9 @@ CHECKPOINT = _names("remat2")
 MANUAL = _names("shard_map mpmd_map core_map")
 """Operations that run a body on devices that they choose themselves."""
 
+KERNELS = MANUAL | _names("custom_partitioning ffi_call io_callback pallas_call pure_callback")
+"""Calls whose function is not known: written for a device, or run on the host."""
+
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 PRODUCTS = _names("dot_general conv_general_dilated")
@@ -95,6 +98,12 @@ RESHAPES = _names("broadcast_in_dim convert_element_type copy reshape squeeze")
 
 SELECTIONS = _names("slice dynamic_slice gather squeeze split")
 """The results are parts of the first operand."""
+
+REARRANGED = _names("""
+    broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice pad reshape rev slice split
+    squeeze stack transpose unstack
+""")
+"""Every element of a result is an element of an operand, at another place."""
 
 SIZED = _names("slice gather dynamic_slice dynamic_update_slice split iota random_bits pad")
 """Parameters hold sizes of dims, beside `broadcast_in_dim` and `reshape`."""

@@ -56,10 +56,10 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
     opaque = {key for key, rule in rules.items() if rule.source == "opaque"}
     kinds: dict[int, int] = {}
     for number, value in enumerate(traced.graph.block.inputs):
-        role = traced.arguments[number].role if number < len(traced.arguments) else "other"
+        stays = number < len(traced.arguments) and traced.arguments[number].stays
         is_number = jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact)
         is_key = jnp.issubdtype(traced.graph.values[value].dtype, jax.dtypes.extended)
-        kinds[value] = PARAM if role == "state" and is_number and not is_key else INPUT
+        kinds[value] = PARAM if stays and is_number and not is_key else INPUT
     walk = _Walk(traced, kinds, opaque)
     top = traced.graph.block.ops
     walk.run(top[: top.index(op)], frozenset())

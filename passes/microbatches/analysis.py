@@ -64,7 +64,7 @@ class Analysis(Classifier):
         bound: Set[int],
         local: frozenset[int] = frozenset(),
     ):
-        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state."""
+        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         super().__init__(graph, rules, parts, batch, bound, local)
         self.ahead: list[Op] = []
         self.unfit: list[Failure] = []

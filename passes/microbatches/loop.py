@@ -285,10 +285,11 @@ def _analysed(
 ) -> Analysis:
     """The analysis of a step, reductions that must be so taken within the micro-batch if that is allowed."""
     values, local = traced.graph.values, frozenset[int]()
+    kept = "state" if traced.state else "frozen"  # without state, weights are what must not be read ahead of the loop
     bound = {
         value
         for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
-        if argument.role == "state" and jnp.issubdtype(values[value].dtype, jnp.inexact)
+        if argument.role == kept and jnp.issubdtype(values[value].dtype, jnp.inexact)
     }
     while True:
         try:

@@ -89,10 +89,10 @@ def least(solve: Callable[[int], T], first: InfeasibleError, floor: float, budge
 
 
 def state_bytes(traced: Traced) -> int:
-    """Bytes of the training state, whole."""
+    """Bytes of the training state and of frozen weights, whole."""
     values = traced.graph.values
     arguments = zip(traced.arguments, traced.graph.block.inputs, strict=False)
-    return sum(values[value].nbytes for argument, value in arguments if argument.role == "state")
+    return sum(values[value].nbytes for argument, value in arguments if argument.stays)
 
 
 def fewer_do_not_fit(count: int, budget: float) -> str:

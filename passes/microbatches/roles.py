@@ -59,7 +59,7 @@ class Classifier:
         bound: Set[int],
         local: frozenset[int] = frozenset(),
     ):
-        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state."""
+        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules = graph, graph.values, rules
         self.parts, self.local = parts, local
         self.mesh = LogicalMesh((parts,), (AXIS,))

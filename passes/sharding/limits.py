@@ -184,7 +184,16 @@ def _textbook(
     traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes,
     wishes: Wishes,
 ) -> Limits:  # fmt: skip
-    """What a textbook method fixes, with data parallelism over some axes."""
+    """What a textbook method fixes, with data parallelism over some axes. Frozen weights are parameters.
+
+    Raises:
+      OptionError: the batch does not divide, or there is none that data parallelism could shard.
+    """
+    if isinstance(method, DataParallel) and not traced.state and all(a.role != "batch" for a in traced.arguments):
+        raise OptionError(
+            "method=DataParallel() shards the batch, but no argument was taken as the batch; name it with "
+            "batch_argnums=(i,) or batch_argnames=(name,), or use another method"
+        )
     out: Limits = {}
     count = mesh.product(axes)
     kinds = state_kinds(traced)
@@ -206,9 +215,9 @@ def _textbook(
                 )
             else:
                 out[group] = (Layout((axes, *whole.dims[1:])),)
-        elif argument.role == "state" and not isinstance(method, TensorParallel):
+        elif argument.stays and not isinstance(method, TensorParallel):
             stage = method.stage if isinstance(method, Zero) else 0
-            if stage == 3 or (stage and kinds[number] == "optimizer"):
+            if stage == 3 or (stage and kinds.get(number) == "optimizer"):
                 sharded = tuple(
                     Layout(tuple(axes if i == d else () for i in range(len(shape))))
                     for d, size in enumerate(shape)

@@ -1,132 +1,114 @@
 """Which of a step's arguments are state, which are the batch, and which are neither.
 
 A training step maps (state, batch) to (new state, results), but nothing in its signature says which is which. The
-state is what comes back: an argument, or a part of one, whose structure, shapes and dtypes an output repeats. The
-batch is what is neither returned nor updated nor static. The rules, in order:
+state is what comes back: an argument, or a part of one, whose structure, shapes and dtypes an output repeats, and
+which that output is an update of (`evidence`). The rules, in order:
 
-1. A leaf of an NNX object is state: the step updates the object in place.
+1. A leaf of an NNX object is state if the step updates it: it does so in place.
 2. Outputs are searched top down for pytrees with at least one container that have the structure, shapes and dtypes of
-   a whole argument not yet taken; of several such arguments the one whose name the output's key repeats, else the
-   first.
+   a whole argument not yet taken, at least one leaf of which is carried from the argument's, so that neither gradients
+   nor predictions are new state; of several such arguments the one whose name the output's key repeats, else the one
+   that most leaves are carried from, else the first.
 3. The same structure with most of the shapes and dtypes equal: the leaves that differ are no state, and a note says so.
 4. If nothing matched so far, the same with parts of arguments: `step(everything)`.
 5. A bare array is a weak sign: predictions often have the batch's shape, and a loss that of any scalar. Random keys
-   and integer scalars are state if an output of their type depends on them. Other arrays only if nothing was found by
-   the rules above, the batch is named by the user, or the output's key repeats the argument's name; and one argument
-   with arrays must be left for the batch.
+   and integer scalars are state if an output of their type depends on them. Other arrays only if an output is carried
+   from them and either its key repeats the argument's name, or nothing was found by the rules above, or the batch is
+   named by the user; without a name it must in addition be learnt (depend on a reverse pass) or stand among the results
+   where the argument stands among the arguments. One argument with arrays must be left for the batch.
 
-Arguments named as the batch are never state. Keys and scalars are never the batch. What remains is the batch if all of
-it shares one leading dim; anything else is ambiguous, and an error that names the arguments.
+Arguments that the user names as state are state without evidence, and no others are, NNX objects apart. Arguments named
+as the batch, and what is known to be the state of another step, are never state by rules 2 to 5.
+
+A step without state is a function like any other: evaluation, prediction, gradients. Keys and scalars are never the
+batch. What remains is the batch if all of it shares one leading dim; of several arguments, those are whose arrays share
+one while others' do not. Anything else is ambiguous: for a step with state an error that names the arguments, without
+state a note. What is left of the arrays is *frozen*: weights that the step reads and does not return.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.calling import Calling
 from alpa_lite.errors import OptionError, SignatureError
 from alpa_lite.graph import Traced
 from alpa_lite.passes.tracing.calls import one_or_several, position_of
+from alpa_lite.passes.tracing.evidence import Evidence
+from alpa_lite.passes.tracing.leaves import Flat, Tree, common_path, is_batch_like, is_key, parts
 from alpa_lite.paths import shown
 
-BatchArgnums = str | int | Sequence[int]
+Argnums = str | int | Sequence[int]
+"""An option that names arguments by number: "auto", one, or several."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """A pytree of leaves that are known by number: an argument, the result, or a part of either.
-
-    Attributes:
-      treedef: its structure.
-      start, stop: its leaves.
-      key: the last part of its path, such as `params`; the parameter's name for a whole argument.
-    """
-
-    treedef: Any
-    start: int
-    stop: int
-    key: str
-
-    @property
-    def leaves(self) -> range:
-        """The numbers of its leaves."""
-        return range(self.start, self.stop)
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether it is one leaf without a container."""
-        return jax.tree_util.treedef_is_leaf(self.treedef)
-
-
-@dataclass(frozen=True, eq=False)
-class Flat:
-    """All leaves of the arguments, or of the result.
+@dataclass(frozen=True)
+class Matched:
+    """Which outputs are the new values of which arguments.
 
     Attributes:
-      trees: the whole arguments, or the result as one tree.
-      paths: for each leaf its path.
-      types: for each leaf (shape, dtype).
-      modules: for each leaf, whether it belongs to an NNX object.
-      keys: for each leaf the keys on the way to it from the root of its tree.
+      pairs: {output: argument}.
+      notes: for the plan.
+      differentiated: the arguments whose gradients are among the outputs: weights, no batch.
     """
 
-    trees: tuple[Tree, ...]
-    paths: tuple[str, ...]
-    types: tuple[tuple[tuple[int, ...], Any], ...]
-    modules: tuple[bool, ...]
-    keys: tuple[tuple[str, ...], ...]
-
-    def children(self, tree: Tree, depth: int) -> list[Tree]:
-        """The parts of a tree that stands `depth` keys below its root."""
-        out, start = [], tree.start
-        for child in jax.tree_util.treedef_children(tree.treedef):
-            stop = start + child.num_leaves
-            if stop > start:
-                keys = self.keys[start]
-                out.append(Tree(child, start, stop, keys[depth] if depth < len(keys) else ""))
-            start = stop
-        return out
+    pairs: Mapping[int, int]
+    notes: Sequence[str]
+    differentiated: frozenset[int]
 
 
 def match_state(
-    inputs: Flat, outputs: Flat, batch: frozenset[int] | None, depends: Callable[[int, int], bool]
-) -> tuple[dict[int, int], list[str]]:
+    inputs: Flat,
+    outputs: Flat,
+    evidence: Evidence,
+    *,
+    batch: frozenset[int] = frozenset(),
+    named: frozenset[int] | None = None,
+    batch_named: bool = False,
+) -> Matched:
     """Which outputs are the new values of which arguments (the module's docstring gives the rules).
 
     Args:
       inputs: the leaves of the arguments.
       outputs: the leaves of the result.
-      batch: the leaves that the user named as the batch, or None.
-      depends: whether an output depends on an argument, by number.
+      evidence: what the graph says.
+      batch: leaves that are no state: the named batch, and what other steps have as state.
+      named: the leaves that the user named as state, or None.
+      batch_named: whether the user named the batch.
 
-    Returns:
-      {output: argument}, and notes.
+    Raises:
+      SignatureError: an argument that is named as state does not come back.
     """
-    matcher = _Matcher(inputs, outputs, batch or frozenset(), depends)
+    matcher = _Matcher(inputs, outputs, batch, evidence, named)
     matcher.modules()
     matcher.containers(whole=True, exact=True)
     matcher.containers(whole=True, exact=False)
     if not matcher.pairs:
         matcher.containers(whole=False, exact=True)
-    matcher.bare(named_batch=batch is not None)
-    return matcher.pairs, matcher.notes
+    matcher.bare(named_batch=batch_named)
+    if named is not None:
+        matcher.complete()
+    return Matched(matcher.pairs, matcher.notes, frozenset(matcher.differentiated))
 
 
 class _Matcher:
     """The pairs found so far."""
 
-    def __init__(self, inputs: Flat, outputs: Flat, batch: frozenset[int], depends: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, inputs: Flat, outputs: Flat, batch: frozenset[int], evidence: Evidence, named: frozenset[int] | None
+    ) -> None:
         self.pairs: dict[int, int] = {}
         self.notes: list[str] = []
-        self._inputs, self._outputs, self._depends = inputs, outputs, depends
+        self.differentiated: set[int] = set()
+        self._inputs, self._outputs, self._evidence, self._named = inputs, outputs, evidence, named
         self._taken = set(batch)
+        if named is not None:
+            self._taken |= set(range(len(inputs.types))) - named
 
     def modules(self) -> None:
         """Rule 1: the leaf of an NNX object, by path."""
@@ -138,33 +120,62 @@ class _Matcher:
         self._taken.update(i for i, module in enumerate(self._inputs.modules) if module)
 
     def containers(self, *, whole: bool, exact: bool) -> None:
-        """Rules 2 to 4: pytrees with the structure of an argument, or of a part of one."""
+        """Rules 2 to 4: pytrees with the structure of an argument, or of a part of one.
+
+        Where several arguments fit, those that only one result is an update of are taken first: a moving average is
+        carried from the average and from the parameters, new parameters are carried from the parameters alone.
+        """
         candidates: dict[Any, list[Tree]] = {}
         for tree in self._inputs.trees:
-            for part in [tree] if whole else list(_parts(self._inputs, tree, 0)):
+            for part in [tree] if whole else list(parts(self._inputs, tree, 0)):
                 if not part.is_bare and part.stop > part.start:
                     candidates.setdefault(part.treedef, []).append(part)
-        if candidates:
-            for tree in self._outputs.trees:
-                self._descend(tree, 0, candidates, exact)
+        if not candidates:
+            return
+        before = -1
+        while before < len(self._taken):
+            before = len(self._taken)
+            self._descend(self._outputs.trees[0], 0, candidates, exact, alone=True)
+        self._descend(self._outputs.trees[0], 0, candidates, exact, alone=False)
 
-    def _descend(self, tree: Tree, depth: int, candidates: dict[Any, list[Tree]], exact: bool) -> None:
+    def _descend(self, tree: Tree, depth: int, candidates: dict[Any, list[Tree]], exact: bool, alone: bool) -> None:
         if tree.is_bare:
             return
         if not any(number in self.pairs or self._outputs.modules[number] for number in tree.leaves):
             fitting = [part for part in candidates.get(tree.treedef, ()) if self._fits(tree, part, exact)]
-            fitting.sort(key=lambda part: part.key != tree.key)
-            if fitting:
-                self._take(tree, fitting[0])
+            weights = {id(part): self._weight(tree, part) for part in fitting}
+            chosen = [part for part in fitting if weights[id(part)]]
+            chosen.sort(key=lambda part: (part.key != tree.key, -weights[id(part)]))
+            if chosen and (not alone or len(chosen) == 1 or chosen[0].key == tree.key):
+                self._take(tree, chosen[0])
                 return
+            if fitting and not chosen and not alone:
+                self._doubt(tree, fitting[0])
         for child in self._outputs.children(tree, depth):
-            self._descend(child, depth + 1, candidates, exact)
+            self._descend(child, depth + 1, candidates, exact, alone)
 
     def _fits(self, tree: Tree, part: Tree, exact: bool) -> bool:
         if any(argument in self._taken for argument in part.leaves):
             return False
         equal = sum(map(self._same, tree.leaves, part.leaves))
         return equal == len(tree.leaves) if exact else 2 * equal > len(tree.leaves)
+
+    def _weight(self, tree: Tree, part: Tree) -> int:
+        """How many leaves of a result are carried from those of an argument; of one that is named at least one."""
+        found = sum(map(self._evidence.carried, tree.leaves, part.leaves))
+        return max(found, self._named is not None)
+
+    def _doubt(self, tree: Tree, part: Tree) -> None:
+        """A note that a result looks like state and was not taken for it."""
+        what = "other values"
+        if any(map(self._evidence.learnt, tree.leaves)):
+            what = "gradients"
+            self.differentiated.update(part.leaves)
+        name = shown(common_path(self._outputs, tree)) or "the result"
+        self.notes.append(
+            f"{name} has the structure of {shown(common_path(self._inputs, part))} but holds {what}, no update of it: "
+            "it is not taken as new state; state_argnums or state_argnames say otherwise"
+        )
 
     def _take(self, tree: Tree, part: Tree) -> None:
         self._taken.update(part.leaves)
@@ -182,22 +193,60 @@ class _Matcher:
 
     def bare(self, *, named_batch: bool) -> None:
         """Rule 5: arguments that are one array."""
-        strong = named_batch or not self.pairs
+        named = self._named is not None
+        strong = named_batch or named or not self.pairs
         free = [tree for tree in self._inputs.trees if not any(i in self._taken for i in tree.leaves) and tree.leaves]
         arrays = {tree.start for tree in free if any(is_batch_like(*self._inputs.types[i]) for i in tree.leaves)}
         numbers = [n for n in range(len(self._outputs.types)) if n not in self.pairs and not self._outputs.modules[n]]
         for tree in free:
-            if not tree.is_bare or (tree.start in arrays and len(arrays) == 1 and not named_batch):
+            if not tree.is_bare or (tree.start in arrays and len(arrays) == 1 and not (named_batch or named)):
                 continue
             shape, dtype = self._inputs.types[tree.start]
             counter = is_key(shape, dtype) or (shape == () and np.issubdtype(dtype, np.integer))
-            fitting = [n for n in numbers if self._same(n, tree.start) and self._depends(n, tree.start)]
-            named = [n for n in fitting if self._outputs.keys[n][-1:] == (tree.key,)]
-            chosen = named or (fitting if counter or strong else [])
+            fitting = [n for n in numbers if self._same(n, tree.start) and self._evidence.depends(n, tree.start)]
+            called = [n for n in fitting if self._outputs.keys[n][-1:] == (tree.key,)]
+            others = fitting if counter or named else self._updates(tree, fitting) if strong else []
+            chosen = called or others
             if chosen:
                 numbers.remove(chosen[0])
                 arrays.discard(tree.start)
                 self._pair(chosen[0], tree.start)
+            elif any(
+                one.is_bare and one.start in fitting and self._evidence.learnt(one.start) for one in self._results()
+            ):
+                self.differentiated.add(tree.start)
+
+    def _updates(self, tree: Tree, numbers: Sequence[int]) -> list[int]:
+        """Of results with the type of a bare array, those that are an update of it."""
+        place = next(i for i, one in enumerate(self._inputs.trees) if one is tree)
+        there = self._results()
+        same_place = there[place].leaves if place < len(there) else range(0)
+        scalar = not self._inputs.types[tree.start][0]
+        return [
+            n
+            for n in numbers
+            if self._evidence.carried(n, tree.start) and (self._evidence.learnt(n) or (n in same_place and not scalar))
+        ]
+
+    def _results(self) -> list[Tree]:
+        """The parts of the result, or the result if it is one array."""
+        whole = self._outputs.trees[0]
+        return [whole] if whole.is_bare else self._outputs.children(whole, 0)
+
+    def complete(self) -> None:
+        """Looks whether all that is named as state comes back.
+
+        Raises:
+          SignatureError: naming the argument.
+        """
+        assert self._named is not None
+        back = set(self.pairs.values())
+        for tree in self._inputs.trees:
+            if tree.start in self._named and tree.leaves and back.isdisjoint(tree.leaves):
+                raise SignatureError(
+                    f"state_argnums or state_argnames name {tree.key}, but no result has its structure, shapes and "
+                    "dtypes; return its new value, or leave it out"
+                )
 
     def _same(self, number: int, argument: int) -> bool:
         return self._outputs.types[number] == self._inputs.types[argument]
@@ -207,118 +256,34 @@ class _Matcher:
         self._taken.add(argument)
 
 
-def _parts(flat: Flat, tree: Tree, depth: int) -> list[Tree]:
-    """The parts of a tree, larger ones first, without itself."""
-    out: list[Tree] = []
-    level = [tree]
-    while level:
-        level = [child for parent in level if not parent.is_bare for child in flat.children(parent, depth)]
-        out.extend(level)
-        depth += 1
-    return out
-
-
-def is_key(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a leaf is a random key: typed, or one raw `uint32[2]`."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return dtype == np.uint32 and shape == (2,)
-
-
-def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a leaf may be a batch: an array with a leading dim that is no random key."""
-    return len(shape) > 0 and not is_key(shape, dtype)
-
-
-def named_batch(
-    calling: Calling, inputs: Flat, batch_argnums: BatchArgnums, batch_argnames: str | Sequence[str]
+def named_leaves(
+    calling: Calling, inputs: Flat, kind: str, argnums: Argnums, argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
-    """The leaves of the arguments that the user named as the batch, or None for "auto".
+    """The leaves of the arguments that the user named as the state or as the batch, or None for "auto".
+
+    Args:
+      kind: "state" or "batch".
+      argnums, argnames: the options `state_argnums` and `state_argnames`, or those of the batch.
 
     Raises:
       SignatureError: a name or a number that is no argument of this call, or a static one.
     """
-    names = set(one_or_several(batch_argnames))
-    automatic = isinstance(batch_argnums, str)
-    if automatic and batch_argnums != "auto":
-        raise SignatureError(f'batch_argnums is {batch_argnums!r}; give "auto", an int or a tuple of ints')
+    names = set(one_or_several(argnames))
+    automatic = isinstance(argnums, str)
+    if automatic and argnums != "auto":
+        raise SignatureError(f'{kind}_argnums is {argnums!r}; give "auto", an int or a tuple of ints')
     if automatic and not names:
         return None
-    numbers = () if automatic else one_or_several(batch_argnums)
-    names |= {calling.names[position_of(i, len(calling.names), "batch_argnums")] for i in numbers}
+    numbers = () if automatic else one_or_several(argnums)
+    names |= {calling.names[position_of(i, len(calling.names), f"{kind}_argnums")] for i in numbers}
     trees = {tree.key: tree for tree in inputs.trees}
     unknown = sorted(names - set(trees))
     if unknown:
         raise SignatureError(
-            f"batch_argnums or batch_argnames name {', '.join(unknown)}, but the traced arguments are "
+            f"{kind}_argnums or {kind}_argnames name {', '.join(unknown)}, but the traced arguments are "
             f"{', '.join(trees)}"
         )
     return frozenset(i for name in names for i in trees[name].leaves)
-
-
-def find_batch(inputs: Flat, state: frozenset[int], named: frozenset[int] | None) -> tuple[frozenset[int], str]:
-    """The leaves of the batch, and a note that says which arguments they are and why.
-
-    Raises:
-      SignatureError: several arguments could be the batch, or none that was named has a leading dim.
-    """
-    if named is not None:
-        units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
-        why = "named by batch_argnums or batch_argnames"
-    else:
-        units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state)]
-        why = "the step neither returns nor updates {}"
-    units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
-    if not units:
-        return frozenset(), "no argument was taken as the batch"
-    leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]
-    common = set(leading[0]).intersection(*leading[1:])
-    if named is None and (not common or (len(units) > 1 and any(len(counter) > 1 for counter in leading))):
-        listed = "; ".join(
-            f"{shown(_path(inputs, unit))} with leading dims {sorted(c)}"
-            for unit, c in zip(units, leading, strict=True)
-        )
-        raise SignatureError(
-            f"cannot tell which argument is the batch: {listed}. Name it with batch_argnums=(i,) or "
-            "batch_argnames=(name,), or return the arguments that are state"
-        )
-    total = sum(leading, Counter())
-    if common:
-        sizes = [max(sorted(common), key=lambda dim: total[dim])] * len(units)
-    else:  # several batches, each of a size of its own
-        sizes = [max(sorted(counter), key=lambda dim: counter[dim]) for counter in leading]
-    leaves = frozenset(
-        i
-        for unit, size in zip(units, sizes, strict=True)
-        for i in unit.leaves
-        if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
-    )
-    dims = f"leading dim {sizes[0]}" if common else f"leading dims {', '.join(map(str, sizes))}"
-    names = ", ".join(f"`{shown(_path(inputs, unit))}`" for unit in units)
-    one = len(units) == 1
-    why = why.format("it" if one else "them")
-    return leaves, f"{names} {'was' if one else 'were'} taken as the batch ({dims}): {why}"
-
-
-def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:
-    """The largest parts of a tree without any state."""
-    if not any(i in state for i in tree.leaves):
-        return [tree]
-    if tree.is_bare:
-        return []
-    return [unit for child in inputs.children(tree, depth) for unit in _free_units(inputs, child, depth + 1, state)]
-
-
-def _path(inputs: Flat, tree: Tree) -> str:
-    """The name of an argument, or the path of a part: what the paths of its leaves have in common."""
-    if any(tree is whole for whole in inputs.trees):
-        return tree.key
-    paths = [inputs.paths[i] for i in tree.leaves]
-    shared = paths[0]
-    for path in paths[1:]:
-        while not path.startswith(shared):
-            shared = shared[: shared.rfind("[")]
-    return shared
 
 
 def _type_text(kind: tuple[tuple[int, ...], Any]) -> str:

@@ -1,14 +1,14 @@
 """From a Python training step to a `Traced` program. Nothing is executed.
 
 JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
-`arguments` says which leaves are state and which are the batch. NNX objects among the arguments are split into arrays
-and rebuilt inside (`modules`).
+`arguments` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
+arrays and rebuilt inside (`modules`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,11 @@ import jax
 
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Argument, Graph, Traced
-from alpa_lite.passes.ir import flow
-from alpa_lite.passes.tracing import arguments, calls, conversion, nnx_modules
-from alpa_lite.passes.tracing.arguments import BatchArgnums, Flat, Tree
+from alpa_lite.graph import Argument, Traced
+from alpa_lite.passes.tracing import arguments, batches, calls, conversion, nnx_modules
+from alpa_lite.passes.tracing.arguments import Argnums
+from alpa_lite.passes.tracing.evidence import Evidence
+from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
 from alpa_lite.paths import shown
 
 
@@ -29,10 +30,13 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    batch_argnums: BatchArgnums = "auto",
+    batch_argnums: Argnums = "auto",
     batch_argnames: str | Sequence[str] = (),
+    state_argnums: Argnums = "auto",
+    state_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    known: Collection[int] = (),
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Traced:
     """Traces `fun(*args, **kwargs)`.
@@ -42,7 +46,9 @@ def trace(
       args, kwargs: its arguments: pytrees of arrays, NumPy arrays, Python scalars or `jax.ShapeDtypeStruct`s, and NNX
       objects.
       batch_argnums, batch_argnames: the arguments that are the batch; `batch_argnums=()` for none; "auto" finds it.
+      state_argnums, state_argnames: the arguments that are state; `state_argnums=()` for none; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
+      known: the flat arguments that are state of another step: never the batch.
       shapes: for the flat arguments with these numbers, in place of their own.
 
     Returns:
@@ -51,45 +57,49 @@ def trace(
       objects, of ((args, kwargs) after the call, result).
 
     Raises:
-      SignatureError: no argument comes back as state, the batch is ambiguous, or an argument is no array.
+      SignatureError: the batch of a step with state is ambiguous, a named argument is not there or does not come back,
+        or an argument is no array.
       TracingError: the step uses the value of a traced array in Python.
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     jaxpr = run.jaxpr()
     graph = conversion.graph_of(jaxpr)
-    named = arguments.named_batch(calling, run.inputs, batch_argnums, batch_argnames)
-    pairs, notes = arguments.match_state(run.inputs, run.outputs, named, lambda out, arg: depends(graph, out, arg))
-    if not pairs:
-        raise SignatureError(_no_state(run.inputs))
+    inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
+    named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
+    owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
+    no_state = (named or frozenset()) | (frozenset(known) - (owned or frozenset()))
+    matched = arguments.match_state(
+        inputs, outputs, evidence, batch=no_state, named=owned, batch_named=named is not None
+    )
+    pairs = matched.pairs
     state = frozenset(pairs.values())
-    if named is None:
-        _refuse_all_state(run.inputs, state)
-    batch, note = arguments.find_batch(run.inputs, state, named)
+    if named is None and state:
+        _refuse_all_state(inputs, state)
+    results = [shape for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)]
+    weights = frozenset(known) | matched.differentiated
+    batch = batches.find_batch(inputs, named, state, weights, {shape[0] for shape in results})
     return Traced(
         graph=graph,
-        arguments=tuple(
-            Argument(path, "state" if i in state else "batch" if i in batch else "other")
-            for i, path in enumerate(run.inputs.paths)
-        ),
-        outputs=tuple(Argument(path, "state" if i in pairs else "other") for i, path in enumerate(run.outputs.paths)),
+        arguments=tuple(Argument(path, _role(inputs, i, state, batch)) for i, path in enumerate(inputs.paths)),
+        outputs=tuple(Argument(path, "state" if i in pairs else "other") for i, path in enumerate(outputs.paths)),
         state=tuple(sorted(pairs.items())),
         in_tree=run.in_tree,
         out_tree=run.out_tree,
-        notes=(note, *notes),
+        notes=(batch.note, *matched.notes),
         calling=calling,
         name=getattr(fun, "__name__", "step"),
         batch_named=named is not None,
     )
 
 
-def depends(graph: Graph, output: int, argument: int) -> bool:
-    """Whether an output of the top block reads an argument, directly or through other ops.
-
-    All results of an op are taken to read all its operands.
-    """
-    block = graph.block
-    return block.outputs[output] in flow.made_of(block.ops, [block.inputs[argument]])
+def _role(inputs: Flat, number: int, state: frozenset[int], batch: batches.Batch) -> str:
+    """What a flat argument is, as `Argument.role` says it."""
+    if number in state:
+        return "state"
+    if number in batch.leaves:
+        return "batch"
+    return "frozen" if is_batch_like(*inputs.types[number]) and number not in batch.beside else "other"
 
 
 class _Run:
@@ -208,17 +218,9 @@ def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)
 
 
-def _no_state(inputs: Flat) -> str:
-    names = ", ".join(tree.key for tree in inputs.trees)
-    return (
-        "no argument comes back as state: none of the results has the structure, shapes and dtypes of one of the "
-        f"arguments ({names}). Return the new state, as in `return new_state, loss`"
-    )
-
-
 def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
     """Several arguments that all come back leave no batch: more likely one of them is the batch."""
-    arrays = [tree for tree in inputs.trees if any(arguments.is_batch_like(*inputs.types[i]) for i in tree.leaves)]
+    arrays = [tree for tree in inputs.trees if any(is_batch_like(*inputs.types[i]) for i in tree.leaves)]
     plain = [tree for tree in arrays if not all(inputs.modules[i] for i in tree.leaves)]
     if plain and len(arrays) > 1 and all(i in state for tree in plain for i in tree.leaves):
         names = ", ".join(tree.key for tree in arrays)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.flatten_util
 import numpy as np
 import optax
 import pytest
@@ -259,7 +260,7 @@ def test_the_batch_can_be_named():
     options: dict[str, Any]
     for options in ({"batch_argnums": 2}, {"batch_argnums": (-1,)}, {"batch_argnames": "batch"}):
         traced = trace(step, (PARAMS, frozen, BATCH), {}, **options)
-        assert roles(traced)["frozen"] == "other" and by_role(traced, "batch") == ["batch['x']", "batch['y']"]
+        assert roles(traced)["frozen"] == "frozen" and by_role(traced, "batch") == ["batch['x']", "batch['y']"]
     with pytest.raises(SignatureError, match="batch_argnames name bach"):
         trace(step, (PARAMS, frozen, BATCH), {}, batch_argnames="bach")
 
@@ -272,9 +273,113 @@ def test_leaves_of_the_batch_without_its_leading_dim_are_other():
     assert roles(traced)["batch['mask']"] == "other" and len(by_role(traced, "batch")) == 2
 
 
-def test_no_state_is_an_error_with_a_remedy():
-    with pytest.raises(SignatureError, match=r"\(params, batch\).*Return the new state"):
-        trace(lambda params, batch: loss_of(params, batch), (PARAMS, BATCH), {})
+def test_a_step_without_state_reads_frozen_weights():
+    traced = assert_traced(loss_of, PARAMS, BATCH)
+    assert by_role(traced, "frozen") == ["params['b']", "params['w']"] and not traced.state
+    assert by_role(traced, "batch") == ["batch['x']", "batch['y']"]
+    assert "`batch` was taken as the batch (leading dim 8)" in traced.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fun", "batch"),
+    [
+        (lambda params, x: x @ params["w"] + params["b"], ["x"]),
+        (lambda params, x, scale: {"y": (x @ params["w"]) * scale, "norm": scale}, ["x"]),
+        (lambda params, x, w: (x @ w).sum(0), []),
+        (lambda params, x, w: x @ w, ["x"]),
+        (lambda params, x, key: x + jax.random.normal(key, (8, 6)) @ params["w"] @ params["w"].T, ["x"]),
+    ],
+    ids=["prediction", "scalar", "untold", "by the result", "key"],
+)
+def test_the_batch_of_a_step_without_state(fun, batch):
+    more = {"scale": np.float32(2), "w": X.T.copy(), "key": jax.random.key(0)}
+    names = fun.__code__.co_varnames[2 : fun.__code__.co_argcount]
+    traced = assert_traced(fun, PARAMS, BATCH["x"], *(more[name] for name in names))
+    assert not traced.state and by_role(traced, "batch") == batch
+    assert set(by_role(traced, "other")) == {"scale", "key"} & set(names)
+    if not batch:
+        assert "leading dims [6]. Name it with batch_argnums" in traced.notes[0]
+
+
+def penalised(params, batch):
+    return loss_of(params, batch) + 0.1 * sum((p**2).sum() for p in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("fun", [loss_of, penalised])
+@pytest.mark.parametrize("bare", [False, True])
+def test_gradients_are_not_new_state(fun, bare):
+    params = PARAMS["w"] if bare else PARAMS
+    rest = {"b": PARAMS["b"]}
+
+    def loss(params, batch):
+        return fun({"w": params, **rest} if bare else params, batch)
+
+    traced = assert_traced(jax.value_and_grad(loss), params, BATCH)
+    assert not traced.state and {p.role for p in traced.arguments[: 1 if bare else 2]} == {"frozen"}
+    assert bare or any("result/1 has the structure of params but holds gradients" in n for n in traced.notes)
+    assert assert_traced(lambda p, b: jax.tree.map(lambda x, g: x - g, p, jax.grad(loss)(p, b)), params, BATCH).state
+
+
+def test_predictions_in_the_batchs_structure_are_not_state():
+    def denoise(params, batch):
+        return {"x": batch["x"] @ params["w"] @ params["w"].T, "y": batch["y"] @ (params["w"].T @ params["w"])}
+
+    traced = assert_traced(denoise, PARAMS, BATCH)
+    assert not traced.state and by_role(traced, "batch") == ["batch['x']", "batch['y']"]
+
+
+def test_averages_and_parameters_in_either_order():
+    def step(params, average, batch):
+        params, loss = sgd(params, batch)
+        return jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), params, loss
+
+    traced = assert_traced(step, PARAMS, PARAMS, BATCH)
+    assert dict(traced.state) == {0: 2, 1: 3, 2: 0, 3: 1}
+
+
+def test_state_is_recognised_in_any_form():
+    """What optimizers do to it: one flat vector, a loop, a branch, a cast, a write at an index."""
+    _, unravel = jax.flatten_util.ravel_pytree(PARAMS)
+
+    def step(params, cache, batch):
+        grads = jax.grad(loss_of)(params, batch)
+        moved = jax.flatten_util.ravel_pytree(params)[0] - 0.1 * jax.flatten_util.ravel_pytree(grads)[0]
+        fine = jax.numpy.isfinite(moved).all()
+        moved = jax.lax.cond(fine, lambda: unravel(moved), lambda: params)
+        rows = jax.lax.fori_loop(0, 2, lambda i, c: c.at[i].set(batch["x"][i]), cache["rows"])
+        return moved, {"rows": rows, "seen": cache["seen"] + 1}
+
+    cache = {"rows": np.zeros((3, 6), np.float32), "seen": np.int32(0)}
+    traced = assert_traced(step, PARAMS, cache, BATCH)
+    assert len(traced.state) == 4
+
+
+def test_state_by_name():
+    def step(state, x):
+        return {"h": jax.numpy.tanh(x @ state["h"])}
+
+    args = ({"h": SQUARE}, SQUARE)
+    assert not trace(step, args, {}).state
+    for options in ({"state_argnums": 0}, {"state_argnames": "state"}):
+        traced = trace(step, args, {}, **options)
+        assert by_role(traced, "state") == ["state['h']"] and by_role(traced, "batch") == ["x"]
+    assert not trace(sgd, (PARAMS, BATCH), {}, state_argnums=()).state
+    with pytest.raises(SignatureError, match="state_argnames name x, but no result has its structure"):
+        trace(lambda state, x: step(state, x)["h"].sum(), args, {}, state_argnames="x")
+
+
+def test_a_tree_of_frozen_weights_is_not_the_batch():
+    def step(params, base, batch):
+        return sgd(params, {**batch, "x": batch["x"] @ base["w"] @ base["w"].T + base["b"].sum()})
+
+    traced = assert_traced(step, PARAMS, PARAMS, BATCH)
+    assert by_role(traced, "frozen") == ["base['b']", "base['w']"]
+    assert by_role(traced, "batch") == ["batch['x']", "batch['y']"]
+    square = {"w": SQUARE}
+    args = (square, {"x": SQUARE})
+    assert by_role(trace(lambda base, batch: batch["x"] @ base["w"], args, {}), "frozen") == []
+    traced = trace(lambda base, batch: batch["x"] @ base["w"], args, {}, known={0})
+    assert by_role(traced, "frozen") == ["base['w']"] and by_role(traced, "batch") == ["batch['x']"]
 
 
 def test_everything_comes_back_is_an_error_unless_there_is_no_batch():
