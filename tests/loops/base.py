@@ -1,0 +1,149 @@
+"""The common shape of the train loops in this folder, and how one is run and compared with plain `jax.jit`.
+
+Every module here is a loop as its users write it, with a model that `models/` does not have, and defines one `LOOP`.
+`tests/test_loops.py` and `benchmarks/loops.py` run them all.
+
+Two runs of a loop agree if every floating-point leaf of the final state, of every step's metrics and of every
+evaluation holds ||a - b|| <= TOLERANCE * max(||b||, 1e-3 * ||all||), where `all` are the floating-point arrays of the same
+tree, or its scalars if it has no arrays, and if all other leaves (counters, random keys, flags) are equal. The loops
+update by gradient descent with momentum, or by Adam with a large epsilon: Adam proper makes steps of equal length out
+of gradients that are rounding errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tests.comparing import leaves, norm
+
+TOLERANCE = 1e-5
+"""Of float32: 84 times its unit roundoff, for sums over devices in another order, carried through 20 steps."""
+
+ROWS, LAST, STEPS, EPOCH = 16, 6, 20, 10
+"""Examples in a batch and in the last one of an epoch, steps of a run, and steps of an epoch: no device count divides
+the last batch, as with most data sets."""
+
+Arrays = dict[str, np.ndarray]
+
+
+def _functional(step: Callable[..., Any], carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
+    state, metrics = step(*carried, batch)
+    return (state,), metrics
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A train loop: what it carries, what it calls, and what it reads.
+
+    Attributes:
+      name: of the module.
+      make_state: what the loop carries from step to step, as a tuple; the same values at every call.
+      train_step: the step, written for one device.
+      eval_step: evaluation, written for one device; returns no new state.
+      batch: (seed, rows) to a batch of numpy arrays.
+      advance: (step, carried, batch) to (carried, metrics): a call as the user's loop writes it.
+      evaluate: (eval_step, carried, batch) to metrics, likewise.
+      options: of `parallelize`, for the train step.
+      eval_options: of `parallelize`, for evaluation.
+      rows, last: examples in a batch, and in the last one of an epoch.
+    """
+
+    name: str
+    make_state: Callable[[], tuple[Any, ...]]
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    batch: Callable[[int, int], Any]
+    advance: Callable[..., tuple[tuple[Any, ...], Any]] = _functional
+    evaluate: Callable[..., Any] = lambda step, carried, batch: step(*carried, batch)
+    options: dict[str, Any] = field(default_factory=dict)
+    eval_options: dict[str, Any] = field(default_factory=dict)
+    rows: int = ROWS
+    last: int = LAST
+
+
+@dataclass
+class Run:
+    """What a loop gave: its final state, and the metrics of every step and every evaluation."""
+
+    state: Any
+    metrics: list[Any]
+    evaluations: list[Any]
+
+
+def schedule(loop: Loop, steps: int = STEPS, epoch: int = EPOCH) -> Iterator[tuple[Any, bool]]:
+    """Each step's batch, and whether an epoch ends with it: its batch is short then, and evaluation follows."""
+    for number in range(steps):
+        ends = (number + 1) % epoch == 0
+        yield loop.batch(number, loop.last if ends else loop.rows), ends
+
+
+def run(loop: Loop, train_step: Any, eval_step: Any, steps: int = STEPS, epoch: int = EPOCH) -> Run:
+    """Runs the loop with these two functions in place of its own."""
+    carried = loop.make_state()
+    metrics, evaluations = [], []
+    for batch, ends in schedule(loop, steps, epoch):
+        carried, found = loop.advance(train_step, carried, batch)
+        metrics.append(found)
+        if ends:
+            evaluations.append(loop.evaluate(eval_step, carried, loop.batch(1000, loop.rows)))
+    return Run(values(carried), metrics, evaluations)
+
+
+def plain(loop: Loop) -> tuple[Any, Any]:
+    """The loop's two functions under plain `jit`: `nnx.jit` for modules that are updated in place, else `jax.jit`."""
+    jit = nnx.jit if any(map(is_module, loop.make_state())) else jax.jit
+    return jit(loop.train_step), jit(loop.eval_step)
+
+
+def values(carried: tuple[Any, ...]) -> Any:
+    """What a loop carries, modules as plain trees."""
+    return [nnx.to_pure_dict(nnx.state(x)) if is_module(x) else x for x in carried]
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value is an NNX object, which steps update in place."""
+    return isinstance(value, nnx.Module | nnx.Optimizer | nnx.Metric)
+
+
+def errors(got: Run, want: Run) -> dict[str, float]:
+    """For each leaf its relative error as the module's docstring defines it; infinity where other leaves differ."""
+    found: dict[str, float] = {}
+    pairs = [("state", got.state, want.state)]
+    for name in ("metrics", "evaluations"):
+        both = zip(getattr(got, name), getattr(want, name), strict=True)
+        pairs += [(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(both)]
+    for name, a, b in pairs:
+        found |= {name + path: error for path, error in _tree_errors(a, b).items()}
+    return found
+
+
+def _tree_errors(got: Any, want: Any) -> dict[str, float]:
+    a, b = leaves(got), leaves(want)
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    floats = {path for path, x in b.items() if np.issubdtype(x.dtype, np.inexact)}
+    arrays = {path for path in floats if b[path].ndim} or floats
+    total = np.sqrt(sum(norm(b[path]) ** 2 for path in arrays))
+    found = {}
+    for path, wanted in b.items():
+        assert a[path].shape == wanted.shape and a[path].dtype == wanted.dtype, path
+        if path not in floats or not np.isfinite(wanted).all():
+            found[path] = 0.0 if np.array_equal(a[path], wanted, equal_nan=path in floats) else np.inf
+            continue
+        difference = norm(np.asarray(a[path], np.float64) - np.asarray(wanted, np.float64))
+        scale = max(norm(wanted), 1e-3 * total)
+        found[path] = 0.0 if difference == 0 else float(difference / scale) if scale else np.inf
+        if np.isnan(found[path]):
+            found[path] = np.inf
+    return found
+
+
+def rng_of(seed: int) -> np.random.Generator:
+    """Random numbers for a batch."""
+    return np.random.default_rng(seed)
+
