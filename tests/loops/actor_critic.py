@@ -71,8 +71,7 @@ def train_step(learner: Learner, rollout: Rollout) -> tuple[Learner, dict[str, j
         policy = -jnp.minimum(ratio * normalised, jnp.clip(ratio, 0.8, 1.2) * normalised).mean()
         value = 0.5 * ((values - target) ** 2).mean()
         entropy = -(jnp.exp(log_all) * log_all).sum(-1).mean()
-        parts = {"policy": policy, "value": value, "entropy": entropy}
-        return policy + 0.5 * value - 0.01 * entropy, parts
+        return policy + 0.5 * value - 0.01 * entropy, {"value": value, "entropy": entropy}
 
     (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(learner.params)
     updates, opt_state = TX.update(grads, learner.opt_state)
@@ -99,7 +98,7 @@ def make_batch(seed: int, rows: int) -> Rollout:
     return Rollout(
         observations=normal(TIME, rows, OBSERVATIONS),
         actions=rng.integers(0, ACTIONS, (TIME, rows), dtype="int32"),
-        log_probs=np.full((TIME, rows), -np.log(ACTIONS), "float32"),
+        log_probs=(-np.log(ACTIONS) + 0.3 * normal(TIME, rows)).astype("float32"),
         rewards=normal(TIME, rows),
         values=0.1 * normal(TIME, rows),
         dones=(rng.random((TIME, rows)) < 0.1).astype("float32"),

@@ -4,10 +4,10 @@ Every module here is a loop as its users write it, with a model that `models/` d
 `tests/test_loops.py` and `benchmarks/loops.py` run them all.
 
 Two runs of a loop agree if every floating-point leaf of the final state, of every step's metrics and of every
-evaluation holds ||a - b|| <= TOLERANCE * max(||b||, 1e-3 * ||all||), where `all` are the floating-point arrays of the same
-tree, or its scalars if it has no arrays, and if all other leaves (counters, random keys, flags) are equal. The loops
-update by gradient descent with momentum, or by Adam with a large epsilon: Adam proper makes steps of equal length out
-of gradients that are rounding errors.
+evaluation holds ||a - b|| <= TOLERANCE * max(||b||, 1e-3 * ||all||), where `all` are the floating-point arrays of the
+same tree, or its scalars if it has no arrays, and if all other leaves (counters, random keys, flags) are equal. The
+loops update by gradient descent with momentum, or by Adam with a large epsilon: Adam proper makes steps of equal length
+out of gradients that are rounding errors.
 """
 
 from __future__ import annotations
@@ -146,4 +146,3 @@ def _tree_errors(got: Any, want: Any) -> dict[str, float]:
 def rng_of(seed: int) -> np.random.Generator:
     """Random numbers for a batch."""
     return np.random.default_rng(seed)
-

@@ -10,7 +10,7 @@ import optax
 from flax import linen as nn
 from flax import struct
 
-from tests.loops.base import Arrays, Loop, rng_of
+from tests.loops.base import Loop, rng_of
 
 DIM = 8
 

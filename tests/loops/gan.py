@@ -10,7 +10,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from tests.loops.base import Arrays, Loop, rng_of
+from tests.loops.base import Loop, rng_of
 
 NOISE, DIM = 4, 8
 

@@ -11,7 +11,7 @@ import optax
 from tests.loops.base import Arrays, Loop, rng_of
 
 VOCAB, SEQ, WIDTH, RANK, LAYERS = 32, 8, 16, 2, 2
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5, momentum=0.9))
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 Tree = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ def pretrained(key: jax.Array) -> Tree:
 
 
 def adapters(base: Tree, key: jax.Array) -> Tree:
-    """`a` is random and `b` zero for the query and value matrices of each layer, so that training starts at the base."""
+    """For each query and value matrix a random `a` and a zero `b`, so that training starts at the base."""
     out = {}
     for i, layer in enumerate(base["layers"]):
         for name in ("query", "value"):
@@ -100,4 +100,5 @@ LOOP = Loop(
     make_batch,
     advance,
     lambda step, carried, batch: step(carried[0], carried[2], batch),
+    options={"batch_argnames": "batch"},
 )

@@ -1,0 +1,54 @@
+"""The train loops of `tests/loops/` compute on eight devices what plain `jit` computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alpa_lite
+from tests.loops import base
+from tests.loops.every import NAMES, loop
+
+FAST = ("nnx_optimizer", "equinox_partition")
+"""Those whose models compile quickest; the others are of the same shape."""
+
+
+def compare(name: str, steps: int, epoch: int, **options: Any) -> None:
+    one = loop(name)
+    train_step, eval_step = base.plain(one)
+    want = base.run(one, train_step, eval_step, steps, epoch)
+    step = alpa_lite.parallelize(one.train_step, **one.options, **options)
+    errors = base.errors(base.run(one, step, eval_step, steps, epoch), want)
+    wrong = {path: error for path, error in errors.items() if error > base.TOLERANCE}
+    assert not wrong, wrong
+    assert len(want.metrics) == steps and len(want.evaluations) == steps // epoch
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_two_steps_and_a_short_batch_equal_plain_jit(name: str) -> None:
+    compare(name, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.optimised
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_equal_plain_jit(name: str) -> None:
+    compare(name, base.STEPS, base.EPOCH)
+
+
+def test_every_module_is_a_loop_with_its_name() -> None:
+    modules = {path.stem for path in (Path(__file__).parent / "loops").glob("*.py")} - {"base", "every"}
+    assert modules == set(NAMES)
+
+
+def test_the_comparison_finds_a_leaf_that_differs() -> None:
+    state = {"w": np.ones(4, np.float32), "tiny": np.float32(1e-9), "count": np.int32(3)}
+    same = base.Run(state, [np.float32(0.5)], [])
+    assert set(base.errors(same, same).values()) == {0.0}
+    for path, value in (("w", state["w"] * (1 + 3e-5)), ("count", np.int32(4)), ("w", np.full(4, np.nan, np.float32))):
+        other = base.Run(state | {path: value}, same.metrics, [])
+        found = base.errors(other, same)
+        assert [name for name, error in found.items() if error > base.TOLERANCE] == [f"state['{path}']"]
