@@ -26,6 +26,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.report import timeline
 from alpa_lite.runtime import executor, loading
 from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.timeline import Timeline
 
@@ -130,6 +131,7 @@ class ParallelStep:
         self._options = options
         self._planned: OrderedDict[Any, _Planned] = OrderedDict()  # the last used at the end
         self._lock = threading.Lock()  # of `_planned`
+        self._owned = Owned()  # arrays that this step made, which its calls may overwrite
         self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +207,7 @@ class ParallelStep:
         with self._entry(args, kwargs) as entry:
             if entry.executable is None:
                 compiled = self._planned_step(entry, args, kwargs)
-                entry.compiled, entry.executable = _loaded(compiled, self._options)
+                entry.compiled, entry.executable = _loaded(compiled, self._options, self._owned)
             return entry.executable
 
     def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
@@ -249,9 +251,9 @@ class _Planned:
         self.executable: AnyExecutable | None = None
 
 
-def _loaded(compiled: Compiled, options: Options) -> tuple[Compiled, AnyExecutable]:
+def _loaded(compiled: Compiled, options: Options, owned: Owned) -> tuple[Compiled, AnyExecutable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
-    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums)
+    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums, owned=owned)
     if options.verify == "hlo":
         plan = checks.verified_compiled(compiled.plan, compiled.staged, loading.compiled(executable))
         compiled = replace(compiled, plan=plan)

@@ -43,5 +43,9 @@ class MicrobatchError(AlpaLiteError, ValueError):
     """A step cannot be cut into the given number of micro-batches without changing its results."""
 
 
+class DonatedError(AlpaLiteError, RuntimeError):
+    """An array was donated to an earlier call, or deleted, and is given to a step again; names the leaf."""
+
+
 class ExecutionError(AlpaLiteError, RuntimeError):
     """A task of a pipelined step failed while it ran; names the stage and the micro-batch."""

@@ -9,14 +9,16 @@ device, and for one on the mesh, because the sharding is part of an array's type
 What a call must make sure of:
 
 1. *The signature is the planned one* (`tracing.calls`). Its form is compared where something is static, its structure
-   with the traced one; shapes and dtypes are compared by the executable itself, which refuses others; weak types, which
-   it does not look at, are compared here. Each of them raises `NewSignature`, and the caller plans for the new one.
-2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that are not placed as planned are copied
-   (`placement`), and so is an array that occurs twice, since no buffer can be donated twice (JAX 0.10 crashes on it).
+   with the traced one; shapes and dtypes are compared by the executable itself, which refuses others; which dtypes are
+   weak, at which it does not look, is compared here (`weakness`). Each of them raises `NewSignature`, and the caller
+   plans for the new one.
+2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that the step did not make (`ownership`) or that
+   are not placed as planned are copied (`placement`), and so is an array that occurs twice, since no buffer can be
+   donated twice (JAX 0.10 crashes on it). With a `donate_argnums` of the user's own, what is placed is taken as it is.
+3. *No array was deleted.*
 
 The second check costs a few microseconds when the state is, leaf for leaf, what the last call returned: then it is
-placed, and no leaf occurs twice. To compare, the outputs of the last call are remembered; they are forgotten when the
-last of them is garbage, so that a state that the user has dropped is not kept alive.
+placed, and no leaf occurs twice.
 
 Flattening *along* the traced structure (`flatten_up_to`) takes half the time of flattening and comparing: 27 of 62
 microseconds for 300 leaves in 200 dicts. But if the structure differs, its error message holds the `repr` of what it
@@ -31,7 +33,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.errors import AlpaLiteError, OptionError, PlanError
+from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
@@ -49,24 +50,12 @@ from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
-from alpa_lite.passes.tracing.calls import is_weak, leaf_type
-from alpa_lite.runtime import callbacks, placement
+from alpa_lite.passes.tracing.calls import is_weak
+from alpa_lite.runtime import callbacks, ownership, placement
+from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 
 Donate = str | int | Sequence[int]
-
-
-class NewSignature(AlpaLiteError):
-    """The arguments do not have the signature that the step was planned for (`tracing.calls`).
-
-    `ParallelStep` then plans for theirs, so that no caller of it sees this error.
-    """
-
-    def __init__(self, what: str):
-        super().__init__(f"this executable was planned for another signature: {what}")
-
-
-FORM = "the number of arguments, the keywords or a static argument"
-STRUCTURE = "the structure of the arguments"
 
 
 def load_step(
@@ -76,6 +65,7 @@ def load_step(
     communication: str = "explicit",
     donate: Donate = "auto",
     devices: Sequence[Any] | None = None,
+    owned: Owned | None = None,
 ) -> Executable:
     """The planned step on devices that are here.
 
@@ -84,6 +74,7 @@ def load_step(
       communication: "explicit", or "compiler" where the collectives are left to it.
       donate: "auto", or the positions of the arguments to donate; () for none.
       devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
+      owned: as for `Executable`.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
@@ -97,6 +88,7 @@ def load_step(
         [lowering.spec_of(layout) for layout in program.outputs],
         donate=donate,
         calls_back=callbacks.calls_back(program.body.instructions),
+        owned=owned,
     )
 
 
@@ -128,6 +120,7 @@ class Executable:
         *,
         donate: Donate = "auto",
         calls_back: bool = False,
+        owned: Owned | None = None,
     ) -> None:
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
@@ -139,8 +132,12 @@ class Executable:
           out_specs: a spec for each output.
           donate: as for `load_step`.
           calls_back: whether the step calls functions of the user on the host, which may raise.
+          owned: what it may overwrite, shared with other executables; by default what it returns itself.
         """
         self.mesh = mesh
+        self._owned = Owned() if owned is None else owned
+        self._ours: Callable[[Any], bool] = self._owned.has if donate == "auto" else _anything
+        self._dies = _jax.DIES_OF_DELETED and mesh.size > 1
         self._traced, self._flat_fun = traced, flat_fun
         self._failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
         self._look: Callable[[Sequence[Any]], Sequence[Any]] | None = None
@@ -165,16 +162,17 @@ class Executable:
         new_value = {argument: output for output, argument in traced.state}
         come_back = bool(self._donated) and all(i in new_value for i in self._donated)
         following = [new_value[i] for i in self._donated] if come_back else []
+        self._following = following
         self._pick_following = _picker(following[:-1])
         self._canary_output = following[-1] if following else None
         self._executable: Any = None
         self._constants: tuple[jax.Array, ...] = ()
         self._compiling = threading.Lock()
-        # What the last call returned for donated arguments: a reference to the last of them, and all others. Threads
-        # replace it as a whole.
-        self._own: tuple[weakref.ref[Any], Sequence[Any]] | None = None
         self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given again
-        self._kept_weak = [self._spec(i).weak_type for i in self._kept]
+        self._weak = WeakTypes(self._spec(i).weak_type for i in range(count))
+        self._kept_weak = [self._weak.planned[i] for i in self._kept]
+        self._returned_weak: list[bool] = []  # of what follows the donated arguments
+        self._steady = False  # whether these may be given back with kept arguments as in `_kept_weak`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -215,7 +213,11 @@ class Executable:
             if len(leaves) != len(self._in_shardings):
                 raise NewSignature(STRUCTURE)
             self._check(range(len(leaves)), leaves)
-            return placement.copies(leaves, self._in_shardings)
+            self._weak.check(leaves)
+            self._check_alive(leaves)
+            placed = placement.copies(leaves, self._in_shardings)
+            self._owned.add(placed)
+            return placed
 
         new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), placed)
         whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
@@ -243,7 +245,10 @@ class Executable:
         values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         constants = (values[number].aval for number in inputs[len(specs) :])
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in constants)
-        return jitted.lower(*(pick(specs) for pick in groups), shapes)
+        traced = jitted.trace(*(pick(specs) for pick in groups), shapes)
+        self._returned_weak = [weak_of(traced.jaxpr.out_avals[i]) for i in self._following]
+        self._steady = self._weak.with_returned(self._donated, self._returned_weak)
+        return traced.lower()
 
     def _compile(self) -> jax.stages.Compiled:
         constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
@@ -318,36 +323,56 @@ class Executable:
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
-        if donated and not self._is_last(donated):
-            donated = self._settled(donated)
-        if list(map(is_weak, kept)) != self._kept_weak:
-            raise NewSignature("whether a dtype is weak")
         executable = self._executable or self.compiled()
+        if donated and not self._is_last(donated):
+            donated = self._settled(donated, leaves)
+        elif list(map(is_weak, kept)) != self._kept_weak:
+            self._weak.check(leaves)
+        if self._dies and (any(map(_jax.is_deleted, donated)) or ownership.any_deleted(kept)):
+            self._check_alive(leaves)
         try:
             out = executable(donated, kept, self._constants)
         except (TypeError, ValueError):  # raised while the arguments are checked: nothing has run
+            self._check_alive(leaves)
             out = executable(donated, self._put(kept), self._constants)
+        except RuntimeError as error:
+            if ownership.says_deleted(error):  # nothing has run here, either
+                self._check_alive(leaves)
+            raise
         if self._look is not None:
             out = list(self._look(out))
         if self._canary_output is not None:
-            self._own = weakref.ref(out[self._canary_output], self._forget), self._pick_following(out)
+            self._owned.remember(out[self._canary_output], self._pick_following(out), self)
         return out
 
     def _is_last(self, donated: Sequence[Any]) -> bool:
         """Whether the arrays to donate are, one by one, those that the last call returned."""
-        own = self._own
-        return own is not None and own[0]() is donated[-1] and all(map(operator.is_, own[1], donated))
+        last = self._owned.last
+        return (
+            last is not None
+            and last[2] is self
+            and self._steady
+            and last[0]() is donated[-1]
+            and all(map(operator.is_, last[1], donated))
+        )
 
-    def _forget(self, canary: weakref.ref[Any]) -> None:
-        if self._own is not None and self._own[0] is canary:
-            self._own = None
-
-    def _settled(self, donated: Sequence[Any]) -> Sequence[Any]:
+    def _settled(self, donated: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
         """The arrays to donate, in buffers that are ours."""
-        self._own = None
+        self._owned.recall()
         self._check(self._donated, donated)
-        ready = placement.settle(donated, [self._in_shardings[i] for i in self._donated])
+        self._weak.check(leaves)
+        self._check_alive(leaves)
+        ready = placement.settle(donated, [self._in_shardings[i] for i in self._donated], self._ours)
         return ready if isinstance(donated, list) else tuple(ready)  # the executable tells them apart
+
+    def accept(self, weak: Sequence[bool]) -> None:
+        """Takes calls whose flat arguments have weak dtypes like this, too: tracing makes the same program of them."""
+        self._weak.accept(weak)
+        self._steady = self._weak.with_returned(self._donated, self._returned_weak)
+
+    def _check_alive(self, leaves: Sequence[Any]) -> None:
+        """Raises DonatedError if an argument was deleted."""
+        ownership.check_alive(leaves, self._traced.arguments, self._name)
 
     def _put(self, kept: Sequence[Any]) -> Sequence[Any]:
         """The arrays that are not donated, put where the plan wants them.
@@ -363,7 +388,7 @@ class Executable:
         return ready if isinstance(kept, list) else tuple(ready)
 
     def _check(self, numbers: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Raises NewSignature unless the leaves have the shapes, dtypes and weak types of these arguments."""
+        """Raises NewSignature unless the leaves have the shapes and dtypes of these arguments."""
         values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         for number, leaf in zip(numbers, leaves, strict=True):
             check_leaf(leaf, values[inputs[number]].aval)
@@ -374,15 +399,9 @@ def _last(function: Callable[..., Any], argument: Any, *others: Any) -> Any:
     return function(*others, argument)
 
 
-def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:
-    """Raises NewSignature unless a leaf has the shape (or a given one), dtype and weak type of an abstract value."""
-    wanted = (aval.shape if shape is None else shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
-    try:
-        have = leaf_type(leaf)
-    except TypeError:
-        raise NewSignature(f"a {type(leaf).__name__} in place of an array") from None
-    if have != wanted:
-        raise NewSignature(f"an argument's (shape, dtype, weak) is {have} and was {wanted}")
+def _anything(_: Any) -> bool:
+    """What may be overwritten where the user has named what to donate."""
+    return True
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:

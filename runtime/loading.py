@@ -8,26 +8,33 @@ from typing import Any
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.executor import Donate, Executable, load_step
+from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
 
 AnyExecutable = Executable | PipelineExecutable
 
 
-def load(staged: Staged, plan: Plan, *, donate: Donate = "auto", devices: Sequence[Any] | None = None) -> AnyExecutable:
+def load(
+    staged: Staged, plan: Plan, *, donate: Donate = "auto", devices: Sequence[Any] | None = None,
+    owned: Owned | None = None,
+) -> AnyExecutable:  # fmt: skip
     """The planned step on devices that are here: one executable for one mesh, else the lists of the submeshes.
 
     Args:
       donate: "auto", or the positions of the arguments to donate; () for none. A pipeline has been told before.
       devices: in the order of the cluster; by default the first of `jax.devices()`.
+      owned: what the step may overwrite, shared by its executables.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
     """
     if plan.pipelined:
-        return PipelineExecutable(staged.traced, staged.written, plan.cluster, devices)
+        named = donate != "auto"
+        return PipelineExecutable(staged.traced, staged.written, plan.cluster, devices, owned=owned, named=named)
     (stage,) = staged.stages
     return load_step(
-        stage.graph.traced, stage.program, communication=stage.communication, donate=donate, devices=devices
+        stage.graph.traced, stage.program,
+        communication=stage.communication, donate=donate, devices=devices, owned=owned,
     )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ side by side although one thread issues them. An instruction costs one call of a
 transfer; buffers are dropped, or donated, exactly where the program says.
 
 *State* that the last call returned is where this one wants it, and needs no check: an update gives each leaf the layout
-that its argument has. To see that it is the same state, its arrays are compared by identity with the remembered ones;
-these are forgotten when the last of them is garbage, so that a state that the user has dropped is not kept alive.
-Other arrays are checked and placed, and what will be donated is copied unless it already lies as planned.
+that its argument has. To see that it is the same state, its arrays are compared by identity with the remembered ones
+(`ownership`). Other arrays are checked and placed, and what will be donated is copied unless the step made it and it
+already lies as planned. No array may have been deleted: a run that met one would have donated others before.
 
 *Errors.* What a compiled executable can raise on a CPU comes from the user's callbacks (`callbacks`). Other failures
 name the instruction that met them, and the lines that its executable was made from.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,9 +37,12 @@ from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.program import Free, Program, Run, Send, describe, order
-from alpa_lite.runtime import callbacks, placement
-from alpa_lite.runtime.executor import FORM, STRUCTURE, NewSignature, check_leaf, mesh_of
+from alpa_lite.runtime import callbacks, ownership, placement
+from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.runtime.transfer import Mover
@@ -53,7 +55,10 @@ Watch = Callable[[int, Sequence[Any]], None]
 class PipelineExecutable:
     """A pipelined step on devices that are here. Call it like the user's function."""
 
-    def __init__(self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None):
+    def __init__(
+        self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
+        *, owned: Owned | None = None, named: bool = False,
+    ):  # fmt: skip
         """Prepares the executables; they are compiled by the first call, or by `compile`.
 
         Args:
@@ -61,6 +66,8 @@ class PipelineExecutable:
           written: the program of the same step.
           cluster: what transfers were planned for.
           devices: in the order of the cluster; by default `jax.devices()`.
+          owned: what the step may overwrite, shared with other executables; by default what it returns itself.
+          named: whether the user named what is donated, so that what is placed is taken as it is.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
@@ -89,13 +96,19 @@ class PipelineExecutable:
         self._donated = self._donated_inputs()
         self._stacked = StackedLeaves(traced, self._program, self._sharding) if traced.stacked else None
         self._state = self._returning_state() if self._stacked is None else []
+        self._whole_state = _whole_state(traced)
         state = {argument for argument, _, _ in self._state}
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
         self._failures = callbacks.Failures()
         self._compiling = threading.Lock()
-        # The state that the last call returned: a reference to its last leaf, and the others. Threads replace it as a
-        # whole.
-        self._own: tuple[weakref.ref[Any], list[Any]] | None = None
+        self._owned = Owned() if owned is None else owned
+        self._ours: Callable[[Any], bool] = (lambda _: True) if named else self._owned.has
+        first = [i.numbers[0] for i in traced.stacked.arguments] if traced.stacked else range(len(traced.arguments))
+        values, block = traced.graph.values, traced.graph.block
+        self._arguments = [traced.arguments[i] for i in first]  # of the user's step
+        self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
+        self._returned_weak: list[bool] = []  # of the state that a call returns
+        self._steady = False  # whether that may be given back with the rest as planned
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -302,20 +315,27 @@ class PipelineExecutable:
 
     def _copies(self, leaves: list[Any]) -> list[Any]:
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
+        self._weak_and_alive(leaves)
         leaves = self._apart(leaves)
         self._check(range(len(leaves)), leaves)
-        out = list(leaves)
+        out, copied = list(leaves), []
         for i, buffers in enumerate(self._program.inputs):
             if buffers:
                 (out[i],) = placement.copies([leaves[i]], [self._sharding(buffers[0])])
-        return out if self._stacked is None else self._stacked.together(out, arguments=True)
+                copied.append(i)
+        self._owned.add(out[i] for i in copied)
+        if self._stacked is not None:
+            out = self._stacked.together(out, arguments=True)
+            self._owned.add(array for one, array in zip(self._traced.stacked.arguments, out, strict=True) if one.bounds)
+        return out
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
         """The arguments of the program: stacked leaves in the parts that stages own."""
         if self._stacked is None:
             return leaves
-        parts = self._stacked.apart(leaves)
+        parts = self._stacked.apart(leaves, self._ours)
         leaves.clear()
+        self._owned.add(part for one in self._stacked.cut for part in parts[one])
         return parts
 
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -331,10 +351,15 @@ class PipelineExecutable:
         self.compile()
         return self._placed(self._apart(leaves))
 
-    def _placed(self, leaves: Sequence[Any]) -> list[Any]:
-        """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate."""
+    def _placed(self, leaves: Sequence[Any], last: bool = False) -> list[Any]:
+        """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
+
+        Args:
+          leaves: the arguments of the program.
+          last: whether the state is what the last call returned.
+        """
         env = list(self._empty)
-        if self._is_last(leaves):
+        if last:
             for argument, number, _ in self._state:
                 env[number] = leaves[argument]
             places: Sequence[int] = self._rest
@@ -367,7 +392,7 @@ class PipelineExecutable:
         shared = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] > 1]
         fresh = placement.copies([group[n][0] for n in shared], [shardings[n] for n in shared])
         alone = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] == 1]
-        ready = placement.settle([group[n][0] for n in alone], [shardings[n] for n in alone])
+        ready = placement.settle([group[n][0] for n in alone], [shardings[n] for n in alone], self._ours)
         for n, array in (*zip(shared, fresh, strict=True), *zip(alone, ready, strict=True)):
             env[group[n][1]] = array
 
@@ -394,8 +419,8 @@ class PipelineExecutable:
 
     def _is_last(self, leaves: Sequence[Any]) -> bool:
         """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
-        own, arguments = self._own, self._state
-        if own is None or own[0]() is not leaves[arguments[-1][0]]:
+        own, arguments = self._owned.last, self._state
+        if own is None or own[2] is not self or not self._steady or own[0]() is not leaves[arguments[-1][0]]:
             return False
         if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, own[1], strict=False)):
             return False
@@ -403,16 +428,39 @@ class PipelineExecutable:
         return not any(id(leaves[i]) in others for i, _, _ in arguments)
 
     def _remember(self, outputs: Sequence[Any]) -> None:
+        """Remembers the state among the results of the program, which the step may overwrite if it comes back."""
         if self._state:
             *rest, (_, _, last) = self._state
-            self._own = weakref.ref(outputs[last], self._forget), [outputs[output] for _, _, output in rest]
+            if not self._returned_weak:
+                self._returned_weak = [outputs[output].weak_type for _, _, output in self._state]
+                self._be_steady()
+            self._owned.remember(outputs[last], [outputs[output] for _, _, output in rest], self)
+        else:
+            self._owned.add(outputs[output] for output, _ in self._traced.state)
 
-    def _forget(self, canary: weakref.ref[Any]) -> None:
-        if self._own is not None and self._own[0] is canary:
-            self._own = None
+    def accept(self, weak: Sequence[bool]) -> None:
+        """Takes calls whose flat arguments have weak dtypes like this, too: tracing makes the same program of them."""
+        self._weak.accept(weak)
+        self._be_steady()
+
+    def _be_steady(self) -> None:
+        numbers = [argument for argument, _, _ in self._state]
+        self._steady = bool(self._returned_weak) and self._weak.with_returned(numbers, self._returned_weak)
+
+    def _weak_and_alive(self, leaves: Sequence[Any]) -> None:
+        """Raises unless the dtypes of the user's flat arguments are weak where they may be, and none was deleted.
+
+        Raises:
+          NewSignature: another dtype is weak.
+          DonatedError: an argument was donated or deleted.
+        """
+        if len(leaves) != len(self._arguments):
+            raise NewSignature(STRUCTURE)
+        self._weak.check(leaves)
+        ownership.check_alive(leaves, self._arguments, self._traced.name)
 
     def _check(self, places: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Raises NewSignature unless these leaves have the planned shapes, dtypes and weak types."""
+        """Raises NewSignature unless these leaves have the planned shapes and dtypes."""
         values, block = self._traced.graph.values, self._traced.graph.block
         if len(leaves) != len(self._program.inputs):
             raise NewSignature(STRUCTURE)
@@ -424,14 +472,26 @@ class PipelineExecutable:
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
         self.compile()
+        last = self._stacked is None and len(leaves) == len(self._arguments) and self._is_last(leaves)
+        if last:
+            if [is_weak(leaves[i]) for i in self._rest] != [self._weak.planned[i] for i in self._rest]:
+                self._weak.check(leaves)
+            if ownership.any_deleted(leaves):
+                ownership.check_alive(leaves, self._arguments, self._traced.name)
+        else:
+            self._owned.recall()
+            self._weak_and_alive(leaves)
         leaves = self._apart(leaves)
-        env = self._placed(leaves)
+        env = self._placed(leaves, last)
         leaves.clear()
-        self._own = None
         self._dispatch(env)
         outputs = [env[i] for i in self._program.outputs]
         self._remember(outputs)
-        return outputs if self._stacked is None else self._stacked.together(outputs)
+        if self._stacked is None:
+            return outputs
+        whole = self._stacked.together(outputs)
+        self._owned.add(whole[n] for n in self._whole_state)
+        return whole
 
     def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
         """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""
@@ -468,6 +528,12 @@ class PipelineExecutable:
             found = list(dict.fromkeys(filter(None, found)))
             lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
         return ExecutionError(f"{describe(self._program, item)}{lines} failed: {type(error).__name__}: {text}")
+
+
+def _whole_state(traced: Traced) -> list[int]:
+    """The flat results of the user's step that are new state and consist of several results of the cut step."""
+    results = () if traced.stacked is None else traced.stacked.results
+    return [n for n, one in enumerate(results) if one.bounds and traced.outputs[one.numbers[0]].role == "state"]
 
 
 def _line_of(item: Any) -> str:

@@ -12,7 +12,7 @@ group is put, and never is more than a fraction of the state there twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,17 +38,20 @@ def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
     )
 
 
-def settle(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """The leaves, ready to be donated: those that are not placed, or that came before in the list, are copied.
+def settle(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], ours: Callable[[Any], bool]
+) -> list[Any]:  # fmt: skip
+    """The leaves, ready to be donated: copies of those that are not ours, not placed, or came before in the list.
 
     Args:
       leaves: arrays, NumPy arrays or Python scalars.
       shardings: where each must lie.
+      ours: whether an array may be overwritten.
     """
     seen: set[int] = set()
     foreign = []
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if id(leaf) in seen or not is_placed(leaf, sharding):
+        if id(leaf) in seen or not ours(leaf) or not is_placed(leaf, sharding):
             foreign.append(i)
         seen.add(id(leaf))
     out = list(leaves)

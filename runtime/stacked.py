@@ -25,7 +25,7 @@ from alpa_lite.graph import Bounds, Pieces, Traced
 from alpa_lite.passes.layers.stacked_arguments import Arrangement, arrangement
 from alpa_lite.program import Program
 from alpa_lite.runtime import placement
-from alpa_lite.runtime.executor import STRUCTURE, NewSignature, check_leaf
+from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
 
 Box = tuple[tuple[int, int], ...]
 
@@ -54,11 +54,20 @@ class StackedLeaves:
             _Leaf(pieces, [program.outputs[n] for n in pieces.numbers], program, sharding) for pieces in stacked.results
         ]
 
-    def apart(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments of the cut step. Parts may share memory with a leaf, which is theirs then.
+    @property
+    def cut(self) -> list[slice]:
+        """Where the parts of each stacked leaf are among the arguments of the cut step."""
+        return [slice(one.numbers[0], one.numbers[-1] + 1) for one in self._arguments if one.bounds]
+
+    def apart(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> list[Any]:
+        """The arguments of the cut step. Parts of a leaf that is ours may share memory with it; others are copies.
+
+        Args:
+          leaves: the user's flat arguments.
+          ours: whether an array may be overwritten.
 
         Raises:
-          NewSignature: a stacked leaf has not the planned shape, dtype or weak type.
+          NewSignature: a stacked leaf has not the planned shape or dtype.
         """
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
@@ -71,7 +80,7 @@ class StackedLeaves:
                 continue
             aval = self._avals[one.numbers[0]]
             check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
-            parts = one.apart(leaf) if id(leaf) not in seen else None
+            parts = one.apart(leaf) if id(leaf) not in seen and ours(leaf) else None
             seen.add(id(leaf))
             if parts is None:
                 spans = itertools.pairwise(one.bounds)

@@ -19,7 +19,7 @@ import alpa_lite
 from alpa_lite import api
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
-from alpa_lite.runtime.executor import NewSignature
+from alpa_lite.runtime.signatures import NewSignature
 
 WIDTH, ROWS = 8, 16
 

@@ -20,7 +20,8 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.runtime import executor, placement
-from alpa_lite.runtime.executor import Executable, NewSignature
+from alpa_lite.runtime.executor import Executable
+from alpa_lite.runtime.signatures import NewSignature
 
 OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding

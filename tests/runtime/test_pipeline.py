@@ -19,8 +19,8 @@ from alpa_lite.errors import ExecutionError, VerificationError
 from alpa_lite.passes import checks
 from alpa_lite.program import Run, Send
 from alpa_lite.report import timeline
-from alpa_lite.runtime.executor import NewSignature
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.timeline import Event
 from tests import comparing, pipeline_driver, pipelines, zoo
 
@@ -325,6 +325,12 @@ def test_inputs_and_outputs_of_executables_are_the_program_s_buffers():
 def test_a_failing_instruction_is_named_with_its_lines():
     run = executable("gpipe")
     state, batch = run.place(*arguments())
-    state["params"]["out"].delete()
-    with pytest.raises(ExecutionError, match=r"run stage 1 .*made from runtime/test_pipeline.py:\d+ .*deleted"):
+    run.compile()
+    number = next(n for n, item in enumerate(run._items) if "stage 1 forward" in programs.describe(run._program, item))
+
+    def broken(*arrays):
+        raise ValueError("broken")
+
+    run._steps[number] = (True, broken, *run._steps[number][2:])
+    with pytest.raises(ExecutionError, match=r"run stage 1 .*made from runtime/test_pipeline.py:\d+ .*broken"):
         run(state, batch)

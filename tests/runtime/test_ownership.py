@@ -1,0 +1,174 @@
+"""What a step may overwrite: what it made itself, and nothing of the caller's, placed or not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite
+from alpa_lite.errors import AlpaLiteError, DonatedError
+from alpa_lite.runtime import placement
+from alpa_lite.runtime.ownership import Owned
+
+WIDTH, ROWS = 8, 16
+METHODS: dict[str, Callable[[], dict[str, Any]]] = {
+    "one mesh": lambda: {"method": alpa_lite.Zero(stage=3)},
+    "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
+}
+
+
+SLOW_PIPELINE = [pytest.param(w, marks=pytest.mark.slow) if w == "pipeline" else w for w in METHODS]
+
+
+def make(rows: int = ROWS) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(rows)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    state = {"first": normal(WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
+    return state, {"x": normal(rows, WIDTH), "y": normal(rows, WIDTH)}, normal(WIDTH, WIDTH)
+
+
+def step(state: Any, batch: Any, frozen: Any) -> Any:
+    def loss(s: Any) -> Any:
+        x = jnp.tanh(batch["x"] @ s["first"] @ frozen) @ s["second"]
+        return ((x - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def parallel(where: str, **options: Any) -> Any:
+    return alpa_lite.parallelize(step, batch_argnums=1, **METHODS[where](), **options)
+
+
+def deleted(tree: Any) -> set[bool]:
+    return {leaf.is_deleted() for leaf in jax.tree.leaves(tree)}
+
+
+def close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6), got, want)
+
+
+@pytest.fixture
+def copied(monkeypatch) -> list[int]:
+    """How many leaves each call of `placement.copies` has copied."""
+    counts: list[int] = []
+    original = placement.copies
+
+    def counting(leaves: Any, shardings: Any) -> Any:
+        counts.append(len(leaves))
+        return original(leaves, shardings)
+
+    monkeypatch.setattr(placement, "copies", counting)
+    return counts
+
+
+@pytest.mark.parametrize("where", SLOW_PIPELINE)
+def test_a_callers_placed_arrays_survive_the_first_call(where):
+    ours, other = parallel(where), parallel(where)
+    state, batch, frozen = ours.place(*make())
+    want = jax.jit(step)(*make())
+    mine = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)  # by hand
+    theirs, _ = other(state, batch, frozen)  # placed by another step
+    close(theirs, want[0])
+    assert deleted(state) == {False}
+    for given in (mine, theirs):
+        before = jax.tree.map(np.asarray, given)
+        close(ours(given, batch, frozen), jax.jit(step)(before, *make()[1:]))
+        assert deleted(given) == {False}
+        close(given, before)
+    own, _ = ours(state, batch, frozen)  # what `place` made is there to be given away
+    assert deleted(state) == {True}
+    close(own, want[0])
+
+
+@pytest.mark.parametrize("where", SLOW_PIPELINE)
+def test_signatures_in_turn_share_a_state_without_copies(where, copied):
+    run = parallel(where)
+    state, want = make()[0], make()[0]
+    batches = [make()[1:], (make(8)[1], make()[2])]
+    for number in range(6):
+        if number == 2:  # both have been compiled, and the first has copied the caller's arrays
+            copied.clear()
+        before = state
+        state, loss = run(state, *batches[number % 2])
+        want, expected = jax.jit(step)(want, *batches[number % 2])
+        close(loss, expected)
+        assert number < 2 or deleted(before) == {True}
+    close(state, want)
+    assert sum(copied) == 0
+
+
+def test_two_states_in_turn_are_not_copied(copied):
+    run = parallel("one mesh")
+    _, *others = make()
+    states = [run(make()[0], *others)[0] for _ in range(2)]
+    copied.clear()
+    for _ in range(3):
+        states = [run(state, *others)[0] for state in states]
+    assert sum(copied) == 0
+
+
+def test_named_arguments_are_donated_as_in_jit():
+    run = parallel("one mesh", donate_argnums=0)
+    state, batch, frozen = run.place(*make())
+    mine = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+    run(mine, batch, frozen)
+    assert deleted(mine) == {True}
+
+
+@pytest.mark.parametrize("where", SLOW_PIPELINE)
+def test_nothing_is_donated_where_nothing_is_asked_for(where):
+    run = parallel(where, donate_argnums=())
+    state, batch, frozen = run.place(*make())
+    for _ in range(2):
+        close(run(state, batch, frozen), jax.jit(step)(*make()))
+    assert deleted((state, batch, frozen)) == {False}
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_an_array_that_was_deleted_is_named(where):
+    run = parallel(where)
+    state, batch, frozen = run.place(*make())
+    old, _ = run(state, batch, frozen)
+    state, _ = run(old, batch, frozen)
+    with pytest.raises(DonatedError, match=r"state/first was deleted.* call of step .*donate_argnums=\(\)"):
+        run(old, batch, frozen)
+    with pytest.raises(AlpaLiteError, match="state/second was deleted"):
+        run({**state, "second": old["second"]}, batch, frozen)
+    assert deleted(state) == {False}
+    for name, given in (("x", jnp.ones((ROWS, WIDTH))), ("y", batch["y"])):
+        given.delete()
+        with pytest.raises(DonatedError, match=f"batch/{name} was deleted"):
+            run(state, {**make()[1], name: given}, frozen)
+    frozen.delete()
+    with pytest.raises(DonatedError, match="frozen was deleted"):
+        run(state, make()[1], frozen)
+    assert deleted(state) == {False}
+    state["second"].delete()  # of what the last call returned
+    with pytest.raises(DonatedError, match="state/second was deleted"):
+        run(state, *make()[1:])
+    with pytest.raises(DonatedError, match="state/second was deleted"):
+        run.place(state, *make()[1:])
+
+
+def test_known_arrays_are_not_kept_alive():
+    owned = Owned()
+    arrays = [jnp.ones(3), jnp.zeros(3)]
+    owned.remember(arrays[1], arrays[:1], None)
+    owned.recall()
+    assert all(map(owned.has, arrays)) and owned.last is None
+    assert not owned.has(jnp.ones(3))
+    alive = [weakref.ref(array) for array in arrays]
+    arrays.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
