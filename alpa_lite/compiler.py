@@ -379,6 +379,8 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
         verdict = replace(verdict, candidates=decided.found.candidates)
         planned = run("lowering", planning.lowered_whole, decided, communication)
         return run("programs", programs.single, loop, planned, verdict, remat)
+    if division.owned:
+        return kept.replayed(run, step, asked, plan)
     count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     layers = run("layers", divisible, loop, max_layers=division.max_layers)

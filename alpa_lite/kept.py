@@ -131,29 +131,71 @@ def owned(run: Passes, step: Step, asked: Asked) -> Staged:
 
     Raises:
       OptionError: arguments lie on submeshes that share devices.
-      InfeasibleError: a submesh has no room, whatever the price.
+      InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
     """
-    traced, places = step.traced, submeshes_of(asked.pins, asked.cluster.num_devices)
-    pinned = {number: places.index((pin.mesh, pin.first_device)) for number, pin in asked.pins.arguments.items()}
-    found = run("stages", stages.ownership, traced, pinned, len(places))
-    graphs = run("stages", stages.owned_graphs, traced, found, len(places))
-    loop = Accumulated(traced, -1, 1, moves(traced, graphs, asked.pins))
-    schedule = schedules.forwards(range(len(places)), 1)
-    staged: Staged | None = None
+    graphs = _owned_graphs(run, step, asked)
     for price in PRICES:
-        planned = _planned(run, graphs, asked, price)
-        seconds = sum(stage.found.solution.objective for stage in planned)
-        bound = sum(stage.found.solution.bound for stage in planned)
-        staged = run(
-            "programs", programs.pipelined, loop, planned, [first for _, first in places], schedule, asked.cluster,
-            first_layers=range(len(places)), num_layers=len(places), max_layers=len(places),
-            remat=["none"] * len(places), verdict=Verdict("layers", "feasible", seconds, bound),
-        )  # fmt: skip
+        staged = _owned_program(run, step, asked, graphs, _planned(run, graphs, asked, price))
         if staged.needed <= asked.budget:
-            break
-    assert staged is not None
+            return staged
     return staged
+
+
+def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+    """A plan of a step that was divided by where its arguments lay: the same division and decisions, without solving.
+
+    Raises:
+      PlanError: the plan is for other arguments or another program; says what differs.
+    """
+    division, found = plan.division, dict[str, Pin]()
+    for stage, mesh in zip(plan.stages, division.submeshes, strict=True):
+        logical = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+        for leaf in stage.arguments:
+            if leaf.path in division.owned:
+                layout = layout_of(leaf.spec, len(leaf.shape))
+                found[leaf.path] = Pin(logical, division.first_devices[mesh], layout, "the plan has it there")
+    numbers = {argument.path: number for number, argument in enumerate(step.traced.arguments)}
+    missing = [path for path in found if path not in numbers]
+    if missing:
+        raise PlanError(
+            f"the plan is for other arguments: {shown(missing[0])} is in the plan but was not passed. Plan again, or "
+            "pass the arguments for which it was made."
+        )
+    asked = replace(asked, pins=Pins({numbers[path]: pin for path, pin in found.items()}))
+    graphs = _owned_graphs(run, step, asked)
+    planned = []
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
+        planned.append(run("lowering", planning.lowered, decided, split_weights=False))
+    return _owned_program(run, step, asked, graphs, planned, "replayed")
+
+
+def _owned_graphs(run: Passes, step: Step, asked: Asked) -> tuple[StageGraph, ...]:
+    """The parts of a step, one for each submesh that arguments lie on."""
+    places = submeshes_of(asked.pins, asked.cluster.num_devices)
+    pinned = {number: places.index((pin.mesh, pin.first_device)) for number, pin in asked.pins.arguments.items()}
+    found = run("stages", stages.ownership, step.traced, pinned, len(places))
+    return run("stages", stages.owned_graphs, step.traced, found, len(places))
+
+
+def _owned_program(
+    run: Passes, step: Step, asked: Asked, graphs: Sequence[StageGraph], planned: Sequence[PlannedStage],
+    status: str = "feasible",
+) -> Staged:  # fmt: skip
+    """The program of planned parts."""
+    traced, count = step.traced, len(planned)
+    firsts = [first for _, first in submeshes_of(asked.pins, asked.cluster.num_devices)]
+    verdict = Verdict(
+        "layers", status,
+        sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
+        owned=tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments)),
+    )  # fmt: skip
+    loop = Accumulated(traced, -1, 1, moves(traced, graphs, asked.pins))
+    return run(
+        "programs", programs.pipelined, loop, planned, firsts, schedules.forwards(range(count), 1), asked.cluster,
+        first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, verdict=verdict,
+    )  # fmt: skip
 
 
 def _planned(run: Passes, graphs: Sequence[StageGraph], asked: Asked, price: float) -> list[PlannedStage]:

@@ -334,6 +334,8 @@ class Division:
       temporary_bytes: likewise, the most that an executable needs in addition.
       timeline: the simulated step.
       idle_devices: if devices of the cluster are not used, how many are and why; else empty.
+      owned: the paths of the arguments that the step was divided by, each on the submesh that has it; empty for a step
+        that was divided by its layers.
     """
 
     virtual: int
@@ -347,6 +349,7 @@ class Division:
     temporary_bytes: tuple[int, ...]
     timeline: Timeline
     idle_devices: str = ""
+    owned: tuple[str, ...] = ()
 
     def layers_of(self, stage: int) -> tuple[int, int]:
         """The first layer of a stage, and how many layers it has."""

@@ -12,7 +12,7 @@ import pytest
 from alpa_lite import compiler, kept
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Options, Pipeline
 from alpa_lite.passes.tracing.tracing import trace
@@ -132,3 +132,17 @@ def test_a_train_step_divided_by_its_state() -> None:
     check(first, again, train, parameters(), (examples(6),))
     assert layouts(again) == layouts(first)
     assert len(again.staged.program.transfers) == 2  # one activation there, one gradient back
+
+
+def test_a_plan_by_owners_is_saved_and_replayed(tmp_path) -> None:
+    first, args = trained(), (parameters(), examples(6))
+    plan = planned(first, train, args, ("x",)).plan
+    plan.save(tmp_path / "plan.json")
+    options = Options(cluster=cluster(4), plan=str(tmp_path / "plan.json"), batch_argnames=("x",), batch_argnums=())
+    again = compiler.compile_step(train, args, {}, options, cluster(4))
+    assert again.plan.step_seconds == pytest.approx(plan.step_seconds)
+    assert [s.arguments for s in again.plan.stages] == [s.arguments for s in plan.stages]
+    assert "forward" in str(again.plan) and again.plan.explain("w0")
+    again.plan.simulate(tmp_path / "timeline.json")
+    with pytest.raises(PlanError, match="was not passed"):
+        compiler.compile_step(train, (parameters(3), examples(6)), {}, options, cluster(4))

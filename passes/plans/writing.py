@@ -99,6 +99,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
             temporary_bytes=tuple(pair[1] for pair in staged.bytes),
             timeline=staged.timeline,
             idle_devices=verdict.idle_devices,
+            owned=verdict.owned,
         ),
         candidates=verdict.candidates,
         notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),

@@ -36,6 +36,7 @@ class Verdict:
       seconds, bound: of the choice in that model, and of the best that there can be.
       candidates: what was weighed.
       idle_devices: if devices are left over, how many and why.
+      owned: the paths of the arguments that the step was divided by, if it was.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Verdict:
     bound: float
     candidates: tuple[Candidate, ...] = ()
     idle_devices: str = ""
+    owned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
