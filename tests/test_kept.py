@@ -146,3 +146,24 @@ def test_a_plan_by_owners_is_saved_and_replayed(tmp_path) -> None:
     again.plan.simulate(tmp_path / "timeline.json")
     with pytest.raises(PlanError, match="was not passed"):
         compiler.compile_step(train, (parameters(3), examples(6)), {}, options, cluster(4))
+
+
+def evaluate(p, x):
+    out = forward(p, x)
+    return {"loss": (out**2).mean(), "guess": out.argmax(-1)}
+
+
+def count(p):
+    return sum(w.size for w in jax.tree.leaves(p)), jnp.sqrt(sum(jnp.sum(w**2) for w in jax.tree.leaves(p)))
+
+
+def averaged(p, average):
+    return jax.tree.map(lambda a, b: 0.9 * b + 0.1 * a, p, average)
+
+
+@pytest.mark.parametrize(("devices", "stages", "schedule"), [(4, 2, "1f1b"), (4, 2, "interleaved-1f1b")])
+def test_functions_of_the_state_of_a_pipeline(devices: int, stages: int, schedule: str) -> None:
+    first = trained(stages, devices, schedule=schedule)
+    x = examples(6)
+    check(first, planned(first, evaluate, (parameters(), x), ("x",), devices), evaluate, parameters(), (x,))
+    check(first, planned(first, count, (parameters(),), (), devices), count, parameters(), ())
