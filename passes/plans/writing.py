@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite import _jax
+from alpa_lite import _jax, kernels
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Traced
@@ -335,7 +335,7 @@ def _op_name(traced: Traced, op: Op) -> str:
     values = traced.graph.values
     ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
     outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
-    return f"{op.name} {' x '.join(ins)} -> {', '.join(outs)}"
+    return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
 
 
 def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
@@ -401,10 +401,12 @@ class _Layouts:
         if value is None:
             return "", 0
         partial = strategy.partial
+        made = self._grouping.homes[value].dims
         if group.kind == "heavy":
             sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-            partial = tuple(a for a in self._mesh.axis_names if a in sums)
-        placed = strategy_space.layout_of(self._grouping.homes[value].dims, strategy, partial)
+            used = {a for dim in made for f in dim for a in strategy.axes[f]}
+            partial = tuple(a for a in self._mesh.axis_names if a in sums - used)
+        placed = strategy_space.layout_of(made, strategy, partial)
         size = int(self._traced.graph.values[value].nbytes / block_count(placed, self._mesh))
         operands = [
             strategy_space.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())
