@@ -209,11 +209,11 @@ def _train(
     console = _console()
     chosen = _method(method, stages, schedule)
     cluster = training.local_cluster(devices)
+    from alpa_lite.report import summary, timeline
     from alpa_lite.report import text as report
-    from alpa_lite.report import timeline
 
     def show(plan: Any) -> None:
-        console.print(report.overview(plan) if brief else report.renderable(plan))
+        console.print(report.overview(plan) if brief else summary.renderable(plan.compared()))
         _write(plan, output, simulate, console)
         console.print()
 
@@ -261,7 +261,7 @@ def plan(
     shape = None if topology is None else _shape(topology, "--topology")
     from alpa_lite import training
     from alpa_lite.cluster import Cluster
-    from alpa_lite.report import text as report
+    from alpa_lite.report import summary as report
 
     if cluster == "local":
         machine = training.local_cluster(None)
@@ -276,18 +276,21 @@ def plan(
         num_microbatches=microbatches or "auto", dump_dir=dump,
     )  # fmt: skip
     console = _console()
-    console.print(report.renderable(found))
+    console.print(report.renderable(found.compared()))
     _write(found, output, simulate, console)
 
 
 @app.command()
 @_clean
-def show(file: PlanFile) -> None:
-    """Print a plan: shardings, collectives, memory, predicted times and where they go."""
+def show(
+    file: PlanFile,
+    full: Annotated[bool, typer.Option("--full", help="Print everything: shardings, collectives, checks.")] = False,
+) -> None:
+    """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     from alpa_lite.plan import Plan
-    from alpa_lite.report import text as report
+    from alpa_lite.report import summary, text
 
-    _console().print(report.renderable(Plan.load(file)))
+    _console().print((text if full else summary).renderable(Plan.load(file)))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.lowering.program import block_count
-from alpa_lite.passes.plans import alternatives
+from alpa_lite.passes.plans import alternatives, figures
 from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.programs.staged import Staged, notes
@@ -53,11 +53,13 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
     program = staged.program
     stages: list[Stage] = []
     listed: list[tuple[Collective, float]] = []
+    examples = figures.examples(staged.traced) // program.num_microbatches
     known: dict[int, Stage] = {}  # stages whose choices were taken over share the solution
     for number, planned in enumerate(staged.stages):
         own = collectives_of(planned, number)
         like = known.get(id(planned.found.solution))
         stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, budget, like)
+        stage = replace(stage, axes=figures.axis_uses(planned, examples))
         known.setdefault(id(planned.found.solution), stage)
         stages.append(stage)
         listed += own
@@ -104,6 +106,8 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         candidates=verdict.candidates,
         notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),
         ingredients=parts,
+        products=figures.products(staged.stages, cluster),
+        comparisons=verdict.others,
     )
 
 
@@ -159,6 +163,8 @@ def _stage(
         decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
         replicated=_replicated(traced, groups, rules, cost),
         ingredients=parts,
+        held=figures.held(planned),
+        spending=figures.spending(planned),
     )
 
 
