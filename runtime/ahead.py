@@ -14,12 +14,14 @@ loaded it (`ALLOW_MULTIPLE_LIBTPU_LOAD`: its lock file is about devices). It rea
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,15 @@ def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator
         yield executable.lowered().compile()
 
 
+def compiler_version(target: Target) -> str:
+    """The package of a target's compiler, and its version."""
+    names = ["libtpu"] if target.platform == "tpu" else ["jax-cuda12-pjrt", "jax-cuda13-pjrt"]
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return f"the {target.platform} plugin that the environment names"
+
+
 def _tpu_devices(target: Target) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise OptionError(
@@ -131,7 +142,9 @@ def _tpu_devices(target: Target) -> list[Any]:
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     shape = "x".join(map(str, target.shape))
-    more = {"num_slices": target.slices} if target.slices > 1 else {}
+    more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+    if target.kind == "v4":  # the two cores of a chip as one device, as JAX has them where there are such chips
+        more["chip_config_name"] = "megacore"
     return _described(target, "tpu", f"{_LIBTPU_NAMES.get(target.kind, target.kind)}:{shape}", more)
 
 
