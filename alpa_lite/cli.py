@@ -112,8 +112,6 @@ Keywords = Annotated[
 ]
 
 
-
-
 def _version(wanted: bool) -> None:
     """Prints the version and ends."""
     if wanted:
@@ -308,8 +306,8 @@ def plan(
 ) -> None:
     """Plan a model, or any train step, for a cluster that need not be attached; nothing is executed.
 
-    A step of your own is looked for in the current directory first: alpa-lite plan train:step --args train:abstract_args
-    --cluster h100
+    A step of your own is looked for in the current directory first:
+    alpa-lite plan train:step --args train:abstract_args --cluster h100
     """
     shape = None if topology is None else _shape(topology, "--topology")
     from alpa_lite import steps, training

@@ -127,7 +127,9 @@ def remembered(path: Path) -> NamedStep | None:
     try:
         return NamedStep(**data)
     except TypeError as error:
-        raise PlanError(f"plan file {str(path)!r}: its {KEY!r} is not what this alpa_lite writes; plan again") from error
+        raise PlanError(
+            f"plan file {str(path)!r}: its {KEY!r} is not what this alpa_lite writes; plan again"
+        ) from error
 
 
 def _value(name: str, what: str) -> Any:

@@ -63,8 +63,9 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
-        return math.prod(self.shape) * self.slices
+        """All devices; of chips that JAX shows as several devices, all of these."""
+        cores = presets.SLICES[self.kind].get("cores", 1) if self.platform == "tpu" else 1
+        return math.prod(self.shape) * self.slices * cores
 
     def __str__(self) -> str:
         """As `target_of` reads it."""
@@ -87,13 +88,14 @@ def target_of(text: str | None, cluster: Cluster) -> Target:
                 f"--target: the plan is for {cluster}, whose kind of device does not say which compiler to take; "
                 "give one, such as v5e:2x4 or cuda:h100.txtpb"
             )
-        return Target("tpu", names[0], cluster.topology, cluster.nodes)
+        rank = len(presets.SLICES[names[0]]["default"])
+        return Target("tpu", names[0], cluster.topology[:rank], cluster.nodes)
     kind, _, rest = text.partition(":")
     if kind.lower() in ("cuda", "gpu"):
         if not rest:
             raise OptionError(f"--target {text!r}: give the file that describes the GPU, as in cuda:h100.txtpb")
         return Target("cuda", rest, (cluster.num_devices,))
-    match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7").replace("tpu v", "v"))
+    match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7"))
     if match is None or match["kind"] not in presets.SLICES:
         known = ", ".join(presets.SLICES)
         raise OptionError(f"--target {text!r}: write KIND:SHAPE with a kind of {known}, as in v5e:2x4, or cuda:FILE")

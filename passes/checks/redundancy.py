@@ -164,9 +164,8 @@ class _Numbering:
     def _sum(self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...]) -> None:
         """Follows sums over devices through additions, reshapes, and products with constants."""
         name = op.name.removeprefix("stablehlo.")
-        if name == "constant" and _is_zero(op):
-            self.zeros.update(numbers)
-        elif name in ("broadcast_in_dim", "reshape") and operands[0] in self.zeros:
+        spread = name in ("broadcast_in_dim", "reshape") and operands[0] in self.zeros
+        if spread or (name == "constant" and _is_zero(op)):
             self.zeros.update(numbers)
         elif name in ("add", "subtract"):
             first, second = (self.sums.get(n) for n in operands)
