@@ -9,12 +9,10 @@ from alpa_lite.errors import (
     MicrobatchError,
     OptionError,
     PlanError,
-    RuleError,
     SignatureError,
     TracingError,
     VerificationError,
 )
-from alpa_lite.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Plan
 from alpa_lite.records import Collective
@@ -38,7 +36,6 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanError",
-    "RuleError",
     "Sharded",
     "SignatureError",
     "TensorParallel",
@@ -48,5 +45,4 @@ __all__ = [
     "__version__",
     "make_plan",
     "parallelize",
-    "register_rule",
 ]

@@ -19,10 +19,13 @@ import jax.numpy as jnp
 from jax._src import array as _array
 from jax._src import core as _core
 from jax._src import debugging as _debugging
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import mlir as _mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 # --- tracing: reading jaxprs, and emitting their equations again -----------------------------------------------------
 
@@ -244,6 +247,81 @@ def under(source: Any) -> Iterator[None]:
     """Runs its body under an equation's name stack and source line."""
     stack = _source_info_util.current_name_stack() + source.name_stack
     with _source_info_util.user_context(source.traceback, name_stack=stack):
+        yield
+
+
+# --- what users say of shardings --------------------------------------------------------------------------------------
+
+CONSTRAINT = _extend_core.Primitive("user_constraint")
+"""The identity, where the user has said how a value lies: parameters `dims` (axes of each dim, None where it is free),
+`mesh` ((shape, names) of the user's mesh, or None), and `why` (in words)."""
+CONSTRAINT.def_impl(lambda x, **_: x)
+CONSTRAINT.def_abstract_eval(lambda x, **_: x)
+_mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
+
+
+def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
+    """For each operand of an equation the parameters of the `CONSTRAINT` that it means; None where it means none.
+
+    These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. An address of
+    memory other than the device's own is no matter of sharding.
+    """
+    params, name = eqn.params, eqn.primitive.name
+    if name == "sharding_constraint":
+        shardings = [params["sharding"]]
+    elif name == "device_put":
+        shardings = list(params["devices"])
+    elif name == "reshard":
+        shardings = [params["dst_sharding"]]
+    else:
+        return []
+    found = []
+    for sharding, var in zip(shardings, eqn.invars, strict=True):
+        if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
+            found.append(None)
+            continue
+        mesh = sharding.mesh
+        dims = spec_dims(sharding.spec, len(var.aval.shape))
+        found.append({"dims": dims, "mesh": (tuple(mesh.axis_sizes), tuple(mesh.axis_names)), "why": name})
+    return found
+
+
+def spec_dims(spec: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:
+    """The axes of each of `rank` dims under a spec; None where it leaves the dim unconstrained."""
+    entries = (
+        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for e in spec
+    )
+    dims = tuple(entries)
+    return (*dims, *((),) * (rank - len(dims)))
+
+
+def context_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, `use_abstract_mesh` or `with mesh:` around the caller; None without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = _mesh.thread_resources.env.physical_mesh  # that of `with mesh:`, which no public function returns
+    return None if mesh.empty else mesh
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Runs its body as if no `jax.set_mesh` were around it: `shard_map` takes no mesh but that of the context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(None):
+        yield
+
+
+@contextlib.contextmanager
+def tracing_under(mesh: Any) -> Iterator[None]:
+    """Traces its body under a mesh of a context (None: without one), all its axes `Auto`, whatever types they have."""
+    if not isinstance(mesh, AbstractMesh):  # that of `with mesh:` is still around
+        yield
+        return
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)):
         yield
 
 

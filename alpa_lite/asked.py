@@ -113,8 +113,10 @@ class Asked:
 
     @property
     def pipelines(self) -> bool:
-        """Whether the method allows pipelines on this cluster."""
-        return isinstance(self.base, Pipeline) or (isinstance(self.method, Auto) and self.cluster.num_devices > 1)
+        """Whether the method allows pipelines on this cluster; a mesh of all devices that the user names has none."""
+        return isinstance(self.base, Pipeline) or (
+            isinstance(self.method, Auto) and self.cluster.num_devices > 1 and self.wishes.mesh is None
+        )
 
     @property
     def remat(self) -> tuple[Choice, ...]:

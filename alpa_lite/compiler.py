@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import collecting, kept, schedules
+from alpa_lite import _jax, collecting, kept, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
@@ -31,8 +31,7 @@ from alpa_lite.passes.layers.division import divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.plans import candidates, comparing, replay
-from alpa_lite.passes.plans.comparing import beside, does_not_fit
+from alpa_lite.passes.plans import candidates, replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
 from alpa_lite.passes.sharding import search, wishes
 from alpa_lite.passes.stages import planning, staging, submeshes
@@ -107,10 +106,12 @@ def compile_step(
         state_argnums=options.state_argnums, state_argnames=options.state_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
     )  # fmt: skip
-    asked = Asked(options, cluster, trace, pins, like)
-    with collecting.seldom(), passes(options.dump_dir) as run:
-        traced = run("tracing", trace)
-        asked = replace(asked, wishes=wishes.of(traced, asked.method))
+    context = _jax.context_mesh()
+    asked = Asked(options, cluster, tracing.under(context, trace), pins, like)
+    with collecting.seldom(), _jax.without_mesh(), passes(options.dump_dir) as run:
+        traced = run("tracing", asked.trace)
+        said = tracing.annotated(traced, args, kwargs)
+        asked = replace(asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context))
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         if asked.plan is not None:
             staged = replayed(run, step, asked, asked.plan)
@@ -118,6 +119,7 @@ def compile_step(
             staged = fitting(kept.divided_as_given(run, step, asked), asked)
         else:
             staged = best(run, step, asked)
+        staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
         if options.donate_argnums != "auto":
             staged = donating(staged, donated_leaves(traced, options.donate_argnums))
         plan = run("plan", plans.write, staged, cluster, method=asked.described, budget=asked.budget)
@@ -126,7 +128,7 @@ def compile_step(
         plan = replace(plan, planning_seconds=dict(run.seconds))
     _check_memory(plan, options)
     logger.info("planned %s: %s", getattr(fun, "__name__", fun), run.seconds)
-    return Compiled(staged, plan.comparing(comparing.of(step.traced, step.rules, staged, cluster)))
+    return Compiled(staged, plan)
 
 
 def best(run: Passes, step: Step, asked: Asked) -> Staged:
@@ -144,11 +146,9 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
             if not asked.pipelines:
                 raise
             reason = error
-    if not asked.pipelines:
+    if not asked.pipelines or (mesh is not None and not worth_a_pipeline(mesh)):
         assert mesh is not None
         return mesh
-    if mesh is not None and not worth_a_pipeline(mesh):
-        return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     try:
         found = pipeline(run, step, asked)
     except (InfeasibleError, MicrobatchError, OptionError) as error:
@@ -159,13 +159,11 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
             if again is None:
                 raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
             return again
-        return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
-    if mesh is None:
-        return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    if found.seconds < mesh.seconds:
-        return beside(found, "one mesh", mesh)
+        return noted(mesh, f"no pipeline was compared: {error}")
+    if mesh is None or found.seconds < mesh.seconds:
+        return found
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
-    return beside(noted(mesh, note), "pipeline", found)
+    return noted(mesh, note)
 
 
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
@@ -427,9 +425,9 @@ def fitting(staged: Staged, asked: Asked) -> Staged:
     return staged
 
 
-def noted(staged: Staged, note: str) -> Staged:
-    """The same with a note in its plan."""
-    return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
+def noted(staged: Staged, *notes: str) -> Staged:
+    """The same with notes in its plan."""
+    return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, *notes)))
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from alpa_lite import paths
+from alpa_lite import _jax, paths
 from alpa_lite.errors import OptionError
 from alpa_lite.methods import (
     Auto,
@@ -150,10 +150,7 @@ class Manual(Method):
 
 def dims_of(spec: PartitionSpec) -> Dims:
     """The axes of each dim of a spec."""
-    return tuple(
-        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
-        for e in spec
-    )
+    return _jax.spec_dims(spec, len(spec))
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:

@@ -80,16 +80,20 @@ class Wishes:
     Attributes:
       mesh: the mesh that the step's own constraints, its arrays, or the context name; None leaves it to the search.
       names: the names of axes that a searched mesh must have, major to minor; none leaves them to the search.
+      more: whether a searched mesh may have another axis before these.
       why: where the mesh or the names come from, to follow "because of".
-      leaves: stored path of an argument -> what is said of it, most important.
+      leaves: stored path of an argument -> what is said of it.
       given: stored paths of those leaves that the method itself names: they come before the rest of the method.
+      notes: what is not heeded, and why.
     """
 
     mesh: LogicalMesh | None = None
     names: Axes = ()
+    more: bool = False
     why: str = ""
     leaves: Mapping[str, Wish] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
 
 NO_WISHES = Wishes()

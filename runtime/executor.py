@@ -231,6 +231,7 @@ class Executable:
                 self._executable = self._compile()
             return self._executable
 
+    @_jax.without_mesh()
     def lowered(self) -> jax.stages.Lowered:
         """The step lowered for its mesh, whose devices may be those of a topology that is described alone."""
         groups = (self._pick_donated, self._pick_kept)  # lists or tuples: also of shardings and of types
@@ -250,6 +251,7 @@ class Executable:
         self._steady = self._weak.with_returned(self._donated, self._returned_weak)
         return traced.lower()
 
+    @_jax.without_mesh()
     def _compile(self) -> jax.stages.Compiled:
         constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
         compiled = self.lowered().compile()

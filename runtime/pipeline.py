@@ -193,6 +193,7 @@ class PipelineExecutable:
                 self._compiled = self._compile_all()
             return self._compiled
 
+    @_jax.without_mesh()
     def _compile_all(self) -> list[Any]:
         program = self._program
         self._steps, self._items = [], []
@@ -243,6 +244,7 @@ class PipelineExecutable:
             return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
         return compiled, compiled, numbered
 
+    @_jax.without_mesh()
     def _lowered(self, number: int, run: Run) -> tuple[jax.stages.Lowered, list[jax.ShapeDtypeStruct], bool]:
         """An executable lowered, its results, and whether it takes the number of the micro-batch."""
         program, executable = self._program, self._program.executables[number]

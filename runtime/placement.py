@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from alpa_lite import _jax
+
 # The state is placed in about so many groups: each costs one small compilation, and a copy of 1/_GROUPS of the state.
 _GROUPS = 8
 
@@ -60,6 +62,7 @@ def settle(
     return out
 
 
+@_jax.without_mesh()
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Copies of the leaves that lie as `shardings` say and share no memory with anything."""
     sizes = [np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]

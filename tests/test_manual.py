@@ -143,7 +143,7 @@ def test_data_parallelism_of_the_rest_uses_the_axes_that_no_spec_names():
     assert sharded(plan)["batch"] == P("data")
 
 
-@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("axes", [pytest.param(("a", "b"), marks=pytest.mark.slow), ("b", "a")])
 def test_both_orders_of_axes(axes):
     method = Manual({"*/params/h_0/Dense_1/kernel": P(axes)}, (4, 2), ("a", "b"))
     step = alpa_lite.parallelize(linen_step, method=method)

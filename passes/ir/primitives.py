@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from alpa_lite import kernels
 from alpa_lite.graph import Lit, Op, Value
-from alpa_lite.kernels import KERNEL
 from alpa_lite.strategy import Rule
 
 
@@ -33,7 +31,10 @@ CONTROL = _names("scan while cond")
 PAIRWISE = _names("optimization_barrier device_put reshard pvary")
 """Result k is operand k, whatever the other operands are."""
 
-PLACEMENT = _names("device_put pvary reshard sharding_constraint")
+CONSTRAINT = "user_constraint"
+"""What the user says of where a value lies (`_jax.CONSTRAINT`); `tracing` writes it for what JAX has."""
+
+PLACEMENT = _names("device_put pvary reshard sharding_constraint user_constraint")
 """Operations that only say where a value lies."""
 
 CHECKPOINT = _names("remat2")
@@ -89,7 +90,7 @@ ELEMENTWISE = _names("""
     logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
     population_count pow random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 xor zeta
+    square stop_gradient sub tan tanh threefry2x32 user_constraint xor zeta
 """)
 """Element i of each result depends on element i of each operand, or on its only element."""
 
@@ -117,7 +118,7 @@ LINEAR_CHAIN = _names("neg transpose reshape squeeze copy convert_element_type")
 
 LINEAR_IN_FIRST = _names("""
     neg transpose reshape squeeze copy broadcast_in_dim reduce_sum slice rev cumsum split reduce_window_sum real imag
-    dynamic_slice gather unstack sharding_constraint reshard
+    dynamic_slice gather unstack sharding_constraint reshard user_constraint
 """)
 """Linear in the first operand; the others are indices."""
 
@@ -129,15 +130,12 @@ LINEAR_IN_ALL = ADDITIONS | _names("concatenate stack pad")
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
-KERNELS = _names("kernel custom_partitioning ffi_call pallas_call")
-"""Functions that are one operation. `kernel` is that of `alpa_lite.kernels`; all others are JAX's."""
-
-COMPUTE_INTENSIVE = KERNELS | LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
-    fft custom_linear_solve scan while shard_map
+COMPUTE_INTENSIVE = LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
+    fft custom_linear_solve scan while shard_map pallas_call ffi_call
 """)  # fmt: skip
 """Much more work than reading the operands, or of unknown work."""
 
-EXPENSIVE_TO_REPEAT = PRODUCTS | KERNELS | _names("sort fft")
+EXPENSIVE_TO_REPEAT = PRODUCTS | _names("sort fft")
 """Better done once and sent than done by every stage that needs the result."""
 
 CHEAP_TO_REPEAT = RESHAPES | _names("""
@@ -150,31 +148,19 @@ CHEAP_TO_REPEAT = RESHAPES | _names("""
 KEPT = DRAWS | CONTROL | _names("conv_general_dilated sort top_k fft")
 """What the selective choice of rematerialisation keeps, beside products without batch dims."""
 
-UNFUSED = (
-    PRODUCTS
-    | KERNELS
-    | _names("""
+UNFUSED = PRODUCTS | _names("""
     argmax argmin cummax cummin cumprod cumsum cumlogsumexp fft gather reduce_max reduce_min reduce_prod reduce_sum
     scatter scatter-add sort top_k
 """)
-)
 """Operations that compilers do not fuse with elementwise ones: they read and write memory themselves."""
 
-DECIDING = PRODUCTS | KERNELS | _names("gather scatter sort dynamic_update_slice")
+DECIDING = PRODUCTS | _names("gather scatter sort dynamic_update_slice")
 """Operations whose sharding is a decision of its own, however little they compute."""
 
 
 def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
-    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element.
-
-    A kernel's are counted in what it does; any other operation that its user described is taken to be an einsum.
-    """
+    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
     if op.name in PRODUCTS:
-        return 2.0 * math.prod(f.size for f in rule.factors)
-    if op.primitive is KERNEL:
-        operands = [a.aval if isinstance(a, Lit) else values[a] for a in op.operands]
-        return kernels.flops_of(op.params["kernel"], kernels.types_of(operands))
-    if rule.source == "registered":
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
     return float(max((math.prod(values[v].shape) for v in tensors), default=1))

@@ -28,7 +28,7 @@ from typing import Any
 from alpa_lite.graph import Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local import effects, indexing, random, reductions, registered, windows
+from alpa_lite.passes.local import effects, indexing, random, reductions, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 from alpa_lite.strategy import Factor, Rule
 
@@ -53,9 +53,8 @@ def local_form(
         setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
         return _ANYWHERE.get(op.name, Setting.bound)(setting)
     parts = _parts(rule, assignment, sharded, mesh)
-    given = registered.maker(op)
-    maker = given or FORMS.get(op.name)
-    if parts is None or maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
+    maker = FORMS.get(op.name)
+    if parts is None or maker is None or not _kinds_fit(op.name, maker, rule.factors, sharded):
         return None
     operands = _layouts(rule.operands, rule, assignment, parts, ())
     partial = tuple(
@@ -138,8 +137,7 @@ def _layouts(
                     axes += assignment[f]
                 leading = leading and parts.get(f, 1) == rule.factors[f].size
             dims.append(axes)
-        used = {axis for axes in dims for axis in axes}  # a result that has the summed factor is no sum over it
-        out.append(Layout(tuple(dims), tuple(a for a in partial if a not in used)))
+        out.append(Layout(tuple(dims), partial))
     return tuple(out)
 
 
@@ -205,7 +203,7 @@ _PLAIN = """
     random_wrap reciprocal reduce_sum sort squeeze stack tie to_edtype transpose unstack
 """
 
-_IDENTITY = dict.fromkeys(primitives.PLACEMENT, _identity)
+_IDENTITY = dict.fromkeys(primitives.PLACEMENT - {primitives.CONSTRAINT}, _identity)
 
 _EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     "debug_callback": effects.printing,
@@ -221,6 +219,7 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bound),
     **dict.fromkeys(_PLAIN.split(), Setting.bound),
     **_IDENTITY,
+    primitives.CONSTRAINT: Setting.bound,
     "argmax": reductions.arg_extremum,
     "argmin": reductions.arg_extremum,
     "broadcast_in_dim": _broadcast_in_dim,

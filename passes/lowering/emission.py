@@ -150,12 +150,15 @@ def _crossing_spec(layout: Layout) -> PartitionSpec:
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
     """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
     layouts: dict[int, Layout] = {}
+    said: set[int] = set()  # the user says where they lie, be it whole everywhere
 
     def visit(body: Body) -> None:
         for item in body.instructions:
             match item:
                 case Compute(op=op, form=form):
                     layouts.update(zip(op.results, form.results, strict=False))
+                    if op.name == primitives.CONSTRAINT:
+                        said.update(op.results)
                 case Loop(bodies=bodies):
                     for inner in bodies:
                         visit(inner)
@@ -164,7 +167,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
 
     def place(value: int, array: Any) -> Any:
         layout = layouts.get(value)
-        if layout is None or layout.partial or layout.is_replicated:
+        if layout is None or layout.partial or (layout.is_replicated and value not in said):
             return array
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
 

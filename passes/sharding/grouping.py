@@ -7,7 +7,7 @@ with both.
 Grouping. Every value gets a *home*: a group, and for each of its dims the factors of that group. A group is one of
 
 - leaf: an argument, a constant, or an input of a nested body (a *port*): its factors are its dims;
-- heavy: one operation with its own rule (a matrix product, a reduction, a gather, ...);
+- heavy: one operation with its own rule (a matrix product, a reduction, a gather, what the user says of a value, ...);
 - linear: an addition of values that may be partial sums, so that a partial sum can travel through it; a carry that
   starts at zero and is only added to, scalars (a loss) too, so that gradients and losses of micro-batches are reduced
   once, after the loop;
@@ -446,6 +446,8 @@ def _leaf_dims(shape: tuple[int, ...]) -> Dims:
 def _is_light(rule: Rule, op: Op) -> bool:
     """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
     if any(f.kind != "parallel" for f in rule.factors) or (op.params.get("dimensions") and op.name == "reshape"):
+        return False
+    if op.name == primitives.CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
         return False
     shown = {f for dims in rule.results for dim in dims for f in dim}
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)

@@ -21,6 +21,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
+from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
 from alpa_lite.paths import shown
@@ -54,11 +55,12 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         mesh = wishes.mesh
         if given not in (None, mesh.shape):
             raise OptionError(
-                f"mesh_shape={given}: {wishes.why} has the mesh {_mesh(mesh)}; leave mesh_shape out, or give that one."
+                f"mesh_shape={given}: {wishes.why} has the mesh {described(mesh)}; leave mesh_shape out, or give "
+                f"{mesh.shape}."
             )
         if any(name not in mesh.axis_names for name in names):
             raise OptionError(
-                f"Manual names the axes {', '.join(names)}: {wishes.why} has the mesh {_mesh(mesh)}; use its names."
+                f"Manual names the axes {', '.join(names)}: {wishes.why} has the mesh {described(mesh)}; use its names."
             )
         return (mesh,)
     if given is not None:
@@ -75,19 +77,20 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
             return tuple(found)
     if given is not None and len(given) == len(names):
         return (LogicalMesh(tuple(given), names),)
-    found = dict.fromkeys(shape for s in shapes for shape in _orders(tuple(s), len(names)))
-    exact = [shape for shape in found if 1 not in shape]
-    return tuple(LogicalMesh(shape, names) for shape in exact or found)
+    wider = next(name for name in (*NAMES, "searched") if name not in names)
+    found = [
+        LogicalMesh(shape, some)
+        for some in (names, (wider, *names)) if some is names or wishes.more
+        for shape in dict.fromkeys(order for s in shapes for order in _orders(tuple(s), len(some)))
+    ]  # fmt: skip
+    exact = [mesh for mesh in found if 1 not in mesh.shape]
+    return tuple(exact or found)
 
 
 def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
     """A shape with so many axes in every order, axes of one device added: names tell equal axes apart."""
     if len(shape) <= count:
         yield from itertools.permutations((*shape, *(1,) * (count - len(shape))))
-
-
-def _mesh(mesh: LogicalMesh) -> str:
-    return " x ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
 
 
 def limits(
@@ -142,42 +145,6 @@ def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, num
     group = grouping.leaves[number]
     if group:
         out[group] = tuple(completions(wish, shape, mesh))
-
-
-def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
-    """Why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
-    unknown = [a for axes in wish.dims for a in axes or () if a not in mesh.axis_names]
-    if unknown:
-        return f"the mesh {_mesh(mesh)} has no axis {unknown[0]!r}"
-    if len(wish.dims) > len(shape):
-        return f"it has {len(wish.dims)} entries for {len(shape)} dims"
-    for size, axes in zip(shape, wish.dims, strict=False):
-        if axes and size % mesh.product(axes):
-            return f"{size} does not divide over the {mesh.product(axes)} devices of {', '.join(axes)}"
-    return None
-
-
-def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Layout]:
-    """The layouts that fulfil a wish: free dims with any of the axes that are left, in mesh order."""
-    dims = (*wish.dims, *((),) * (len(shape) - len(wish.dims)))
-    # A dim of one element has one block, whatever the axes: strategies leave it whole.
-    dims = tuple(() if size == 1 else axes for size, axes in zip(shape, dims, strict=True))
-    used = {a for axes in dims for a in axes or ()}
-    left = [a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1]
-    free = [i for i, axes in enumerate(dims) if axes is None]
-    fixed = [tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in dims]
-
-    def assigned(rest: Sequence[str], now: list[Axes]) -> Iterator[Layout]:
-        if not rest:
-            yield Layout(tuple(now))
-            return
-        yield from assigned(rest[1:], now)
-        for i in free:
-            axes = (*now[i], rest[0])
-            if shape[i] % mesh.product(axes) == 0:
-                yield from assigned(rest[1:], [*now[:i], axes, *now[i + 1 :]])
-
-    yield from assigned(left, fixed)
 
 
 def _textbook(

@@ -26,13 +26,15 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Traced, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.passes.ir.primitives import PRODUCTS, work
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, work
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.prices import divides, pairs
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
+from alpa_lite.pins import Wish
 from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
 
 
@@ -164,11 +166,24 @@ class _Builder:
     def heavy_strategies(self, group: Group) -> list[Strategy]:
         """The assignments that have a local form; for products, those that leave the fewest axes idle.
 
-        The others repeat the same work.
+        The others repeat the same work. What the user says of a value leaves those that fulfil it.
         """
+        if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
+            return self.constrained_strategies(group)
         found = [Strategy(a) for a in assignments(group.factors, self.mesh) if self.form(group, a) is not None]
         product = self.grouping.ops[group.ops[0]].name in PRODUCTS
         return _busiest(found) if product else found
+
+    def constrained_strategies(self, group: Group) -> list[Strategy]:
+        """The strategies that do what the user says of a value; all where this mesh cannot."""
+        op = self.grouping.ops[group.ops[0]]
+        (value,) = op.results
+        shape, dims = self.values[value].shape, self.grouping.homes[value].dims
+        wish = Wish(op.params["dims"], op.params["why"])
+        if fits(wish, shape, self.mesh) is not None:
+            return self.free_strategies(group)
+        found = dict.fromkeys(completions(wish, shape, self.mesh))
+        return [strategy_of(dims, layout, len(group.factors)) for layout in found]
 
     def free_strategies(self, group: Group) -> list[Strategy]:
         """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
@@ -223,19 +238,22 @@ class _Builder:
             assert form is not None
             return form.results[op.results.index(value)]
         sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-        dims = self.grouping.homes[value].dims
-        used = {a for dim in dims for f in dim for a in strategy.axes[f]}
-        return layout_of(dims, strategy, tuple(a for a in self.mesh.axis_names if a in sums - used))
+        partial = tuple(a for a in self.mesh.axis_names if a in sums)
+        return layout_of(self.grouping.homes[value].dims, strategy, partial)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def node(self, members: tuple[int, ...], choices: _Choices) -> Node:
         group = self.grouping.groups[members[0]]
         compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
-        if group.kind != "fixed":
+        if group.kind != "fixed" and not self.is_constraint(group):
             compute = self.compute(group, choices) * group.trips
             communication = self.communication(group, choices) * group.trips
         return Node(group.index, members, choices.strategies, compute, communication)
+
+    def is_constraint(self, group: Group) -> bool:
+        """Whether a group only says where a value lies, which takes no time."""
+        return group.kind == "heavy" and self.grouping.ops[group.ops[0]].name == CONSTRAINT
 
     def compute(self, group: Group, choices: _Choices) -> np.ndarray:
         """[strategies] seconds of the operations of one group: FLOPs, or bytes that enter and leave it."""

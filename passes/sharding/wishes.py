@@ -1,4 +1,6 @@
-"""Which argument each entry of `Manual` names, and which state follows a parameter.
+"""All that the user says of where arguments lie and of the mesh: `Manual`, annotations, arrays, and the context.
+
+Every entry of `Manual` names arguments, and state that belongs to a parameter follows it.
 
 State follows a parameter that has its shape and the longest end of its path: `state/opt_state/0/mu/Dense_0/kernel` has
 the end `Dense_0/kernel` of `state/params/Dense_0/kernel`. If several parameters have it, they must agree.
@@ -7,14 +9,19 @@ the end `Dense_0/kernel` of `state/params/Dense_0/kernel`. If several parameters
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from alpa_lite import paths
+from alpa_lite import _jax, paths
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.manual import REGEX, Manual, dims_of, matches
-from alpa_lite.methods import Method
+from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
+from alpa_lite.passes.ir.primitives import CONSTRAINT
+from alpa_lite.passes.sharding.fulfilling import described
 from alpa_lite.passes.sharding.kinds import state_kinds
+from alpa_lite.passes.tracing.annotations import Annotation, logical
 from alpa_lite.paths import shown, tokens
 from alpa_lite.pins import Wish, Wishes
 
@@ -50,16 +57,76 @@ def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
     return _followers(traced, found | own)
 
 
-def of(traced: Traced, method: Method) -> Wishes:
+def of(
+    traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None
+) -> Wishes:
     """All that the user says of a step.
+
+    The mesh is that of the context, of the constraints in the step, of annotations, or of arrays that arrive sharded,
+    whichever of these is the first to have one of all devices. Arrays give way to a method that asks for another mesh
+    or fixes arguments itself.
+
+    Args:
+      said: what the arguments say of themselves.
+      context: the JAX mesh of the context; None without one.
 
     Raises:
       OptionError: an entry of `Manual` names no argument, or a path is ambiguous.
     """
-    if not isinstance(method, Manual):
-        return Wishes()
-    found = manual(traced, method)
-    return Wishes(names=method.names, leaves=found, given=frozenset(found))
+    found = manual(traced, method) if isinstance(method, Manual) else {}
+    names = method.names if isinstance(method, Manual) else ()
+    notes: list[str] = []
+    mesh, why = None, ""
+    for candidate, source in _meshes(traced, said, context):
+        if candidate.size != num_devices:
+            notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not heeded")
+        elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
+            mesh, why = candidate, source
+        elif candidate != mesh:
+            notes.append(f"{source} has the mesh {described(candidate)}: not heeded beside {why or method.describe()}")
+    textbook = isinstance(method, DataParallel | Zero | TensorParallel)
+    leaves: dict[str, Wish] = {}
+    for one in said:
+        path = traced.arguments[one.number].path
+        if one.dims is None:
+            notes.append(f"{one.why}: not heeded")
+            continue
+        if path in found or (one.mesh is not None and one.mesh != mesh):
+            continue
+        if textbook:
+            notes.append(f"{one.why} ({shown(path)}): the method {method.describe()} comes before it")
+            continue
+        leaves[path] = Wish(one.dims, one.why)
+    more = mesh is None and not names and bool(leaves)
+    if more and not (isinstance(method, Sharded) and method.mesh_shape is not None):
+        names = tuple(dict.fromkeys(a for wish in leaves.values() for axes in wish.dims for a in axes or ()))
+    return Wishes(mesh, names, more, why, leaves | found, frozenset(found), tuple(dict.fromkeys(notes)))
+
+
+_ARRAYS = "an array that arrives sharded"
+
+
+def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> Iterator[tuple[LogicalMesh, str]]:
+    """The distinct meshes that the user names, with their sources, the most binding first."""
+    found: dict[LogicalMesh, str] = {}
+    if context is not None:
+        found[logical(context)] = "the context (jax.set_mesh)"
+    for op in traced.graph.ops():
+        if op.name == CONSTRAINT and op.params["mesh"] is not None:
+            mesh = LogicalMesh(*op.params["mesh"])
+            if mesh not in found and mesh.size > 1:
+                found[mesh] = f"{op.params['why']} at {_jax.source_line(op.source)}"
+    for one in sorted(said, key=lambda one: one.array):
+        if one.mesh is not None:
+            found.setdefault(one.mesh, _ARRAYS if one.array else one.why)
+    yield from found.items()
+
+
+def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:
+    """Whether a method can be planned on the mesh of some arrays."""
+    if isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape):
+        return False
+    return isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
 
 
 def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:

@@ -12,6 +12,8 @@ What a call means for its body:
     scan, while, cond   an op with bodies
     every other         one opaque op
 
+What says where a value lies becomes one `_jax.CONSTRAINT` for each operand, which later passes read.
+
 Name stacks of the calls are put in front of those of the body, as JAX's own lowering does, so that named scopes
 survive.
 """
@@ -139,6 +141,8 @@ class _Builder:
                     ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
             elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
                 results = self._call(eqn, operands, stack, ops)
+            elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
+                results = self._constraints(eqn, operands, said, stack, ops)
             else:
                 results = [self.value(var.aval) for var in eqn.outvars]
                 self._append(eqn, operands, results, stack, sources, ops)
@@ -158,6 +162,20 @@ class _Builder:
         scope = "checkpoint" if name in primitives.CHECKPOINT else f"jit({params['name']})" if name == "jit" else None
         inner = _jax.joined_stack(stack, eqn.source_info.name_stack, scope)
         return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
+
+    def _constraints(
+        self, eqn: Any, operands: list[Atom], said: Sequence[dict[str, Any] | None], stack: Any, ops: list[Op]
+    ) -> list[Atom]:
+        """The operands, each behind what the equation says of it."""
+        source = eqn.source_info.replace(name_stack=_jax.joined_stack(stack, eqn.source_info.name_stack))
+        out = list(operands)
+        for i, params in enumerate(said):
+            if params is not None and isinstance(operands[i], int):
+                out[i] = result = self.value(eqn.outvars[i].aval)
+                key = self.keys.key(self.keys.head(_jax.CONSTRAINT, params), [self._described(operands[i])])
+                index = self._index()
+                ops.append(Op(index, _jax.CONSTRAINT, params, (operands[i],), (result,), (), source, key, eqn.ctx))
+        return out
 
     def _barrier(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[Atom]:
         """The operands of a rematerialised body behind a barrier."""

@@ -28,8 +28,8 @@ def present(tree: Any) -> bool:
     """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
     if "flax.nnx" not in sys.modules:
         return False
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_node())
-    return any(map(_is_node(), leaves))
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_node())
+    return any(map(is_node(), leaves))
 
 
 @contextlib.contextmanager
@@ -114,10 +114,10 @@ def leaf_paths(tree: Any) -> list[LeafPath]:
     from flax import nnx
 
     out: list[LeafPath] = []
-    is_node = _is_node()
+    is_object = is_node()
     with nnx.split_context() as context:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)[0]:
-            if not is_node(leaf):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)[0]:
+            if not is_object(leaf):
                 out.append(LeafPath(tuple(path)))
                 continue
             _, state = context.flatten(leaf)
@@ -130,7 +130,7 @@ def leaf_paths(tree: Any) -> list[LeafPath]:
     return out
 
 
-def _is_node() -> Callable[[Any], bool]:
+def is_node() -> Callable[[Any], bool]:
     """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
     nnx = sys.modules.get("flax.nnx")
     return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node

@@ -1,0 +1,90 @@
+"""What became of everything that the user said of shardings: one note for each kind, read off the planned stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from alpa_lite import _jax
+from alpa_lite.graph import Op
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.ir.primitives import CONSTRAINT
+from alpa_lite.passes.lowering.program import Body, Compute, Loop
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.passes.sharding.fulfilling import fits
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.paths import shown
+from alpa_lite.pins import Wish, Wishes
+
+MOST = 12
+"""The most notes; the others are counted."""
+
+
+def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
+    """A note for what the step's own constraints fix, and what annotations and arrays fix, or why they do not.
+
+    What `Manual` fixes is the method of the plan, and needs no note.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], str] = {}
+    for stage in staged.stages:
+        found.update(_of_values(stage))
+        for path, what, why in _of_arguments(stage, wishes):
+            found[what, why] += 1
+            first.setdefault((what, why), shown(path))
+    notes = []
+    for key, count in found.items():
+        what, why = key
+        of = f" on {first[key]}" + (f" and {count - 1} more" if count > 1 else "") if key in first else ""
+        times = f" ({count} times)" if count > 1 and key not in first else ""
+        notes.append(f"{what}{of}: {why or 'heeded'}{times}")
+    more = len(notes) - MOST
+    return (*notes[:MOST], f"{more} more of the user's shardings") if more > 0 else tuple(notes)
+
+
+def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str]]:
+    """(What is said of a value, why it is not heeded or nothing) for the constraints in a stage."""
+    values, mesh = stage.graph.traced.graph.values, stage.program.mesh
+    for op, layout in _constraints(stage.program.body):
+        wish = Wish(op.params["dims"], op.params["why"])
+        shape = values[op.results[0]].shape
+        why = fits(wish, shape, mesh) or ("" if fulfils(layout, wish, mesh) else "not heeded")
+        where = _jax.source_line(op.source)
+        yield f"{wish.why} at {where} fixes {list(shape)} to {said(wish.dims)}", why and f"not heeded: {why}"
+
+
+def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:
+    """(Path, what is said, why it is not heeded or nothing) of annotated arguments."""
+    traced, mesh = stage.graph.traced, stage.program.mesh
+    inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
+    for argument, layout, value in inputs:
+        wish = wishes.leaves.get(argument.path)
+        if wish is None or argument.path in wishes.given:
+            continue
+        why = fits(wish, traced.graph.values[value].shape, mesh)
+        if why is None and not fulfils(layout, wish, mesh):
+            why = f"the plan has {layout}"
+        yield argument.path, wish.why, f"not heeded: {why}" if why else ""
+
+
+def fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:
+    """Whether a layout does what is said of it."""
+    real = [None if axes is None else tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in wish.dims]
+    return all(axes is None or axes == have for axes, have in zip(real, layout.dims, strict=False))
+
+
+def said(dims: tuple[Axes | None, ...]) -> str:
+    """The axes of dims, as a PartitionSpec prints them, a free dim as UNCONSTRAINED."""
+    entries = ("UNCONSTRAINED" if a is None else "None" if not a else repr(a[0] if len(a) == 1 else a) for a in dims)
+    return f"P({', '.join(entries)})"
+
+
+def _constraints(body: Body) -> Iterator[tuple[Op, Layout]]:
+    """Every constraint of a program with the layout of its result."""
+    for item in body.instructions:
+        match item:
+            case Compute(op=op, form=form) if op.name == CONSTRAINT:
+                yield op, form.results[0]
+            case Loop(bodies=bodies):
+                for inner in bodies:
+                    yield from _constraints(inner)

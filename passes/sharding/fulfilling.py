@@ -1,0 +1,49 @@
+"""Whether a mesh can do what a user says of a tensor, and the layouts that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.pins import Wish
+
+
+def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
+    """Why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
+    unknown = [a for axes in wish.dims for a in axes or () if a not in mesh.axis_names]
+    if unknown:
+        return f"the mesh {described(mesh)} has no axis {unknown[0]!r}"
+    if len(wish.dims) > len(shape):
+        return f"it has {len(wish.dims)} entries for {len(shape)} dims"
+    for size, axes in zip(shape, wish.dims, strict=False):
+        if axes and size % mesh.product(axes):
+            return f"{size} does not divide over the {mesh.product(axes)} devices of {', '.join(axes)}"
+    return None
+
+
+def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Layout]:
+    """The layouts that fulfil a wish: free dims with any of the axes that are left, in mesh order."""
+    dims = (*wish.dims, *((),) * (len(shape) - len(wish.dims)))
+    # A dim of one element has one block, whatever the axes: strategies leave it whole.
+    dims = tuple(() if size == 1 else axes for size, axes in zip(shape, dims, strict=True))
+    used = {a for axes in dims for a in axes or ()}
+    left = [a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1]
+    free = [i for i, axes in enumerate(dims) if axes is None]
+    fixed = [tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in dims]
+
+    def assigned(rest: Sequence[str], now: list[Axes]) -> Iterator[Layout]:
+        if not rest:
+            yield Layout(tuple(now))
+            return
+        yield from assigned(rest[1:], now)
+        for i in free:
+            axes = (*now[i], rest[0])
+            if shape[i] % mesh.product(axes) == 0:
+                yield from assigned(rest[1:], [*now[:i], axes, *now[i + 1 :]])
+
+    yield from assigned(left, fixed)
+
+
+def described(mesh: LogicalMesh) -> str:
+    """A mesh in words: data=4 x model=2."""
+    return " x ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
