@@ -1,4 +1,4 @@
-# make demo | test | slow | test-all | coverage | lint | format | types | wheel | clean
+# make demo | test | slow | test-all | coverage | tpu | lint | format | types | wheel | clean
 #
 # make test covers every module; make slow runs what takes longer, and make test-all both.
 # PYTHON=python3.12 make test    uses another interpreter, in a virtual environment of its own
@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test slow test-all coverage lint format types wheel clean
+.PHONY: demo test slow test-all coverage tpu lint format types wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -43,6 +43,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The TPU's own compiler against the plans of small models; skipped, and said so, where it cannot be installed.
+tpu: $(INSTALLED)
+	.ci/verify-tpu $(BIN)/python
 
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python

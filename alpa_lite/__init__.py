@@ -9,10 +9,12 @@ from alpa_lite.errors import (
     MicrobatchError,
     OptionError,
     PlanError,
+    RuleError,
     SignatureError,
     TracingError,
     VerificationError,
 )
+from alpa_lite.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Plan
 from alpa_lite.records import Collective
@@ -36,6 +38,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanError",
+    "RuleError",
     "Sharded",
     "SignatureError",
     "TensorParallel",
@@ -45,4 +48,5 @@ __all__ = [
     "__version__",
     "make_plan",
     "parallelize",
+    "register_rule",
 ]

@@ -4,6 +4,8 @@
     alpa-lite train gpt --size tiny --devices 8 --text a.txt b.txt --steps 200
     alpa-lite train gpt --devices 8 --stages 4 --microbatches 8 --schedule 1f1b --trace step.json
     alpa-lite plan gpt --size 2.6B --cluster p3.16xlarge --batch 64 -o plan.json
+    alpa-lite plan my_package.train:step --args my_package.train:abstract_args --cluster h100 -o plan.json
+    alpa-lite verify plan.json --target v5e:2x4
     alpa-lite show plan.json
     alpa-lite explain plan.json layers/3/ffn/up/kernel
     alpa-lite diff a.json b.json
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +96,38 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the parameters and of the batches.")]
+Arguments = Annotated[
+    str | None,
+    typer.Option(
+        "--args",
+        metavar="MODULE:NAME",
+        help="The positional arguments of a step of your own: a tuple of arrays or jax.ShapeDtypeStructs, or a "
+        "function that returns one.",
+        show_default=False,
+    ),
+]
+Keywords = Annotated[
+    str | None,
+    typer.Option("--kwargs", metavar="MODULE:NAME", help="Likewise its keyword arguments.", show_default=False),
+]
+
+
+def _version(wanted: bool) -> None:
+    """Prints the version and ends."""
+    if wanted:
+        from importlib import metadata
+
+        _console().print(f"alpa-lite {metadata.version('alpa-lite')} (JAX {metadata.version('jax')})")
+        raise typer.Exit
+
+
+@app.callback()
+def _whole(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and that of JAX.")
+    ] = False,
+) -> None:
+    """Plan how a JAX train step runs on many devices, read and compare such plans, and train with them."""
 
 
 def main() -> None:
@@ -209,11 +244,11 @@ def _train(
     console = _console()
     chosen = _method(method, stages, schedule)
     cluster = training.local_cluster(devices)
+    from alpa_lite.report import summary, timeline
     from alpa_lite.report import text as report
-    from alpa_lite.report import timeline
 
     def show(plan: Any) -> None:
-        console.print(report.overview(plan) if brief else report.renderable(plan))
+        console.print(report.overview(plan) if brief else summary.renderable(plan.compared()))
         _write(plan, output, simulate, console)
         console.print()
 
@@ -235,10 +270,22 @@ def _train(
 @app.command()
 @_clean
 def plan(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="STEP",
+            help="A model (gpt, mlp, ...), or a step of your own as package.module:function, with --args.",
+            show_default=False,
+        ),
+    ],
     cluster: Annotated[str, typer.Option(help="A name that `alpa-lite clusters` lists, or local.", show_default=False)],
-    batch: Annotated[int, typer.Option(min=1, help="Number of examples in the batch of one step.", show_default=False)],
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a model, the number of examples in the batch of one step.", show_default=False),
+    ] = None,
     size: Size = "small",
+    args: Arguments = None,
+    kwargs: Keywords = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Number of nodes, or of TPU slices.", show_default="the machine's")
     ] = None,
@@ -257,37 +304,111 @@ def plan(
         Path | None, typer.Option(help="Write the value after each pass into this directory, as text.")
     ] = None,
 ) -> None:
-    """Plan a model for a cluster that need not be attached; nothing is executed."""
-    shape = None if topology is None else _shape(topology, "--topology")
-    from alpa_lite import training
-    from alpa_lite.cluster import Cluster
-    from alpa_lite.report import text as report
+    """Plan a model, or any train step, for a cluster that need not be attached; nothing is executed.
 
-    if cluster == "local":
+    A step of your own is looked for in the current directory first:
+    alpa-lite plan train:step --args train:abstract_args --cluster h100
+    """
+    shape = None if topology is None else _shape(topology, "--topology")
+    from alpa_lite import steps, training
+    from alpa_lite.cluster import Cluster
+    from alpa_lite.report import summary as report
+
+    if cluster.lower() == "local":
         machine = training.local_cluster(None)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
-    step, args = training.abstract(model, size, batch, _settings(settings))
-    chosen = _method(method, stages, schedule)
+    named = _named(model, size, batch, settings, args, kwargs)
+    step, positional, keywords = named.load()
+    given = {
+        "method": _method(method, stages, schedule), "memory_per_device": _bytes(memory),
+        "num_microbatches": microbatches or "auto", "dump_dir": dump,
+    }  # fmt: skip
+    from alpa_lite import verifying
     from alpa_lite.api import make_plan
 
-    found = make_plan(
-        step, *args, cluster=machine, method=chosen, memory_per_device=_bytes(memory),
-        num_microbatches=microbatches or "auto", dump_dir=dump,
-    )  # fmt: skip
+    own = verifying.options_of(step)
+    if own:  # what is not given here is as the step was decorated
+        usual = {"method": _method("auto", None, None), "num_microbatches": "auto"}
+        given = own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
+    given["cluster"] = machine
+    found = make_plan(step, *positional, kwargs=keywords, **given)
     console = _console()
-    console.print(report.renderable(found))
+    console.print(report.renderable(found.compared()))
     _write(found, output, simulate, console)
+    if output is not None:
+        steps.remember(output, named)
 
 
 @app.command()
 @_clean
-def show(file: PlanFile) -> None:
-    """Print a plan: shardings, collectives, memory, predicted times and where they go."""
+def show(
+    file: PlanFile,
+    full: Annotated[bool, typer.Option("--full", help="Print everything: shardings, collectives, checks.")] = False,
+) -> None:
+    """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     from alpa_lite.plan import Plan
-    from alpa_lite.report import text as report
+    from alpa_lite.report import summary, text
 
-    _console().print(report.renderable(Plan.load(file)))
+    _console().print((text if full else summary).renderable(Plan.load(file)))
+
+
+@app.command()
+@_clean
+def verify(
+    file: PlanFile,
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STEP]",
+            help="The step that was planned, as for `alpa-lite plan`; a file of `alpa-lite plan -o` names its own.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The machine to compile for: v5e:2x4, or cuda:FILE with XLA's description of a GPU.",
+            show_default="the plan's own cluster",
+        ),
+    ] = None,
+    size: Size = "small",
+    batch: Annotated[int | None, typer.Option(min=1, help="As for `alpa-lite plan`.", show_default=False)] = None,
+    settings: Settings = None,
+    args: Arguments = None,
+    kwargs: Keywords = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what was found as JSON; - prints it.")
+    ] = None,
+    time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds for planning again and compiling.")] = 600.0,
+) -> None:
+    """Compile a plan with the compiler of its target, without the hardware, and compare.
+
+    Prints the collectives and the memory of the compiled program beside the plan's. Ends with exit code 1 if the
+    program communicates what the plan does not say. For TPUs install alpa-lite[tpu-verify], for CUDA
+    alpa-lite[cuda-verify].
+    """
+    from alpa_lite import steps, verifying
+    from alpa_lite.plan import Plan
+    from alpa_lite.report import compiled
+
+    Plan.load(file)
+    named = steps.remembered(file) if step is None else _named(step, size, batch, settings, args, kwargs)
+    if named is None:
+        raise OptionError(
+            f"{str(file)!r} does not name its step; give it: alpa-lite verify {file} package.module:function --args "
+            "package.module:abstract_args, or a model with --size and --batch"
+        )
+    found = verifying.verify(file, named, target, time_limit)
+    text = json.dumps(found, indent=1)
+    if str(json_file) == "-":
+        print(text)
+    else:
+        if json_file is not None:
+            _save(json_file, "--json", text + "\n")
+        _console().print(compiled.renderable(found))
+    if not found["communicates"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -345,6 +466,14 @@ def clusters() -> None:
     _console().print(table)
 
 
+def _save(path: Path, option: str, text: str) -> None:
+    """Writes a file that an option names."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
+
+
 def _write(plan: Any, output: Path | None, simulate: Path | None, console: Console) -> None:
     """Saves the plan and its predicted timeline, each if a file is given for it."""
     for option, path, write in (("--output", output, plan.save), ("--simulate", simulate, plan.simulate)):
@@ -358,6 +487,29 @@ def _write(plan: Any, output: Path | None, simulate: Path | None, console: Conso
         console.print(f"\nsaved to {output}")
     if simulate is not None:
         console.print(f"\npredicted timeline saved to {simulate}: open it in https://ui.perfetto.dev")
+
+
+def _named(
+    name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
+) -> Any:
+    """The step of a command line.
+
+    Raises:
+      OptionError: a model without a batch, or options of models with a step of the user's own and the other way round.
+    """
+    from alpa_lite.steps import NamedStep
+
+    if ":" in name:
+        for option, value in (("--batch", batch), ("--set", settings)):
+            if value:
+                raise OptionError(f"{option} is for models; {name!r} has the arguments that --args names")
+        return NamedStep(name, args=args or "", kwargs=kwargs or "")
+    for option, value in (("--args", args), ("--kwargs", kwargs)):
+        if value:
+            raise OptionError(f"{option} is for steps of your own, package.module:function; {name!r} is a model")
+    if batch is None:
+        raise OptionError(f"--batch is missing: how many examples one step of {name!r} takes")
+    return NamedStep(name, size, batch, _settings(settings))
 
 
 def _method(name: str, stages: int | None, schedule: str | None) -> Any:

@@ -118,14 +118,14 @@ class Cluster:
         """A known machine.
 
         Args:
-          name: one of `Cluster.preset_names()`.
+          name: one of `Cluster.preset_names()`, in any case.
           nodes: how many nodes, or TPU slices joined by the data-centre network; None for the machine's usual number.
           topology: for TPUs the slice, such as (4, 4, 4); None for one of eight chips.
 
         Raises:
           OptionError: for an unknown name, or a number of nodes or a topology that the machine cannot have.
         """
-        key = presets.ALIASES.get(name, name)
+        key = presets.ALIASES.get(name.lower(), name.lower())
         if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
             raise OptionError(f"nodes={nodes!r}: give a positive number of nodes, or None")
         if key in presets.NODES:
@@ -175,7 +175,7 @@ class Cluster:
         if not 1 <= count <= self.num_devices:
             raise OptionError(f"{count} devices: the cluster has {self.num_devices}; use at most these, or more nodes")
         if self.topology:
-            inner = self.topology
+            inner = self.topology  # its last dim is that of the devices of a card, if there are cards
         elif self.card_link is not None:
             inner = (self.devices_per_node // self.devices_per_card, self.devices_per_card)
         else:
@@ -184,11 +184,12 @@ class Cluster:
         network = self.network_link or Link(math.inf)
         levels = [Level("network", used[0], network.bandwidth / math.prod(used[1:]), network.latency)]
         for i, (whole, size) in enumerate(zip(inner, used[1:], strict=True)):
-            if self.topology:
+            card = self.card_link is not None and i == len(inner) - 1
+            if self.topology and not card:
                 kind = "ring" if self.wraparound[i] and size == whole else "line"
                 levels.append(Level(kind, size, self.node_link.bandwidth, self.node_link.latency))
             else:
-                link = self.card_link if self.card_link is not None and i == 1 else self.node_link
+                link = self.card_link if card and self.card_link is not None else self.node_link
                 levels.append(Level("switch", size, link.bandwidth, link.latency))
         return tuple(levels)
 
@@ -203,9 +204,11 @@ class Cluster:
         if self.topology:
             used = topology.fit_sizes((self.nodes, *self.topology), num_devices)
             ring = tuple(w and u == t for w, u, t in zip(self.wraparound, used[1:], self.topology, strict=True))
+            card = used[-1] if self.card_link is not None else 1
             return dataclasses.replace(
-                self, nodes=used[0], devices_per_node=math.prod(used[1:]), topology=used[1:], wraparound=ring
-            )
+                self, nodes=used[0], devices_per_node=math.prod(used[1:]), topology=used[1:], wraparound=ring,
+                devices_per_card=card, card_link=self.card_link if card > 1 else None,
+            )  # fmt: skip
         nodes, inside = topology.fit_sizes((self.nodes, self.devices_per_node), num_devices)
         card = math.gcd(self.devices_per_card, inside)
         return dataclasses.replace(
@@ -301,7 +304,8 @@ def _validate(cluster: Cluster) -> None:
     if cluster.topology:
         product = math.prod(cluster.topology)
         require(product == cluster.devices_per_node, "topology", "its product must be devices_per_node")
-        require(cluster.card_link is None, "card_link", "a torus has no cards")
+        fits = cluster.card_link is None or cluster.topology[-1] == cards
+        require(fits, "devices_per_card", "the last dim of a topology is that of the devices of a card")
     same = len(cluster.wraparound) == len(cluster.topology)
     require(same, "wraparound", "give one truth value for each dim of the topology")
 
@@ -319,15 +323,18 @@ def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
     if len(dims) != len(default) or not all(isinstance(d, int) and 1 <= d <= largest for d in dims):
         raise OptionError(f"topology={shape!r}: {key} slices have {len(default)} dims of 1 to {largest} chips")
     bandwidth, latency = fields.pop("host_network")
+    cores = fields.pop("cores", 1)
     chips = math.prod(dims)
     hosts = max(1, chips // _TPU_CHIPS_PER_HOST)
+    inner = (cores,) if cores > 1 else ()
     return Cluster(
         **_with_links(fields),
         platform="tpu",
-        devices_per_node=chips,
+        devices_per_node=chips * cores,
+        devices_per_card=cores,
         nodes=nodes,
-        topology=dims,
-        wraparound=tuple(d % wrap == 0 for d in dims),
+        topology=(*dims, *inner),
+        wraparound=(*(d % wrap == 0 for d in dims), *(False for _ in inner)),
         network_link=Link(bandwidth * hosts, latency),
     )
 
@@ -362,14 +369,19 @@ def _local_slice(name: str, devices: Sequence[Any]) -> Cluster:
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     coords = {tuple(device.coords) for device in devices}
     sizes = [len({coord[i] for coord in coords}) for i in range(len(next(iter(coords))))]
-    rank = len(presets.SLICES[name]["default"])
+    fields = presets.SLICES[name]
+    rank, cores = len(fields["default"]), fields.get("cores", 1)
     dims = tuple(sizes[:rank])
-    if math.prod(dims) * slices != len(devices):
-        per_slice = len(devices) // slices
-        dims = (per_slice, *(1,) * (rank - 1))
+    box = math.prod(dims) * cores * slices == len(devices)
+    if not box:
+        dims = (len(devices) // slices, *(1,) * (rank - 1))
+    ring = tuple(box and d % fields["wrap"] == 0 for d in dims)
     cluster = _slice(name, slices, tuple(1 for _ in dims))
-    wrap = presets.SLICES[name]["wrap"]
-    ring = tuple(d % wrap == 0 for d in dims) if math.prod(sizes[:rank]) * slices == len(devices) else (False,) * rank
+    if box and cores > 1:
+        dims, ring = (*dims, cores), (*ring, False)
+    elif cores > 1:
+        cluster = dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims),
+                                      devices_per_card=1, card_link=None)  # fmt: skip
     return dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims))
 
 

@@ -31,7 +31,8 @@ from alpa_lite.passes.layers.division import divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.plans import candidates, replay
+from alpa_lite.passes.plans import candidates, comparing, replay
+from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
 from alpa_lite.passes.sharding import search, wishes
 from alpa_lite.passes.stages import planning, staging, submeshes
@@ -128,7 +129,7 @@ def compile_step(
         plan = replace(plan, planning_seconds=dict(run.seconds))
     _check_memory(plan, options)
     logger.info("planned %s: %s", getattr(fun, "__name__", fun), run.seconds)
-    return Compiled(staged, plan)
+    return Compiled(staged, plan.comparing(comparing.of(step.traced, step.rules, staged, cluster)))
 
 
 def best(run: Passes, step: Step, asked: Asked) -> Staged:
@@ -146,9 +147,11 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
             if not asked.pipelines:
                 raise
             reason = error
-    if not asked.pipelines or (mesh is not None and not worth_a_pipeline(mesh)):
+    if not asked.pipelines:
         assert mesh is not None
         return mesh
+    if mesh is not None and not worth_a_pipeline(mesh):
+        return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     try:
         found = pipeline(run, step, asked)
     except (InfeasibleError, MicrobatchError, OptionError) as error:
@@ -159,11 +162,13 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
             if again is None:
                 raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
             return again
-        return noted(mesh, f"no pipeline was compared: {error}")
-    if mesh is None or found.seconds < mesh.seconds:
-        return found
+        return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
+    if mesh is None:
+        return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
+    if found.seconds < mesh.seconds:
+        return beside(found, "one mesh", mesh)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
-    return noted(mesh, note)
+    return beside(noted(mesh, note), "pipeline", found)
 
 
 def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:

@@ -49,3 +49,7 @@ class DonatedError(AlpaLiteError, RuntimeError):
 
 class ExecutionError(AlpaLiteError, RuntimeError):
     """A task of a pipelined step failed while it ran; names the stage and the micro-batch."""
+
+
+class RuleError(AlpaLiteError, ValueError):
+    """A rule that was given to `register_rule` cannot be read, or does not fit the function that it describes."""

@@ -13,27 +13,76 @@ JSON with a schema version (`SCHEMA`), never as a pickle.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
+from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord
 
 SCHEMA = 4
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
+_PENDING = "_pending"
+"""Where a plan keeps what evaluates other methods, until somebody asks; it is no field, and in no file."""
 
-@dataclass(frozen=True, eq=False)  # the record compares and hashes
+
+@dataclass(frozen=True, eq=False, repr=False)  # the record compares and hashes
 class Plan(PlanRecord):
     """What was decided, what it costs, and why; the fields are those of `records.PlanRecord`."""
 
     def __str__(self) -> str:
+        """A summary that fits a screen; `details` is everything."""
+        from alpa_lite.report import summary
+
+        return summary.render(self.compared())
+
+    def __repr__(self) -> str:
+        from alpa_lite.report import summary
+
+        return summary.line(self)
+
+    def details(self) -> str:
+        """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
         from alpa_lite.report import text
 
         return text.render(self)
+
+    def activations(self) -> str:
+        """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an
+        order that does not depend on the program's, for `diff`."""
+        from alpa_lite.report import activations
+
+        return activations.render(self)
+
+    def compared(self) -> Plan:
+        """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices beside it.
+
+        They are evaluated when they are asked for, once, by the plan that the compiler made; that takes some seconds
+        for a large model. A plan that was read from a file has the figures that it was saved with.
+        """
+        pending = self.__dict__.get(_PENDING)
+        if pending is None:
+            return self
+        found = dataclasses.replace(self, comparisons=(*pending(), *self.comparisons))
+        object.__setattr__(self, "comparisons", found.comparisons)  # a memo: plans compare and hash without it
+        del self.__dict__[_PENDING]
+        return found
+
+    def comparing(self, evaluate: Callable[[], tuple[Comparison, ...]]) -> Plan:
+        """The plan that evaluates other methods by this function, when it is asked for them."""
+        out = dataclasses.replace(self)
+        out.__dict__[_PENDING] = evaluate
+        return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != _PENDING}
 
     def explain(self, path_or_operation: str) -> str:
         """Why the named argument or operation is sharded as it is, and what would make another choice win.

@@ -112,6 +112,52 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "ways, 8 x 400 "
         f"Gb/s: MLPerf system description; efficiency as measured on H100. {_RECALLED}",
     },
+    "b200": {
+        "device": "B200-SXM",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 178 * GIB,
+        "peak_flops": {"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
+        "memory_bandwidth": 8000e9,
+        "node_link": (900e9, 3e-6),
+        "network_link": (400e9, 10e-6),
+        "parallel_units": 148,
+        "source": f"2250 TFLOP/s (dense), 8000 GB/s: {_ML}; 191,514,411,008 bytes, 148 multiprocessors: XLA's target "
+        "configuration; NVLink5 1800 GB/s both ways, 8 x 400 Gb/s, 1125 TFLOP/s of TF32 and 37 of f64: HGX B200, "
+        "recalled, confidence high; latencies as of H100",
+    },
+    "gb200": {
+        "device": "GB200-NVL72",
+        "platform": "cuda",
+        "nodes": 1,
+        "devices_per_node": 72,
+        "memory": 184 * GIB,
+        "peak_flops": {"bf16": 2500e12, "f16": 2500e12, "f32": 1250e12, "f64": 40e12},
+        "memory_bandwidth": 8000e9,
+        "node_link": (900e9, 3e-6),
+        "network_link": (3600e9, 10e-6),
+        "parallel_units": 148,
+        "source": "NVIDIA's data sheet of GB200 NVL72, divided by its 72 GPUs, which one NVLink switch joins: 360 "
+        "PFLOP/s of bf16 with sparsity, 576 TB/s, 13.4 TB, 130 TB/s of NVLink both ways: recalled, confidence high; a "
+        "400 Gb/s adapter for each GPU and the latencies of H100 are assumed",
+    },
+    "mi300x": {
+        "device": "MI300X",
+        "platform": "rocm",
+        "nodes": 1,
+        "devices_per_node": 8,
+        "memory": 191 * GIB,
+        "peak_flops": {"bf16": 1307.4e12, "f16": 1307.4e12, "f32": 163.4e12, "f64": 163.4e12},
+        "memory_bandwidth": 5300e9,
+        "node_link": (448e9, 3e-6),
+        "network_link": (400e9, 10e-6),
+        "matmul_efficiency": 0.511,
+        "parallel_units": 304,
+        "source": f"1307.4 TFLOP/s, 668.4 measured, 5300 GB/s, 192 GB: {_ML}; 7 links of 64 GB/s a direction, 8 x 400 "
+        "Gb/s, 163.4 TFLOP/s of f32 and f64 matrix products: AMD's data sheet, recalled, confidence high; 304 compute "
+        "units: XLA's target configuration; latencies as of H100",
+    },
     "mi250x": {
         "device": "MI250X-GCD",
         "platform": "rocm",
@@ -149,7 +195,8 @@ NODES: Mapping[str, Mapping[str, Any]] = {
 }
 
 #: TPU slices: `axes` of the torus, `default` topology, the largest size of a dim, and `wrap`: a dim whose size is a
-#: multiple of it is a ring. The network is that of one host.
+#: multiple of it is a ring. The network is that of one host. With `cores` above 1 a chip is so many devices, which are
+#: joined by `card_link`; topologies count chips all the same.
 SLICES: Mapping[str, Mapping[str, Any]] = {
     "v4": {
         "device": "TPU v4",
@@ -204,9 +251,33 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
         "source": f"link: {_BOOK}; 918 TFLOP/s, 1640 GB/s: recalled, confidence high; latencies are assumptions of the "
         "usual order",
     },
+    "v7": {
+        "device": "TPU7x",
+        "default": (2, 2, 1),
+        "largest": 32,
+        "wrap": 4,
+        "cores": 2,
+        "memory": 96 * GIB,
+        "peak_flops": {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12},
+        "memory_bandwidth": 3690e9,
+        "node_link": (5e10, 1e-6),
+        "card_link": (6e11, 1e-6),
+        "host_network": (5e10, 20e-6),
+        "tile": 256,
+        "source": "Ironwood, one of the two cores of a chip, which JAX shows as a device each: 2307 TFLOP/s (4614 of "
+        "fp8), 192 GiB, 7380 GB/s and 1200 GB/s of links both ways a chip, 3-D torus: Cloud TPU documentation of "
+        "TPU7x; a core's share of a link is half of it; between the cores six times a link: the same, recalled; "
+        "network and latencies are assumptions of the usual order",
+    },
 }
 
-ALIASES: Mapping[str, str] = {"v100": "p3.16xlarge", "frontier": "mi250x"}
+ALIASES: Mapping[str, str] = {
+    "v100": "p3.16xlarge",
+    "frontier": "mi250x",
+    "gb200-nvl72": "gb200",
+    "ironwood": "v7",
+    "tpu7x": "v7",
+}
 
 #: Parts of `jax.Device.device_kind` in lower case, first match wins, and the preset that describes the device.
 DEVICE_KINDS: tuple[tuple[str, str], ...] = (
@@ -218,6 +289,9 @@ DEVICE_KINDS: tuple[tuple[str, str], ...] = (
     ("a100", "a100"),
     ("h100", "h100"),
     ("h200", "h200"),
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("mi300x", "mi300x"),
     ("mi250x", "mi250x"),
     ("tpu v4", "v4"),
     ("tpu v5 lite", "v5e"),
@@ -226,6 +300,8 @@ DEVICE_KINDS: tuple[tuple[str, str], ...] = (
     ("tpu v5", "v5p"),
     ("tpu v6 lite", "v6e"),
     ("tpu v6e", "v6e"),
+    ("tpu7x", "v7"),
+    ("tpu v7", "v7"),
 )
 
 #: Virtual CPU devices share one machine, so its cores and its memory bandwidth are divided among them. Measured once:

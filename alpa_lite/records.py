@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.figures import AxisUse, Comparison, Held, Products, Spending
 from alpa_lite.timeline import Timeline
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
@@ -104,6 +105,9 @@ class Stage:
       decisions: what replaying needs.
       replicated: what is not distributed, the most expensive first.
       ingredients: what the stage belongs to (JAX version, program, argument signature, mesh), each as text.
+      axes: what each mesh axis is for.
+      held: the activations that wait for the backward pass.
+      spending: where `compute_seconds` go.
     """
 
     mesh_shape: tuple[int, ...]
@@ -120,6 +124,9 @@ class Stage:
     decisions: tuple[Decision, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
+    axes: tuple[AxisUse, ...] = ()
+    held: tuple[Held, ...] = ()
+    spending: tuple[Spending, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -379,6 +386,9 @@ class PlanRecord:
       verification: what was checked against the compiler, with the outcome.
       candidates: the mesh shapes and textbook plans that were weighed.
       planning_seconds: what planning took, by pass.
+      products: the FLOPs of the step's own matrix products, for its utilisation.
+      comparisons: other methods on the same devices, as far as they have been evaluated (`Plan.compared`); two plans
+        are equal whatever was.
     """
 
     method: str
@@ -401,6 +411,8 @@ class PlanRecord:
     notes: tuple[str, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
     planning_seconds: Mapping[str, float] = field(default_factory=dict)
+    products: Products = field(default_factory=Products)
+    comparisons: tuple[Comparison, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if len(self.collectives) != len(self.collective_seconds):

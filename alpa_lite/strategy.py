@@ -20,7 +20,7 @@ class Factor:
 
     kind:
       parallel: each device computes its block; needs nothing.
-      sum: reduced by addition; sharding it leaves a partial sum in every result.
+      sum: reduced by addition; sharding it leaves a partial sum in every result that does not have it.
       max, min: reduced; sharding it needs an all-reduce with that operator inside the operation.
       special: can be sharded if `local.forms` has a form for it (a cumulative dim, a window, a sorted dim, ...).
       replicate: cannot be sharded.
@@ -39,7 +39,7 @@ class Rule:
       operands, results: for each tensor, for each dim, the factors that make up the dim, major to minor. A dim of size
         one, and a dim that has no factor, holds (). The product of the factors' sizes need not equal the dim's size
         for `special` factors (a strided slice); for the others it does.
-      source: "shardy", "table" or "opaque": who described it.
+      source: "shardy", "table", "registered" (by the user) or "opaque": who described it.
       reason: for "opaque", why nothing describes it; else "".
     """
 

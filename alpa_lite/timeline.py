@@ -45,7 +45,7 @@ class Event:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """The events of one step.
 
@@ -58,6 +58,10 @@ class Timeline:
     events: tuple[Event, ...]
     num_meshes: int
     name: str = ""
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return f"<Timeline{name}: {len(self.events)} events on {self.num_meshes} submeshes, {self.seconds:.4g} s>"
 
     def to_json(self) -> dict[str, Any]:
         """JSON values: an event is the list of its fields."""

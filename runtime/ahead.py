@@ -14,12 +14,14 @@ loaded it (`ALLOW_MULTIPLE_LIBTPU_LOAD`: its lock file is about devices). It rea
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +63,9 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
-        return math.prod(self.shape) * self.slices
+        """All devices; of chips that JAX shows as several devices, all of these."""
+        cores = presets.SLICES[self.kind].get("cores", 1) if self.platform == "tpu" else 1
+        return math.prod(self.shape) * self.slices * cores
 
     def __str__(self) -> str:
         """As `target_of` reads it."""
@@ -85,13 +88,14 @@ def target_of(text: str | None, cluster: Cluster) -> Target:
                 f"--target: the plan is for {cluster}, whose kind of device does not say which compiler to take; "
                 "give one, such as v5e:2x4 or cuda:h100.txtpb"
             )
-        return Target("tpu", names[0], cluster.topology, cluster.nodes)
+        rank = len(presets.SLICES[names[0]]["default"])
+        return Target("tpu", names[0], cluster.topology[:rank], cluster.nodes)
     kind, _, rest = text.partition(":")
     if kind.lower() in ("cuda", "gpu"):
         if not rest:
             raise OptionError(f"--target {text!r}: give the file that describes the GPU, as in cuda:h100.txtpb")
         return Target("cuda", rest, (cluster.num_devices,))
-    match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7").replace("tpu v", "v"))
+    match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7"))
     if match is None or match["kind"] not in presets.SLICES:
         known = ", ".join(presets.SLICES)
         raise OptionError(f"--target {text!r}: write KIND:SHAPE with a kind of {known}, as in v5e:2x4, or cuda:FILE")
@@ -122,6 +126,15 @@ def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator
         yield executable.lowered().compile()
 
 
+def compiler_version(target: Target) -> str:
+    """The package of a target's compiler, and its version."""
+    names = ["libtpu"] if target.platform == "tpu" else ["jax-cuda12-pjrt", "jax-cuda13-pjrt"]
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return f"the {target.platform} plugin that the environment names"
+
+
 def _tpu_devices(target: Target) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise OptionError(
@@ -131,7 +144,9 @@ def _tpu_devices(target: Target) -> list[Any]:
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     shape = "x".join(map(str, target.shape))
-    more = {"num_slices": target.slices} if target.slices > 1 else {}
+    more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+    if target.kind == "v4":  # the two cores of a chip as one device, as JAX has them where there are such chips
+        more["chip_config_name"] = "megacore"
     return _described(target, "tpu", f"{_LIBTPU_NAMES.get(target.kind, target.kind)}:{shape}", more)
 
 

@@ -28,6 +28,8 @@ def test_show_prints_the_plan(file: str) -> None:
     result = runner.invoke(app, ["show", file])
     assert result.exit_code == 0
     assert [line.rstrip() for line in result.stdout.rstrip().splitlines()] == str(gpt_plan()).splitlines()
+    full = runner.invoke(app, ["show", file, "--full"])
+    assert [line.rstrip() for line in full.stdout.rstrip().splitlines()] == gpt_plan().details().splitlines()
 
 
 def test_explain_prints_the_explanation(file: str) -> None:

@@ -260,3 +260,39 @@ def test_the_list_stays_short(devices):
 
 def test_kinds_lead_to_presets():
     assert {preset for _, preset in presets.DEVICE_KINDS} <= set(Cluster.preset_names())
+
+
+def test_names_of_presets_in_any_case():
+    assert Cluster.preset("H100") == Cluster.preset("h100")
+    assert Cluster.preset("Ironwood", topology=(4, 4, 4)) == Cluster.preset("v7", topology=(4, 4, 4))
+
+
+def test_chips_of_two_devices_are_cards_at_the_end_of_the_torus():
+    cluster = Cluster.preset("v7", topology=(4, 4, 8))
+    assert (cluster.topology, cluster.wraparound) == ((4, 4, 8, 2), (True, True, True, False))
+    assert (cluster.num_devices, cluster.devices_per_card) == (256, 2)
+    levels = cluster.levels()
+    assert [level.kind for level in levels[1:]] == ["ring", "ring", "ring", "switch"]
+    assert levels[-1].bandwidth == 12 * levels[-2].bandwidth
+    assert cluster.part(2).card_link == cluster.card_link and cluster.part(1).card_link is None
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_local_chips_of_two_devices():
+    at = [(x, y, 0) for y in range(2) for x in range(2)]
+    box = [FakeDevice("TPU7x", "tpu", coords=c) for c in at for _ in range(2)]
+    cluster = Cluster.local(box)
+    assert (cluster.topology, cluster.devices_per_card) == ((2, 2, 1, 2), 2)
+    one_each = Cluster.local(box[::2])
+    assert (one_each.topology, one_each.card_link, one_each.num_devices) == ((4, 1, 1), None, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "bf16", "gib"),
+    [("b200", 8, 2250e12, 178), ("gb200", 72, 2500e12, 184), ("mi300x", 8, 1307.4e12, 191), ("v7", 8, 1153.5e12, 96)],
+)
+def test_new_machines(name, devices, bf16, gib):
+    cluster = Cluster.preset(name)
+    assert (cluster.num_devices, cluster.peak("bfloat16")) == (devices, bf16)
+    assert cluster.memory == gib * 2**30
+    assert cluster.mesh_shapes(max_axes=1) == ((devices,),)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from alpa_lite.records import Candidate, Replicated
+from alpa_lite.records import Candidate, Replicated, Solver
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.tables import (
@@ -124,10 +124,15 @@ def _status(candidate: Candidate, best: float) -> str:
     return f"{status} by {units.percent(seconds - best, best)}"
 
 
+def gap(solver: Solver) -> str:
+    """How far the choice may be from the best one, such as "gap 0.4 %"."""
+    return "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
+
+
 def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
-    gap = "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
-    costs = f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}", gap
+    bounds = f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}"
+    costs = *bounds, gap(solver)
     spent = f"in {units.seconds(solver.seconds)}"
     if solver.status == "replayed":
         costs, effort = costs[:1], f"priced {spent}; nothing was searched"

@@ -197,10 +197,14 @@ class _Match:
         self.rewrites: list[Rewrite] = []
 
     def equal(self) -> None:
-        """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them."""
+        """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them.
+
+        Of payloads of equal bytes those of the planned width go first: another one is of a change of width.
+        """
+        widths = {} if self.redundancy is None else self.redundancy.item_bits
         for key in list(self.missing):
-            kinds = self.extra.get(key, Counter())
-            for form in sorted(kinds, key=lambda f: (f[0] in _WIDE, not f[1])):
+            kinds, own = self.extra.get(key, Counter()), widths.get(key, frozenset())
+            for form in sorted(kinds, key=lambda f: (item_bits(f[0]) not in own, f[0] in _WIDE, not f[1])):
                 self._take(key, key, form)
 
     def other_form(self, name: str, kind: str, other: str, up: int, down: int) -> None:

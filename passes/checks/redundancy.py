@@ -9,7 +9,8 @@ a collective per step:
 
     merged        e, where its number was already made in a block that reaches it
     constant      e, where everything it depends on is a constant
-    reassociated  e, for each sum of two all-reduces of one kind, or of such sums
+    reassociated  e, for each sum of two all-reduces of one kind, or of such sums, also if both are multiplied or
+                  divided by the same constants
     hoisted       e - e', where no operand changes in the innermost loops; e' counts those loops once
 
 (Aho, Lam, Sethi, Ullman, Compilers, section 6.1.2 on value numbers.)
@@ -17,6 +18,7 @@ a collective per step:
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +86,9 @@ class _Numbering:
         self.mesh = mesh
         self.next = 0
         self.constants: set[int] = set()
-        self.sums: dict[int, Key] = {}
+        self.zeros: set[int] = set()
+        # What is a sum over devices, and the constants that it has been multiplied or divided by since.
+        self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
         self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
         self.merged: Counter[Key] = Counter()
         self.constant: Counter[Key] = Counter()
@@ -153,14 +157,32 @@ class _Numbering:
                 self.constants.update(numbers)
         if name in WRITTEN:
             self._collective(op, operands, numbers, loops, is_known)
-        elif name in ("stablehlo.add", "stablehlo.subtract"):
-            first, second = (self.sums.get(n) for n in operands)
-            if first is not None and first == second and not is_known:
-                self.sums[numbers[0]] = first
-                self.reassociated[first] += _times(loops)
-        elif name == "stablehlo.reshape" and operands[0] in self.sums:
-            self.sums[numbers[0]] = self.sums[operands[0]]
+        elif not is_known:
+            self._sum(op, operands, numbers, loops)
         return numbers
+
+    def _sum(self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...]) -> None:
+        """Follows sums over devices through additions, reshapes, and products with constants."""
+        name = op.name.removeprefix("stablehlo.")
+        spread = name in ("broadcast_in_dim", "reshape") and operands[0] in self.zeros
+        if spread or (name == "constant" and _is_zero(op)):
+            self.zeros.update(numbers)
+        elif name in ("add", "subtract"):
+            first, second = (self.sums.get(n) for n in operands)
+            if first is not None and first == second:
+                self.sums[numbers[0]] = first
+                self.reassociated[first[0]] += _times(loops)
+            elif operands[0] in self.zeros and second is not None and name == "add":
+                self.sums[numbers[0]] = second
+            elif operands[1] in self.zeros and first is not None:
+                self.sums[numbers[0]] = first
+        elif name == "reshape" and operands[0] in self.sums:
+            self.sums[numbers[0]] = self.sums[operands[0]]
+        elif name in ("multiply", "divide"):
+            value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
+            if value in self.sums and scale in self.constants:
+                key, scales = self.sums[value]
+                self.sums[numbers[0]] = key, (*scales, (name, scale))
 
     def _collective(
         self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...], is_known: bool
@@ -180,7 +202,7 @@ class _Numbering:
             elif len(outer) < len(loops):
                 self.hoisted[key] += times - _times(outer)
             if c.kind == "all_reduce":
-                self.sums[number] = key
+                self.sums[number] = key, ()
 
     def _while(
         self,
@@ -229,6 +251,11 @@ def _times(loops: tuple[_Loop, ...]) -> int:
     for loop in loops:
         times *= loop.trips
     return times
+
+
+def _is_zero(op: Any) -> bool:
+    """Whether a constant is zero throughout."""
+    return bool(re.search(r"dense<-?0(?:\.0*(?:e[+-]?\d+)?)?>", str(op.attributes["value"])))
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:

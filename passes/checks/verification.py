@@ -60,6 +60,11 @@ class MemoryReport:
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
     @property
+    def data(self) -> int:
+        """The same without the code, which plans do not predict: the memory that they leave free has room for it."""
+        return self.peak - self.code
+
+    @property
     def ratio(self) -> float | None:
         """Predicted over measured: 1 is exact, below 1 the plan is too optimistic."""
         return None if self.predicted is None or self.peak == 0 else self.predicted / self.peak

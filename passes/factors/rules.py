@@ -98,10 +98,19 @@ import numpy as np
 
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
+from alpa_lite.passes.factors.registered import registered
 from alpa_lite.passes.factors.shardy import shardy_rules
 from alpa_lite.passes.factors.tables import SHARDY, TABLE
 from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import Factor, Rule
+
+_FUNCTION = "; alpa_lite.register_rule on the function that calls it says which dims may be sharded"
+_REMEDIES = {
+    "pallas_call": _FUNCTION,
+    "custom_partitioning": f" without a sharding_rule{_FUNCTION}",
+    "ffi_call": "; alpa_lite.register_rule on the name of its target says which dims may be sharded",
+}
+"""What gives a rule to operations that only their user knows."""
 
 TABLES_MUST_HOLD = contextvars.ContextVar("tables_must_hold", default=False)
 """Whether an error in a table of rules is raised, as tests want it, instead of leaving the operation opaque."""
@@ -129,10 +138,17 @@ def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
 
 
 def describe(call: Call) -> Rule:
-    """The hand table's rule, or an opaque one."""
+    """The user's rule, that of the hand table, or an opaque one.
+
+    Raises:
+      RuleError: the user's rule does not fit.
+    """
+    given = registered(call)
+    if given is not None:
+        return given
     entry = TABLE.get(call.name)
     if entry is None:
-        return opaque(call, f"no rule for the primitive {call.name}")
+        return opaque(call, f"no rule for the primitive {call.name}{_REMEDIES.get(call.name, '')}")
     try:
         return entry(call)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
@@ -145,10 +161,13 @@ def describe(call: Call) -> Rule:
 def finish(rule: Rule, call: Call) -> Rule:
     """The rule with what holds for every operation: literals are whole, and sums are sums of numbers."""
     used = {f for dims, literal in zip(rule.operands, call.literals, strict=True) if literal for d in dims for f in d}
-    numbers = all(is_number(aval) for aval in call.results)
-    ordered = numbers and not any(is_complex(aval) for aval in call.results)
     factors = []
     for number, factor in enumerate(rule.factors):
+        without = [
+            aval for aval, dims in zip(call.results, rule.results, strict=True) if all(number not in d for d in dims)
+        ]
+        numbers = all(is_number(aval) for aval in without)
+        ordered = numbers and not any(is_complex(aval) for aval in without)
         unfit = not (numbers if factor.kind == "sum" else ordered or factor.kind not in ("max", "min"))
         factors.append(Factor(factor.size, "replicate") if number in used or unfit else factor)
     operands = tuple(

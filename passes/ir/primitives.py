@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from alpa_lite import kernels
 from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.kernels import KERNEL
 from alpa_lite.strategy import Rule
 
 
@@ -130,12 +132,15 @@ LINEAR_IN_ALL = ADDITIONS | _names("concatenate stack pad")
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
-COMPUTE_INTENSIVE = LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
-    fft custom_linear_solve scan while shard_map pallas_call ffi_call
+KERNELS = _names("kernel custom_partitioning ffi_call pallas_call")
+"""Functions that are one operation. `kernel` is that of `alpa_lite.kernels`; all others are JAX's."""
+
+COMPUTE_INTENSIVE = KERNELS | LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
+    fft custom_linear_solve scan while shard_map
 """)  # fmt: skip
 """Much more work than reading the operands, or of unknown work."""
 
-EXPENSIVE_TO_REPEAT = PRODUCTS | _names("sort fft")
+EXPENSIVE_TO_REPEAT = PRODUCTS | KERNELS | _names("sort fft")
 """Better done once and sent than done by every stage that needs the result."""
 
 CHEAP_TO_REPEAT = RESHAPES | _names("""
@@ -148,19 +153,31 @@ CHEAP_TO_REPEAT = RESHAPES | _names("""
 KEPT = DRAWS | CONTROL | _names("conv_general_dilated sort top_k fft")
 """What the selective choice of rematerialisation keeps, beside products without batch dims."""
 
-UNFUSED = PRODUCTS | _names("""
+UNFUSED = (
+    PRODUCTS
+    | KERNELS
+    | _names("""
     argmax argmin cummax cummin cumprod cumsum cumlogsumexp fft gather reduce_max reduce_min reduce_prod reduce_sum
     scatter scatter-add sort top_k
 """)
+)
 """Operations that compilers do not fuse with elementwise ones: they read and write memory themselves."""
 
-DECIDING = PRODUCTS | _names("gather scatter sort dynamic_update_slice")
+DECIDING = PRODUCTS | KERNELS | _names("gather scatter sort dynamic_update_slice")
 """Operations whose sharding is a decision of its own, however little they compute."""
 
 
 def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
-    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element."""
+    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element.
+
+    A kernel's are counted in what it does; any other operation that its user described is taken to be an einsum.
+    """
     if op.name in PRODUCTS:
+        return 2.0 * math.prod(f.size for f in rule.factors)
+    if op.primitive is KERNEL:
+        operands = [a.aval if isinstance(a, Lit) else values[a] for a in op.operands]
+        return kernels.flops_of(op.params["kernel"], kernels.types_of(operands))
+    if rule.source == "registered":
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
     return float(max((math.prod(values[v].shape) for v in tensors), default=1))

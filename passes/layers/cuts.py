@@ -47,7 +47,7 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tupl
         times = body_runs(op)
         return sum(map(mul, times, (s for s, _ in parts))), sum(map(mul, times, (f for _, f in parts)))
     flops = primitives.work(op, rules[op.key], values)
-    is_product = op.name in primitives.PRODUCTS
+    is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in reads(op)) if is_product else 0)
     return max(flops / _PEAK if is_product else 0.0, moved / _BANDWIDTH, _FREE_SECONDS), flops
 

@@ -28,7 +28,7 @@ from typing import Any
 from alpa_lite.graph import Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local import effects, indexing, random, reductions, windows
+from alpa_lite.passes.local import effects, indexing, random, reductions, registered, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 from alpa_lite.strategy import Factor, Rule
 
@@ -53,8 +53,9 @@ def local_form(
         setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
         return _ANYWHERE.get(op.name, Setting.bound)(setting)
     parts = _parts(rule, assignment, sharded, mesh)
-    maker = FORMS.get(op.name)
-    if parts is None or maker is None or not _kinds_fit(op.name, maker, rule.factors, sharded):
+    given = registered.maker(op)
+    maker = given or FORMS.get(op.name)
+    if parts is None or maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
         return None
     operands = _layouts(rule.operands, rule, assignment, parts, ())
     partial = tuple(
@@ -137,7 +138,8 @@ def _layouts(
                     axes += assignment[f]
                 leading = leading and parts.get(f, 1) == rule.factors[f].size
             dims.append(axes)
-        out.append(Layout(tuple(dims), partial))
+        used = {axis for axes in dims for axis in axes}  # a result that has the summed factor is no sum over it
+        out.append(Layout(tuple(dims), tuple(a for a in partial if a not in used)))
     return tuple(out)
 
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from scipy import sparse
-from scipy.sparse.csgraph import connected_components
-
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
 from alpa_lite.layout import reshard_steps
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
-from alpa_lite.passes.sharding.groups import Dims, Grouping
+from alpa_lite.passes.plans.dims import growing_factors
+from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.records import Outcome
 from alpa_lite.strategy import Rule
@@ -135,37 +132,3 @@ class Outcomes:
 def _sum(parts: Sequence[Parts]) -> Parts:
     compute, communication, latency, batch, sent = map(sum, zip(*parts, strict=True)) if parts else _NOTHING
     return compute, communication, latency, batch, sent
-
-
-def growing_factors(traced: Traced, grouping: Grouping, space: Space) -> frozenset[tuple[int, int]]:
-    """The pairs (node, factor) whose size is proportional to the leading dim of the batch arguments."""
-    values, inputs, node_of = traced.graph.values, traced.graph.block.inputs, space.node_of
-    number: dict[tuple[int, int], int] = {}
-    joined: set[tuple[int, int]] = set()
-    seen: set[tuple[int, Dims, int, Dims]] = set()
-
-    def of(node: int, factor: int) -> int:
-        return number.setdefault((node, factor), len(number))
-
-    for demand in grouping.demands:
-        home = grouping.homes.get(demand.value)
-        if home is None or not home.group or not demand.group:
-            continue
-        key = (node_of[home.group], home.dims, node_of[demand.group], demand.dims)
-        if key in seen:
-            continue
-        seen.add(key)
-        for made, used in zip(home.dims, demand.dims, strict=True):
-            # A dim of several factors grows with its first one.
-            pairs = zip(made, used, strict=True) if len(made) == len(used) else zip(made[:1], used[:1], strict=False)
-            joined |= {(of(key[0], a), of(key[2], b)) for a, b in pairs}
-    batch: set[int] = set()
-    for argument, value in zip(traced.arguments, inputs, strict=False):
-        home = grouping.homes.get(value)
-        if argument.role == "batch" and values[value].shape and home is not None and home.group:
-            batch |= {of(node_of[home.group], f) for f in home.dims[0][:1]}
-    ends = np.array(sorted(joined), dtype=int).reshape(-1, 2).T
-    graph = sparse.coo_array((np.ones(ends.shape[1]), tuple(ends)), shape=(len(number), len(number)))
-    component = connected_components(graph, directed=False)[1]
-    growing = {component[i] for i in batch}
-    return frozenset(pair for pair, i in number.items() if component[i] in growing)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite import _jax
+from alpa_lite import _jax, kernels
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Traced
@@ -20,7 +20,7 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.lowering.program import block_count
-from alpa_lite.passes.plans import alternatives
+from alpa_lite.passes.plans import alternatives, figures
 from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.programs.staged import Staged, notes
@@ -53,11 +53,13 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
     program = staged.program
     stages: list[Stage] = []
     listed: list[tuple[Collective, float]] = []
+    examples = figures.examples(staged.traced) // program.num_microbatches
     known: dict[int, Stage] = {}  # stages whose choices were taken over share the solution
     for number, planned in enumerate(staged.stages):
         own = collectives_of(planned, number)
         like = known.get(id(planned.found.solution))
         stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, budget, like)
+        stage = replace(stage, axes=figures.axis_uses(planned, examples))
         known.setdefault(id(planned.found.solution), stage)
         stages.append(stage)
         listed += own
@@ -104,6 +106,8 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         candidates=verdict.candidates,
         notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),
         ingredients=parts,
+        products=figures.products(staged.stages, cluster),
+        comparisons=verdict.others,
     )
 
 
@@ -159,6 +163,8 @@ def _stage(
         decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
         replicated=_replicated(traced, groups, rules, cost),
         ingredients=parts,
+        held=figures.held(planned),
+        spending=figures.spending(planned),
     )
 
 
@@ -335,7 +341,7 @@ def _op_name(traced: Traced, op: Op) -> str:
     values = traced.graph.values
     ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
     outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
-    return f"{op.name} {' x '.join(ins)} -> {', '.join(outs)}"
+    return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
 
 
 def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
@@ -401,10 +407,12 @@ class _Layouts:
         if value is None:
             return "", 0
         partial = strategy.partial
+        made = self._grouping.homes[value].dims
         if group.kind == "heavy":
             sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-            partial = tuple(a for a in self._mesh.axis_names if a in sums)
-        placed = strategy_space.layout_of(self._grouping.homes[value].dims, strategy, partial)
+            used = {a for dim in made for f in dim for a in strategy.axes[f]}
+            partial = tuple(a for a in self._mesh.axis_names if a in sums - used)
+        placed = strategy_space.layout_of(made, strategy, partial)
         size = int(self._traced.graph.values[value].nbytes / block_count(placed, self._mesh))
         operands = [
             strategy_space.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())

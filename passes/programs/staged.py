@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
+from alpa_lite.figures import Comparison
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.layers import stacked_arguments
@@ -35,6 +36,7 @@ class Verdict:
       status: "optimal", "feasible" or "replayed".
       seconds, bound: of the choice in that model, and of the best that there can be.
       candidates: what was weighed.
+      others: one mesh beside a pipeline, or a pipeline beside one mesh, where planning met both or says why not.
       idle_devices: if devices are left over, how many and why.
       owned: the paths of the arguments that the step was divided by, if it was.
     """
@@ -46,6 +48,7 @@ class Verdict:
     candidates: tuple[Candidate, ...] = ()
     idle_devices: str = ""
     owned: tuple[str, ...] = ()
+    others: tuple[Comparison, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,8 +238,9 @@ class _Builder:
             assert form is not None
             return form.results[op.results.index(value)]
         sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-        partial = tuple(a for a in self.mesh.axis_names if a in sums)
-        return layout_of(self.grouping.homes[value].dims, strategy, partial)
+        dims = self.grouping.homes[value].dims
+        used = {a for dim in dims for f in dim for a in strategy.axes[f]}
+        return layout_of(dims, strategy, tuple(a for a in self.mesh.axis_names if a in sums - used))
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 

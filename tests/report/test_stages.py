@@ -19,14 +19,14 @@ def _section(printed: str, heading: str) -> list[str]:
 
 @pytest.mark.parametrize("plan", [pipeline_plan(), pipeline_plan("zb-h1"), pipeline_plan("interleaved-1f1b", 3)])
 def test_fits_a_hundred_columns(plan: Plan) -> None:
-    printed = str(plan)
+    printed = plan.details()
     assert max(map(len, printed.splitlines())) <= text.WIDTH
     assert "\x1b" not in printed
     assert all(line == line.rstrip() for line in printed.splitlines())
 
 
 def test_says_how_the_step_is_divided() -> None:
-    printed = str(pipeline_plan())
+    printed = pipeline_plan().details()
     assert "8 devices, 4 stages, 8 micro-batches, schedule 1f1b" in printed
     rows = [line.split() for line in _section(printed, "Stages (times for one micro-batch)")[1:]]
     assert rows[0][:5] == ["0", "0-2", "0-1", "data=2", "4"]
@@ -39,17 +39,19 @@ def test_says_how_the_step_is_divided() -> None:
 
 
 def test_virtual_stages_are_told_from_submeshes() -> None:
-    assert "12 stages on 4 submeshes" in str(pipeline_plan("interleaved-1f1b", 3))
+    assert "12 stages on 4 submeshes" in pipeline_plan("interleaved-1f1b", 3).details()
 
 
 def test_a_group_of_stages_has_the_counts_and_bytes_of_one() -> None:
     plan = pipeline_plan()
-    (line,) = [x for x in _section(str(plan), "Shardings of stages 1-2") if "mlp/up/kernel" in x and "27.0 MiB" in x]
+    (line,) = [
+        x for x in _section(plan.details(), "Shardings of stages 1-2") if "mlp/up/kernel" in x and "27.0 MiB" in x
+    ]
     assert line.split()[:3] == ["mlp/up/kernel", "x", "3"]
 
 
 def test_the_schedule_is_drawn() -> None:
-    lines = _section(str(pipeline_plan()), "Schedule")
+    lines = _section(pipeline_plan().details(), "Schedule")
     assert [line.split()[:2] for line in lines[1:5]] == [["submesh", str(i)] for i in range(4)]
     assert "7▓" in lines[1]
 
@@ -87,7 +89,7 @@ def test_transfers_are_grouped_by_direction_and_nothing_is_lost() -> None:
 
 def test_overview_is_the_beginning_of_the_plan() -> None:
     plan = pipeline_plan()
-    assert str(plan).startswith(text.plain(text.overview(plan)))
+    assert plan.details().startswith(text.plain(text.overview(plan)))
     assert "Shardings" not in text.plain(text.overview(plan))
     assert "Memory per device" in text.plain(text.overview(gpt_plan()))
 

@@ -250,3 +250,22 @@ def test_a_real_program_of_this_jax(devices):
             ("reduce_scatter", ("m",), 8 * 32 * 4, 1, "f32"),
         ]
     )
+
+
+def test_steps_of_one_collective_that_is_fused_into_other_work_count_once():
+    """TPU, libtpu 0.0.50: each fusion of a chain has a copy of the instruction."""
+    line = (
+        "f32[64,128]{0,1:T(8,128)} all-gather(%p), channel_id=1, replica_groups=mesh['x'=8] {'x'}, dimensions={1}, "
+        'use_global_device_ids=true, frontend_attributes={chain_id="CHAIN"}, backend_config={}'
+    )
+    fused = "\n".join(
+        f"%fused.{i} (p: f32[64,16]) -> f32[64,128] {{\n  %p = f32[64,16]{{0,1}} parameter(0)\n"
+        f"  ROOT %all-gather.{i} = {line.replace('CHAIN', chain)}\n}}\n"
+        for i, chain in enumerate(["0", "0", "1", "0"])
+    )
+    calls = "\n".join(f"  %f{i} = f32[64,128] fusion(%x), kind=kCustom, calls=%fused.{i}" for i in range(4))
+    text = f"HloModule m, is_scheduled=true\n\n{fused}\nENTRY %main (x: f32[64,16]) -> f32[64,128] {{\n{calls}\n}}\n"
+    found = parse_hlo(text, LogicalMesh((8,), ("x",)))
+    assert [(c.kind, c.axes, c.bytes, c.count, c.chain) for c in found] == [
+        ("all_gather", ("x",), 64 * 128 * 4, 1, 0), ("all_gather", ("x",), 64 * 128 * 4, 1, 1)
+    ]  # fmt: skip

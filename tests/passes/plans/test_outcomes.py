@@ -14,7 +14,8 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.plans.outcomes import Outcomes, growing_factors
+from alpa_lite.passes.plans.dims import growing_factors
+from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import grouping, search, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.problem import from_graph

@@ -1,0 +1,59 @@
+"""The floating-point operations of a function, counted in its jaxpr without running it.
+
+Products count two for each multiply-add, every other operation one for each element of its largest result. A loop
+counts as often as it runs where that is known, else once; of branches the largest counts; a Pallas kernel counts what
+it says of itself, else its body once for each point of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from alpa_lite import _jax
+
+
+def of_jaxpr(jaxpr: Any) -> float:
+    """FLOPs of a jaxpr. Operations that no output needs do not count."""
+    opened, _ = _jax.open_jaxpr(jaxpr)
+    needed = {id(v) for v in opened.outvars}
+    writes = {id(v) for v in (*opened.invars, *opened.constvars) if type(v.aval).__name__ == "AbstractRef"}
+    total = 0.0
+    for eqn in reversed(opened.eqns):
+        if eqn.effects or writes or not needed.isdisjoint(id(v) for v in eqn.outvars):
+            needed.update(id(v) for v in eqn.invars)
+            total += _of_equation(eqn)
+    return total
+
+
+def _of_equation(eqn: Any) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    made = float(max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=1))
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2.0 * made * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+    inner = [of_jaxpr(x) for x in _jaxprs(params)]
+    if not inner:
+        return made
+    if name == "pallas_call":
+        estimate = params.get("cost_estimate")
+        return float(estimate.flops) if estimate is not None else sum(inner) * _points(params)
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * (params["length"] if name == "scan" else 1)
+
+
+def _points(params: Mapping[str, Any]) -> int:
+    """The points of a Pallas grid; dynamic bounds count as one."""
+    return math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+
+
+def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        found += [x for x in (value if isinstance(value, tuple | list) else (value,)) if _jax.is_jaxpr(x)]
+    return found

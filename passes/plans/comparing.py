@@ -1,0 +1,162 @@
+"""How textbook methods would do on the same devices: the integer program with layouts fixed, at the same prices.
+
+    data parallel     the batch sharded over its leading dim, the state whole on every device
+    FSDP (ZeRO-3)     the batch likewise, parameters and optimizer state sharded where a dim divides
+    tensor parallel   the batch whole on every device, and no operation divided along the batch's leading dim
+    one mesh          everything free, on the best mesh of all devices; beside a pipeline
+
+What a method leaves open (gradients, activations, where to gather) the program chooses, so that each figure is that of
+the best step of its kind. Memory is for nothing here: a step that does not fit says by how much. Beside a plan of one
+mesh, methods run as many micro-batches as the plan; beside a pipeline, one.
+
+That costs a tenth to a third of what planning costs (a GPT 12 x 768 on eight A100: 1.4 s of 4.9 s), and so it is done
+when somebody asks (`Plan.compared`), within a limit of seconds; what the limit leaves out is not evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.figures import Comparison
+from alpa_lite.graph import Traced
+from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
+from alpa_lite.passes import sharding
+from alpa_lite.passes.plans.dims import growing_factors
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.passes.sharding import limits, search, strategies, tables
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.space import Space
+from alpa_lite.strategy import Rule, StrategyGraph
+
+SECONDS = 30.0
+"""After how many seconds no further method is evaluated."""
+
+TEXTBOOK: Mapping[str, Method] = {
+    "data parallel": DataParallel(),
+    "FSDP (ZeRO-3)": Zero(stage=3),
+    "tensor parallel": TensorParallel(),
+}
+"""The methods by their names in reports."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparing:
+    """What comparing needs of a step. Called, it evaluates every method.
+
+    Attributes:
+      traced, rules: the step as one mesh runs it.
+      cluster: all devices.
+      grouping: its groups, if they are known.
+      one_mesh: whether one mesh is among the methods.
+    """
+
+    traced: Traced
+    rules: Mapping[Any, Rule]
+    cluster: Cluster
+    grouping: Grouping | None = None
+    one_mesh: bool = False
+
+    def __call__(self) -> tuple[Comparison, ...]:
+        """The methods in the order of the module's list."""
+        if self.cluster.num_devices == 1:
+            return ()
+        started, out = time.perf_counter(), []
+        groups = self.grouping or sharding.group(self.traced, self.rules)
+        shared = tables.Shared(self.traced, groups)
+        slowest = 0.0
+        for name, method in TEXTBOOK.items():
+            before = time.perf_counter()
+            left = SECONDS - (before - started)
+            out.append(_evaluated(name, lambda m=method, s=left: self._textbook(m, groups, shared, s), left > slowest))
+            slowest = max(slowest, time.perf_counter() - before)
+        if self.one_mesh:
+            left = SECONDS - (time.perf_counter() - started)
+            shapes = len(limits.meshes(self.cluster, Sharded()))
+            out.append(_evaluated("one mesh", lambda: self._free(groups, left), left > _FREE * shapes * slowest))
+        return tuple(out)
+
+    def _textbook(self, method: Method, groups: Grouping, shared: tables.Shared, seconds: float) -> Comparison:
+        (mesh,) = limits.meshes(self.cluster, method)
+        allowed = limits.limits(self.traced, groups, method, mesh)
+        cost = MeshCost(self.cluster, mesh)
+        space = strategies.build(self.traced, groups, self.rules, cost, budget=None, allowed=allowed, shared=shared)
+        program = space.program
+        if isinstance(method, TensorParallel):
+            program = _batch_whole(self.traced, groups, space)
+        found = solve.solve(replace(program, budget=None), time_limit=max(1.0, seconds), gap=1e-3)
+        if not found.choice:
+            return Comparison("", mesh.shape, reason=f"no such step was found: {found.status}")
+        return Comparison("", mesh.shape, found.objective, math.ceil(found.peak))
+
+    def _free(self, groups: Grouping, seconds: float) -> Comparison:
+        found = search.search(
+            self.traced, groups, self.rules, self.cluster, Sharded(), budget=math.inf, time_limit=seconds
+        )  # fmt: skip
+        return Comparison("", found.mesh.shape, found.solution.objective, math.ceil(found.solution.peak))
+
+
+_FREE = 3.0
+"""What a free program of a mesh of several axes takes at most, as a multiple of one of a textbook method."""
+
+
+def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster) -> Comparing:
+    """What evaluates textbook methods beside a planned step.
+
+    Args:
+      traced, rules: the user's step, which beside a pipeline is compared as it is.
+    """
+    if staged.program.schedule != "none":
+        known = any(other.name == "one mesh" for other in staged.verdict.others)
+        return Comparing(traced, rules, cluster, one_mesh=not known)
+    (stage,) = staged.stages
+    return Comparing(stage.graph.traced, stage.rules, cluster, stage.grouping)
+
+
+def beside(staged: Staged, name: str, other: Staged | str) -> Staged:
+    """The same with what was weighed against it for its plan: another way to run the step, or why there is none."""
+    if isinstance(other, str):
+        compared = Comparison(name, reason=other)
+    else:
+        shape = other.stages[0].found.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
+        compared = Comparison(name, shape, other.seconds, other.needed)
+    return replace(staged, verdict=replace(staged.verdict, others=(compared,)))
+
+
+def does_not_fit(error: InfeasibleError) -> str:
+    """Why one mesh is none of the plans, in a line."""
+    least = error.smallest_budget
+    return str(error).split(":")[0] if least is None else f"does not fit: needs {least / 2**30:,.1f} GiB per device"
+
+
+def _evaluated(name: str, evaluate: Callable[[], Comparison], in_time: bool) -> Comparison:
+    """The figures of a method, or why there are none."""
+    if not in_time:
+        return Comparison(name, reason=f"not evaluated: comparing stops after {SECONDS:g} s")
+    try:
+        return replace(evaluate(), name=name)
+    except (InfeasibleError, OptionError) as error:
+        return Comparison(name, reason=str(error).split(";")[0])
+
+
+def _batch_whole(traced: Traced, groups: Grouping, space: Space) -> StrategyGraph:
+    """The program of a space without the strategies that divide an operation along the batch's leading dim.
+
+    A node whose every strategy does so keeps them all.
+    """
+    growing = growing_factors(traced, groups, space)
+    costs = []
+    for number, (node, cost) in enumerate(zip(space.nodes, space.program.node_cost, strict=True)):
+        mine = [f for f in range(len(groups.groups[node.group].factors)) if (number, f) in growing]
+        divided = np.array([any(s.axes[f] for f in mine) for s in node.strategies], dtype=bool)
+        costs.append(cost if divided.all() else np.where(divided, np.inf, cost))
+    return replace(space.program, node_cost=tuple(costs))

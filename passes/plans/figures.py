@@ -1,0 +1,241 @@
+"""What a planned stage does, for reports: what each mesh axis is for, what is held, and where compute seconds go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
+from alpa_lite.figures import AxisUse, Held, Products, Spending
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.layout import Layout
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Reshard, block_count, spec_of
+from alpa_lite.passes.plans.dims import components
+from alpa_lite.passes.sharding import kinds
+from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.strategy import Rule
+
+_COMPUTED_AGAIN = "rematted_computation"
+"""The scope in which JAX, and this library, put what the backward pass computes again."""
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+def products(stages: Iterable[PlannedStage], cluster: Cluster) -> Products:
+    """The FLOPs of the step's own products, all stages together."""
+    flops: dict[str, float] = {}
+    for planned in stages:
+        values = planned.graph.traced.graph.values
+        for group, op, work in _products(planned.grouping, planned.rules, planned.graph.traced):
+            first = next((a for a in op.operands if not isinstance(a, Lit)), op.results[0])
+            dtype = str(values[first].dtype)
+            flops[dtype] = flops.get(dtype, 0.0) + work * group.trips
+    total = sum(flops.values())
+    seconds = sum(amount / cluster.peak(dtype) for dtype, amount in flops.items())
+    return Products(total, total / seconds if seconds else 0.0)
+
+
+def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> Iterator[tuple[Group, Op, float]]:
+    """The products of a step with the FLOPs of one execution; without those that are computed again."""
+    for group in grouping.groups:
+        for number in group.ops:
+            op = grouping.ops[number]
+            if op.name in primitives.PRODUCTS and _COMPUTED_AGAIN not in _jax.scopes(op.source):
+                yield group, op, primitives.work(op, rules[op.key], traced.graph.values)
+
+
+def spending(planned: PlannedStage) -> tuple[Spending, ...]:
+    """Compute seconds of a stage's operations, by place and primitive, in program order."""
+    found: dict[tuple[str, str], float] = {}
+    places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
+
+    def visit(items: Iterable[Instruction]) -> None:
+        for item in items:
+            match item:
+                case Compute(op=op):
+                    seconds = planned.prices.operations.get(op.index, 0.0)
+                    if seconds:
+                        source = op.source.traceback, str(op.source.name_stack)
+                        if source not in places:
+                            places[source] = _place(op)
+                        key = places[source], op.name
+                        found[key] = found.get(key, 0.0) + seconds
+                case Loop(bodies=bodies):
+                    for body in bodies:
+                        visit(body.instructions)
+
+    for segment in planned.segments.items:
+        visit(segment.instructions)
+    return tuple(Spending(where, name, seconds) for (where, name), seconds in found.items())
+
+
+def _place(op: Op) -> str:
+    """Source line and scope; numbers in the scope are left open."""
+    line = _jax.source_line(op.source)
+    return line + re.sub(r"\d+", "#", _jax.where(op.source).removeprefix(line))
+
+
+def examples(traced: Traced) -> int:
+    """The leading dim of the batch."""
+    inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
+    return max(
+        (traced.graph.values[v].shape[0] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape),
+        default=0,
+    )
+
+
+# -- axes -------------------------------------------------------------------------------------------------------------
+
+
+def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
+    """What each axis of a stage's mesh is for.
+
+    Args:
+      examples: of a micro-batch. Of what other stages send, the first dim of this size is taken for the batch's.
+    """
+    traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
+    names = _Names(planned, examples)
+    shares: dict[str, dict[str, float]] = {axis: {} for axis in found.mesh.axis_names}
+    total = 0.0
+    for group, _, work in _products(grouping, planned.rules, traced):
+        work *= group.trips
+        total += work
+        for factor, axes in enumerate(found.choice[group.index].axes):
+            for axis in axes:
+                name = names.of(group.index, factor)
+                shares[axis][name] = shares[axis].get(name, 0.0) + work
+    kept = _sharded(planned)
+    return tuple(
+        AxisUse(
+            name=axis,
+            size=found.mesh.axis_size(axis),
+            products={name: work / total for name, work in sorted(shares[axis].items(), key=lambda i: -i[1])},
+            params=kept["params"].get(axis, 0.0),
+            optimizer=kept["optimizer"].get(axis, 0.0),
+        )
+        for axis in found.mesh.axis_names
+    )
+
+
+def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
+    """Kind of state -> axis -> the share of the bytes that lies sharded over it."""
+    traced = planned.graph.traced
+    sizes = {"params": 0, "optimizer": 0}
+    out: dict[str, dict[str, float]] = {"params": {}, "optimizer": {}}
+    for number, kind in kinds.state_kinds(traced).items():
+        size = traced.graph.values[traced.graph.block.inputs[number]].nbytes
+        sizes[kind] += size
+        for axis in planned.program.inputs[number].used:
+            out[kind][axis] = out[kind].get(axis, 0.0) + size
+    return {kind: {axis: b / sizes[kind] for axis, b in axes.items()} for kind, axes in out.items()}
+
+
+class _Names:
+    """What a factor of a group is in the user's words, by the dims of arguments that it is connected with."""
+
+    def __init__(self, planned: PlannedStage, examples: int) -> None:
+        traced, grouping, rules = planned.graph.traced, planned.grouping, planned.rules
+        self.component = components(grouping, planned.found.space, parts=True)
+        self.node_of = planned.found.space.node_of
+        graph = traced.graph
+        self.named: dict[int, str] = {}
+        weights = _weights(traced)
+        for group, op, _ in _products(grouping, rules, traced):
+            factors = group.op_factors[group.ops.index(op.index)]
+            for factor in _experts(op, rules[op.key], weights):
+                self.named.setdefault(self._at(group.index, factors[factor]), "expert")
+        data: list[tuple[int, int]] = []
+        for port, argument, value in zip(planned.graph.inputs, traced.arguments, graph.block.inputs, strict=False):
+            home, shape = grouping.homes.get(value), graph.values[value].shape
+            if home is None or not home.group or not shape:
+                continue
+            if argument.role == "batch":
+                tokens = len(shape) == 2 and jnp.issubdtype(graph.values[value].dtype, jnp.integer)
+                inner = range(1, 2) if tokens else range(1, len(shape) - 1) if len(shape) > 3 else ()
+                for factor in (f for dim in inner for f in home.dims[dim]):
+                    self.named.setdefault(self._at(home.group, factor), "sequence" if tokens else "space")
+                data += [(home.group, factor) for factor in home.dims[0]]
+            elif port.kind == "crossing" and examples in shape[1:]:
+                data += [(home.group, factor) for factor in home.dims[1 + shape[1:].index(examples)]]
+        self.named.update((self._at(*factor), "data") for factor in data)
+
+    def of(self, group: int, factor: int) -> str:
+        """The name of a factor; "tensor" for what no name is known of."""
+        return self.named.get(self._at(group, factor), "tensor")
+
+    def _at(self, group: int, factor: int) -> int:
+        return self.component.get((self.node_of[group], factor), -1 - group)
+
+
+def _weights(traced: Traced) -> set[int]:
+    """The parameters of a step, frozen ones too, and their other forms."""
+    block = traced.graph.block
+    start = {block.inputs[i] for i, kind in kinds.state_kinds(traced).items() if kind == "params"}
+    start |= {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "frozen"}
+    return start | kinds.weights(block, start)
+
+
+def _experts(op: Op, rule: Rule, weights: set[int]) -> set[int]:
+    """The factors that both operands and the result have, where one operand is weights: one product an expert."""
+    if len(rule.operands) < 2 or not any(a in weights for a in op.operands if not isinstance(a, Lit)):
+        return set()
+    left, right, result = ({f for dim in dims for f in dim} for dims in (*rule.operands[:2], rule.results[0]))
+    return left & right & result
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def held(planned: PlannedStage) -> tuple[Held, ...]:
+    """The activations that the forward pass of a stage leaves for its backward pass, in program order.
+
+    Those are the registers that an operation of the reverse pass reads and an operation before it wrote, as JAX marks
+    them (`_jax.derivative`). Arguments, and weights in another form, are left out: they are no activations.
+    """
+    traced, program = planned.graph.traced, planned.program
+    block, values = traced.graph.block, traced.graph.values
+    start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role in ("state", "frozen")}
+    weights = start | kinds.weights(block, start)
+    found: dict[tuple[Any, ...], int] = {}
+
+    def note(value: int, register: int, op: Op, kind: str) -> None:
+        layout: Layout = program.registers[register]
+        size = values[value].nbytes // block_count(layout, program.mesh)
+        spec = spec_of(Layout(layout.dims))
+        name = f"{op.name}, {kind}" if kind else op.name
+        name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
+        key = _jax.where(op.source), name, values[value].shape, str(values[value].dtype), spec, size
+        found[key] = found.get(key, 0) + 1
+
+    def visit(body: Body) -> None:
+        made: dict[int, tuple[int, Op, str]] = {}  # register -> value, what made it, the collective behind it
+        for item in body.instructions:
+            reader = item.used_by if isinstance(item, Reshard) else item.op
+            backward = reader is not None and _jax.derivative(reader.source) == "transpose"
+            taken = (item.source,) if isinstance(item, Reshard) else item.operands
+            if backward:
+                for register in taken:
+                    if isinstance(register, int) and register in made:
+                        value, op, kind = made.pop(register)
+                        note(value, register, op, kind)
+            elif isinstance(item, Reshard):
+                if item.source in made and item.value not in weights:
+                    kind = next((step.kind for step in item.steps if step.kind != "slice"), "")
+                    made[item.result] = item.value, made[item.source][1], kind
+            else:
+                for register, value in zip(item.results, item.op.results, strict=True):
+                    if value not in weights:
+                        made[register] = value, item.op, ""
+            if isinstance(item, Loop):
+                for inner in item.bodies:
+                    visit(inner)
+
+    visit(program.body)
+    return tuple(Held(*key, count=count) for key, count in found.items())

@@ -1,0 +1,202 @@
+"""Functions that are one operation: `register_rule` and Pallas kernels, on one mesh, in parts and in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite
+from alpa_lite import Pipeline, RuleError, Sharded, register_rule
+from tests.pallas_kernels import flash, norm
+
+M, H, D = 16, 4, 4
+B, S = 8, 8
+FLASH = "b s h d, b t h d, b t h d -> b s h d"
+ATTENTION = register_rule(flash, FLASH, replicate="s t d")
+NORM = register_rule(norm, "b d, d -> b d", replicate="d")
+
+
+def weights(layers: int = 1) -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 4 * layers))
+    shapes = {"q": (M, H, D), "k": (M, H, D), "v": (M, H, D), "o": (H, D, M)}
+    return [{n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()} for _ in range(layers)]
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(9), (B, S, M))
+
+
+def step_with(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y = x
+            for layer in w:
+                q, k, v = (jnp.einsum("bsm,mhd->bshd", y, layer[n]) for n in "qkv")
+                y = y + jnp.einsum("bshd,hdm->bsm", attend(q, k, v), layer["o"])
+            return (y**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
+
+    return step
+
+
+def equal(want: Any, got: Any) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5, err_msg=str(path))
+
+
+def decisions(plan: alpa_lite.Plan, name: str) -> list[Any]:
+    return [d for stage in plan.stages for d in stage.decisions if name in d.name]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_registered_attention_is_sharded_over_batch_and_heads_forward_and_backward(parts: int):
+    step = step_with(ATTENTION)
+    run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)), num_microbatches=parts)
+    w, x = weights(), inputs()
+    plan = run.plan(w, x)
+    found = decisions(plan, "flash")
+    assert [d.name.split(" [")[0] for d in found] == ["flash", "backward of flash"]
+    assert all(d.strategy == (("x",), (), ("y",), (), ()) for d in found)
+    assert not plan.stages[0].replicated
+    assert not any(
+        c.bytes >= B // parts * S * H * D * 4 for c in plan.collectives if c.kind == "all_gather" and parts > 1
+    )
+    equal(jax.jit(step_with(flash))(w, x), run(w, x))
+    text = run.hlo(w, x)[0]
+    block = f"f32[{B // 2 // parts},{S},{H // 4},{D}]"
+    assert block in text and f"f32[{B // parts},{S},{H},{D}]" not in text
+
+
+def test_an_unregistered_kernel_is_replicated_with_a_note_that_names_the_remedy():
+    step = step_with(flash)
+    run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)))
+    w, x = weights(), inputs()
+    plan = run.plan(w, x)
+    assert {r.name for r in plan.stages[0].replicated} == {"pallas_call"}
+    assert all("register_rule" in r.reason for r in plan.stages[0].replicated)
+    equal(jax.jit(step)(w, x), run(w, x))
+
+
+def test_what_an_operand_lacks_is_summed_in_its_gradient():
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda w: (NORM(x @ w["in"], w["scale"]) ** 3).mean())(w)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
+
+    w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
+    x = jax.random.normal(jax.random.key(1), (4096, M))
+    run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
+    plan = run.plan(w, x)
+    assert [d.strategy for d in decisions(plan, "norm")] == [(("x",), ())] * 2
+    assert M * 4 in [c.bytes for c in plan.collectives if c.kind == "all_reduce"]
+    equal(jax.jit(step)(w, x), run(w, x))
+
+
+@pytest.mark.slow
+def test_kernels_in_the_stages_of_a_pipeline():
+    step = step_with(ATTENTION)
+    w, x = weights(2), inputs()
+    run = alpa_lite.parallelize(step, method=Pipeline(num_stages=2), num_microbatches=2)
+    assert len(run.plan(w, x).stages) == 2
+    equal(jax.jit(step_with(flash))(w, x), run(w, x))
+
+
+# --- derivatives and vectorisation, without a plan --------------------------------------------------------------------
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x) @ w
+
+
+PRODUCT = register_rule(product, "... k, k n -> ... n", reduce="sum")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)),
+        lambda f: lambda x, w: jax.jvp(f, (x, w), (w.T, x.T)),
+        lambda f: jax.hessian(lambda x, w: (f(x, w) ** 2).sum()),
+        lambda f: jax.grad(lambda x, w: (jax.vmap(f, (0, None))(x, w) ** 2).sum(), (0, 1)),
+        lambda f: jax.checkpoint(jax.grad(lambda x, w: (f(x, w) ** 2).sum())),
+    ],
+)
+def test_derivatives_of_a_kernel_are_those_of_the_function(transform: Any):
+    x, w = jax.random.normal(jax.random.key(0), (3, 2)), jax.random.normal(jax.random.key(1), (2, 3))
+    equal(transform(product)(x, w), transform(PRODUCT)(x, w))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_a_name_that_results_lack_is_reduced_as_the_rule_says(reduce: Any):
+    lowest = register_rule(lambda x: getattr(jnp, reduce)(x, axis=0), "b d -> d", reduce=reduce)
+
+    def step(w: Any, x: Any) -> Any:
+        return w + lowest(x * 2), None
+
+    w, x = jnp.zeros(4), jax.random.normal(jax.random.key(0), (2**16, 4))
+    run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
+    plan = run.plan(w, x)
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    np.testing.assert_allclose(step(w, x)[0], run(w, x)[0], rtol=1e-3)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        ("b s d", {}, "no single '->'"),
+        ("b s! -> b", {}, "cannot be read"),
+        ("b b -> b", {}, "twice"),
+        ("(b s -> b", {}, "bracket"),
+        ("b ... -> b", {}, "must come first"),
+        ("b s -> b t", {}, "results of the rule 'b s -> b t' alone"),
+        ("b s -> b", {"replicate": "t"}, "replicate names 't'"),
+        ("b s -> b", {"reduce": {"t": "sum"}}, "reduce names 't'"),
+        ("b s -> b", {"reduce": {"b": "sum"}}, "every result"),
+        ("b s -> b", {"reduce": {"s": "mean"}}, "'sum', 'max' or 'min'"),
+    ],
+)
+def test_rules_that_cannot_be(rule: str, options: Any, says: str):
+    with pytest.raises(RuleError, match="register_rule") as error:
+        register_rule(product, rule, **options)
+    assert says in str(error.value) and "product" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("b k -> b n", "has 1"),
+        ("b s k, k n -> b n", "operand 0 of product has shape (2, 4), of rank 2"),
+        ("k b, k n -> b n", "different names"),
+        ("(b k) m, m n -> (b k) n", "how large b and k"),
+    ],
+)
+def test_calls_that_do_not_fit_the_rule(rule: str, says: str):
+    with pytest.raises(RuleError) as error:
+        register_rule(product, rule, replicate="n k b")(jnp.ones((2, 4)), jnp.ones((4, 3)))
+    assert says in str(error.value)
+
+
+def test_a_function_that_does_not_run_on_blocks_is_named_with_the_remedy():
+    fixed = register_rule(lambda x: x.reshape(16, 4) * 2, "b d -> b d")
+    with pytest.raises(RuleError, match=r"cannot be traced on operands of shapes \(8, 4\).*replicate"):
+        alpa_lite.parallelize(lambda w, x: (w + fixed(x).sum(0), None), method=alpa_lite.DataParallel()).plan(
+            jnp.zeros(4), jnp.ones((16, 4))
+        )
+
+
+def test_arrays_come_by_position():
+    with pytest.raises(RuleError, match="by position"):
+        PRODUCT(jnp.ones((2, 4)), w=jnp.ones((4, 3)))
+    outside = register_rule(lambda f: f(), "-> b", replicate="b")
+    with pytest.raises(RuleError, match="make it an operand"):
+        jax.jit(lambda x: register_rule(lambda y: y + x, "b -> b")(x))(jnp.ones(3))
+    assert "-> b" in repr(outside)

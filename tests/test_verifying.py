@@ -1,0 +1,112 @@
+"""Plans against the compilers of machines that are not here; those that need a compiler are skipped without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from alpa_lite import verifying
+from alpa_lite.cli import app
+from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
+from alpa_lite.report import compiled
+from alpa_lite.report.tables import plain
+from alpa_lite.steps import NamedStep
+
+runner = CliRunner()
+
+FOUND = {
+    "plan": "plan.json", "step": "gpt", "target": "v5e:2x4", "device": "TPU v5 lite", "devices": 8, "jax": "0.12",
+    "compiler": "libtpu 0.0.50",
+    "collectives": [{"kind": "all_reduce", "axes": "x", "bytes": 4096, "planned": 3, "found": 2}],
+    "rewrites": ["step: merged duplicates: 1 x all_reduce over (x) of 4096 bytes"], "differences": [],
+    "memory": [{"executable": "step", "submesh": 0, "predicted": 2**20, "compiler": 2**21, "arguments": 2**19,
+                "outputs": 0, "temporaries": 2**19, "code": 2**18}],
+    "communicates": True, "fits": False, "seconds": {"planning again": 1.0, "compiling": 2.0},
+}  # fmt: skip
+
+
+def test_what_was_found_stands_beside_what_was_planned() -> None:
+    lines = [" ".join(line.split()) for line in plain(compiled.renderable(FOUND)).splitlines()]
+    assert "gpt compiled for 8 x TPU v5 lite (v5e:2x4, libtpu 0.0.50, JAX 0.12) in 2.00 s" in lines
+    assert "all_reduce x 4.00 KiB 3 2" in lines
+    assert "step 1.00 MiB 2.00 MiB 0.50 512 KiB 512 KiB 256 KiB" in lines
+    assert any("more than 15 % apart" in line for line in lines)
+    bad = plain(compiled.renderable({**FOUND, "communicates": False, "differences": ["step: planned but not found"]}))
+    assert "does not communicate as planned" in bad and "step: planned but not found" in bad
+
+
+def test_verify_prints_and_writes_what_was_found_and_ends_with_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = planned(tmp_path), tmp_path / "found.json"
+    asked: list[tuple[NamedStep, str | None]] = []
+
+    def answer(path: Path, step: NamedStep, target: str | None, time_limit: float) -> dict:
+        asked.append((step, target))
+        return {**FOUND, "communicates": target != "v6e:2x4"}
+
+    monkeypatch.setattr(verifying, "verify", answer)
+    result = runner.invoke(app, ["verify", str(file), "--target", "v5e:2x4", "--json", str(out)])
+    assert result.exit_code == 0 and "Collectives of one run" in result.stdout
+    assert json.loads(out.read_text()) == FOUND
+    assert asked == [(NamedStep("mlp", "tiny", 16, {}), "v5e:2x4")]
+    result = runner.invoke(app, ["verify", str(file), "--target", "v6e:2x4", "--json", "-"])
+    assert result.exit_code == 1 and json.loads(result.stdout)["communicates"] is False
+
+
+def test_a_plan_that_does_not_name_its_step_says_how_to_give_it(tmp_path: Path) -> None:
+    file = planned(tmp_path)
+    data = json.loads(file.read_text())
+    del data["step"]
+    file.write_text(json.dumps(data))
+    result = runner.invoke(app, ["verify", str(file)])
+    assert result.exit_code == 2 and "package.module:function --args" in " ".join(result.stderr.split())
+
+
+def test_the_compiler_runs_in_a_process_with_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = NamedStep("mlp", "tiny", 16)
+    with pytest.raises(OptionError, match="allow more"):
+        verifying.verify(planned(tmp_path), step, "v5e:2x4", time_limit=0.05)
+    monkeypatch.setattr(verifying.sys, "executable", "/bin/false")
+    with pytest.raises(VerificationError, match="exit code 1"):
+        verifying.verify(tmp_path / "plan.json", step, "v5e:2x4", time_limit=60)
+
+
+def test_errors_cross_the_process(tmp_path: Path) -> None:
+    """The target is looked at first, so that nothing is planned for one that cannot be."""
+    with pytest.raises(AlpaLiteError, match="has 16 devices, and the plan is for 8"):
+        verifying.verify(planned(tmp_path), NamedStep("mlp", "tiny", 16), "v5e:4x4", time_limit=120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu-verify)")
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("gpt", []), ("moe", []), ("gpt", ["--stages", "2", "--microbatches", "2"])],
+    ids=["gpt", "moe", "gpt in two stages"],
+)
+def test_the_compiler_of_tpus_communicates_as_planned(tmp_path: Path, model: str, more: list[str]) -> None:
+    file = tmp_path / "plan.json"
+    small = ["--size", "tiny", "--batch", "32", "--cluster", "v5e", "-o", str(file), *more]
+    assert runner.invoke(app, ["plan", model, *small]).exit_code == 0
+    result = runner.invoke(app, ["verify", str(file), "--target", "v5e:2x4", "--json", "-"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["communicates"], found["differences"]
+    assert found["device"] == "TPU v5 lite" and found["devices"] == 8
+    assert found["memory"] and sum(row["planned"] for row in found["collectives"]) > 0
+
+
+def planned(folder: Path) -> Path:
+    """A plan file that names its step."""
+    from alpa_lite import models, steps
+    from alpa_lite.api import make_plan
+
+    file = folder / "plan.json"
+    step, args = models.get("mlp").abstract("tiny", 16)
+    make_plan(step, *args, cluster="v5e", method="auto").save(file)
+    steps.remember(file, NamedStep("mlp", "tiny", 16))
+    return file
