@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax, collecting, kept, schedules
+from alpa_lite import _jax, collecting, kept, owned, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
@@ -388,7 +388,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
         planned = run("lowering", planning.lowered_whole, decided, communication)
         return run("programs", programs.single, loop, planned, verdict, remat)
     if division.owned:
-        return kept.replayed(run, step, asked, plan)
+        return owned.replayed(run, step, asked, plan)
     count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     layers = run("layers", divisible, loop, max_layers=division.max_layers)

@@ -7,10 +7,12 @@ errors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.records import Leaf, PlanRecord, Stage, spec_axes
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,30 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of a stacked leaf: `low` to `high` of dim 0, and where it lies."""
+
+    low: int
+    high: int
+    pin: Pin
+
+
+@dataclass(frozen=True)
 class Pins:
     """All pins of one compilation.
 
     Attributes:
       arguments: flat argument number of the user's step -> its pin.
+      pieces: flat argument number -> its parts, in order, for leaves of which several submeshes have a part each.
       state: the flat arguments that are state of the step that the pins come from: never the batch of this one.
     """
 
     arguments: Mapping[int, Pin] = field(default_factory=dict)
+    pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
     state: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.arguments)
+        return bool(self.arguments or self.pieces)
 
     def on_submeshes(self, num_devices: int) -> bool:
         """Whether something lies on fewer devices than all."""
@@ -52,9 +65,37 @@ class Pins:
     @property
     def meshes(self) -> tuple[tuple[LogicalMesh, int], ...]:
         """The distinct (mesh, first device), in the order of devices: more than one if the state is on submeshes."""
-        found = {(pin.mesh, pin.first_device) for pin in self.arguments.values()}
+        pins = (*self.arguments.values(), *(piece.pin for parts in self.pieces.values() for piece in parts))
+        found = {(pin.mesh, pin.first_device) for pin in pins}
         return tuple(sorted(found, key=lambda pair: (pair[1], pair[0].shape, pair[0].axis_names)))
 
+
+def pin_of(stage: Stage, first_device: int, leaf: Leaf, why: str) -> Pin:
+    """Where a stage of a plan has a leaf."""
+    axes = spec_axes(leaf.spec)
+    layout = Layout((*axes, *((),) * (len(leaf.shape) - len(axes))))
+    return Pin(LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), first_device, layout, why)
+
+
+def places(plan: PlanRecord, why: str) -> dict[str, Pin | tuple[Piece, ...]]:
+    """Where a plan has the arguments that are no batch, by path; stacked leaves that stages share, in their parts."""
+    whole: dict[str, Pin] = {}
+    parts: dict[str, list[Piece]] = {}
+    for stage, submesh in zip(plan.stages, plan.division.submeshes, strict=True):
+        for leaf in stage.arguments:
+            if leaf.role == "batch":
+                continue
+            pin = pin_of(stage, plan.division.first_devices[submesh], leaf, why)
+            match = _PART.fullmatch(leaf.path)
+            if match is None:
+                whole[leaf.path] = pin
+            else:
+                parts.setdefault(match[1], []).append(Piece(int(match[2]), int(match[3]), pin))
+    ordered = {path: tuple(sorted(some, key=lambda piece: piece.low)) for path, some in parts.items()}
+    return {**whole, **ordered}
+
+
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")  # how `layers.stacked_arguments` names the part of a stacked leaf
 
 NO_PINS = Pins()
 """Everything lies where the plan wants it."""

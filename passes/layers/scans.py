@@ -163,6 +163,22 @@ def cut_scans(
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
 
+def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mapping[object, Rule]) -> Traced:
+    """A step without micro-batches whose stacked arguments come in pieces, as do the results that replace them.
+
+    Scans over these arguments, and over what is stacked with them, are cut at the same bounds.
+
+    Args:
+      traced: the step.
+      bounds: flat argument -> where its pieces begin, and the end of the last.
+      rules: of all ops, as `factors.rules_of` gives them.
+    """
+    rewriter = Rewriter(traced.graph)
+    walk = _Step(rewriter, rules, traced.graph.block, bounds)
+    block, leaves = stacked_arguments.split(traced, walk.block(), rewriter.values)
+    return stacked_arguments.applied(leaves, replace(traced, graph=rewriter.finish(block)))
+
+
 class _Walk:
     """One block, its ops taken in order; what is stacked over cut layers is held in pieces."""
 
@@ -371,6 +387,30 @@ class _Body(_Walk):
                 column[number] = value
         for value, column in zip(ys, stacked, strict=True):
             self.pieces[value] = bounds, tuple(column[number] for number in sorted(column))
+
+
+class _Step(_Body):
+    """The top block of a step without micro-batches: some of its arguments come in as pieces."""
+
+    def __init__(
+        self, rewriter: Rewriter, rules: Mapping[object, Rule], block: Block, arguments: Mapping[int, Bounds]
+    ) -> None:
+        _Walk.__init__(self, rewriter, rules, block)
+        self.bounds, self.divisible, self.asked_for = {}, frozenset(), {}
+        self.arguments = {block.inputs[number]: some for number, some in arguments.items()}
+
+    def block(self) -> Block:
+        """The new block: whole arguments have new names, the old ones are what is joined of their pieces."""
+        source = next((op.source for op in self.source_block.ops), None)
+        inputs = [self.rewriter.fresh(v) if v in self.arguments else v for v in self.source_block.inputs]
+        for value, whole in zip(self.source_block.inputs, inputs, strict=True):
+            if value in self.arguments:
+                spans = itertools.pairwise(self.arguments[value])
+                parts = tuple(self.slice(whole, low, high, source) for low, high in spans)
+                self.pieces[value] = self.arguments[value], parts
+        self.run()
+        outputs = tuple(self.whole(a, source) if isinstance(a, int) else a for a in self.source_block.outputs)
+        return Block(tuple(inputs), tuple(self.out), outputs)
 
 
 class _Top(_Walk):

@@ -1,0 +1,207 @@
+"""Planning a step by where its arguments lie: each submesh runs what reads its leaves, planned as one stage.
+
+See `passes.stages.owners` for the division. A stacked leaf of which several submeshes have a part is cut into these
+parts first, and with it the loops over it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from alpa_lite import schedules
+from alpa_lite.asked import Asked, Step
+from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.options import Sharded
+from alpa_lite.passes import factors, programs, stages
+from alpa_lite.passes.ir.flow import reads
+from alpa_lite.passes.layers import scans
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.plans import replay
+from alpa_lite.passes.programs.staged import Staged, Verdict
+from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.owned import moved
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.paths import shown
+from alpa_lite.pins import Pin, Pins, places
+from alpa_lite.plan import Plan
+from alpa_lite.runner import Passes
+
+PRICES = (0.0, 1.0, 4.0, 16.0)
+"""Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
+
+
+def owned(run: Passes, step: Step, asked: Asked) -> Staged:
+    """The step divided by where its pinned arguments lie: what reads a leaf runs on the submesh that has it.
+
+    Memory has no price at first; where a submesh exceeds the budget, all are planned again with more and more of one.
+
+    Raises:
+      OptionError: arguments lie on submeshes that share devices.
+      InfeasibleError: no sharding was found in the time.
+      PlanError: an operation cannot run on a submesh.
+    """
+    step, asked = in_pieces(run, step, asked)
+    graphs = _graphs(run, step, asked)
+    for price in PRICES:
+        staged = _program(run, step, asked, graphs, _planned(run, graphs, asked, price))
+        if staged.needed <= asked.budget:
+            return staged
+    return staged
+
+
+def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+    """A plan of a step that was divided by where its arguments lay: the same division and decisions, without solving.
+
+    Raises:
+      PlanError: the plan is for other arguments or another program; says what differs.
+    """
+    owned = frozenset(plan.division.owned)
+    kept = replace(plan, stages=tuple(
+        replace(stage, arguments=tuple(leaf for leaf in stage.arguments if leaf.path in owned)) for stage in plan.stages
+    ))  # fmt: skip
+    known = places(kept, "the plan has it there")
+    numbers = {argument.path: number for number, argument in enumerate(step.traced.arguments)}
+    missing = [path for path in known if path not in numbers]
+    if missing:
+        raise PlanError(
+            f"the plan is for other arguments: {shown(missing[0])} is in the plan but was not passed. Plan again, or "
+            "pass the arguments for which it was made."
+        )
+    whole = {numbers[path]: pin for path, pin in known.items() if isinstance(pin, Pin)}
+    pieces = {numbers[path]: some for path, some in known.items() if not isinstance(some, Pin)}
+    step, asked = in_pieces(run, step, replace(asked, pins=Pins(whole, pieces)))
+    graphs = _graphs(run, step, asked)
+    planned = []
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
+        planned.append(run("lowering", planning.lowered, decided, split_weights=False))
+    return _program(run, step, asked, graphs, planned, "replayed")
+
+
+def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
+    """The step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
+
+    A leaf that cannot be taken apart, because something reads all of it at once, is pinned nowhere: it is moved to
+    where it is read, and the plan says so.
+    """
+    pieces = asked.pins.pieces
+    if not pieces:
+        return step, asked
+    bounds = {n: (0, *(piece.high for piece in some)) for n, some in pieces.items()}
+    traced = run("layers", scans.cut_by_arguments, step.traced, bounds, step.rules)
+    stacked = traced.stacked
+    assert stacked is not None
+    pins: dict[int, Pin] = {stacked.arguments[n].numbers[0]: pin for n, pin in asked.pins.arguments.items()}
+    notes = []
+    for number, some in pieces.items():
+        leaf = stacked.arguments[number]
+        if leaf.bounds == bounds[number]:
+            pins.update((n, piece.pin) for n, piece in zip(leaf.numbers, some, strict=True))
+            continue
+        value = traced.graph.block.inputs[leaf.numbers[0]]
+        if any(value in reads(op) for op in traced.graph.block.ops):
+            size = traced.graph.values[value].nbytes
+            notes.append(
+                f"{shown(traced.arguments[leaf.numbers[0]].path)} lies in parts on {len(some)} submeshes, but an "
+                f"operation reads all of it: it is moved in each call ({size} bytes)"
+            )
+    traced = replace(traced, notes=(*traced.notes, *notes))
+    rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+    return Step(traced, rules), replace(asked, pins=replace(asked.pins, arguments=pins, pieces={}))
+
+
+def _graphs(run: Passes, step: Step, asked: Asked) -> tuple[StageGraph, ...]:
+    """The parts of a step, one for each submesh that arguments lie on."""
+    places = submeshes_of(asked.pins, asked.cluster.num_devices)
+    pinned = {number: places.index((pin.mesh, pin.first_device)) for number, pin in asked.pins.arguments.items()}
+    found = run("stages", stages.ownership, step.traced, pinned, len(places))
+    return run("stages", stages.owned_graphs, step.traced, found, len(places))
+
+
+def _program(
+    run: Passes, step: Step, asked: Asked, graphs: Sequence[StageGraph], planned: Sequence[PlannedStage],
+    status: str = "feasible",
+) -> Staged:  # fmt: skip
+    """The program of planned parts."""
+    traced, count = step.traced, len(planned)
+    firsts = [first for _, first in submeshes_of(asked.pins, asked.cluster.num_devices)]
+    verdict = Verdict(
+        "layers", status,
+        sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
+        owned=tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments)),
+    )  # fmt: skip
+    loop = Accumulated(traced, -1, 1, moves(traced, graphs, asked.pins))
+    return run(
+        "programs", programs.pipelined, loop, planned, firsts, schedules.forwards(range(count), 1), asked.cluster,
+        first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, verdict=verdict,
+    )  # fmt: skip
+
+
+def _planned(run: Passes, graphs: Sequence[StageGraph], asked: Asked, price: float) -> list[PlannedStage]:
+    """The parts of a step, each solved on its submesh and lowered; identical ones are solved once."""
+    out: list[PlannedStage] = []
+    known: dict[Any, DecidedStage] = {}
+    for graph in graphs:
+        pins = Pins({
+            number: asked.pins.arguments[port.number]
+            for number, port in enumerate(graph.inputs)
+            if port.kind == "argument" and port.number in asked.pins.arguments
+        })  # fmt: skip
+        ((mesh, _),) = pins.meshes
+        layouts = tuple((number, pin.layout) for number, pin in sorted(pins.arguments.items()))
+        key = planning.digest(graph), mesh, layouts
+        decided = run(
+            "sharding", planning.decide, graph, asked.cluster.part(mesh.size), Sharded(mesh.shape),
+            price=price, time_limit=asked.time_limit, pins=pins, like=known.get(key),
+        )  # fmt: skip
+        known.setdefault(key, decided)
+        out.append(run("lowering", planning.lowered, decided, split_weights=False))
+    return out
+
+
+def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:
+    """The submeshes that arguments lie on, as (mesh, number of the first device), in the order of devices.
+
+    Raises:
+      OptionError: two of them share devices, or one has devices that the cluster has not.
+    """
+    found = pins.meshes
+    for (mesh, first), (other, second) in itertools.pairwise(found):
+        if second < first + mesh.size:
+            names = [_of_mesh(pins, *pair) for pair in ((mesh, first), (other, second))]
+            raise OptionError(
+                f"arguments lie on submeshes that share devices: {names[0]} and {names[1]}; place both as one plan "
+                "wants them, with the place method of the step that like= names"
+            )
+    mesh, first = found[-1]
+    if first + mesh.size > num_devices:
+        raise OptionError(
+            f"arguments lie where the cluster of {num_devices} devices has none: {_of_mesh(pins, mesh, first)}; plan "
+            "for the cluster that the state was placed on"
+        )
+    return found
+
+
+def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
+    count = sum((pin.mesh, pin.first_device) == (mesh, first) for pin in pins.arguments.values())
+    shape = " x ".join(map(str, mesh.shape))
+    return f"{count} on devices {first} to {first + mesh.size - 1} as a mesh of {shape}"
+
+
+def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
+    """What a plan says of leaves that another submesh reads, too: they are copied to it in each call."""
+    lines = []
+    for number, where in moved(traced, graphs).items():
+        if number in pins.arguments:
+            size = traced.graph.values[traced.graph.block.inputs[number]].nbytes * len(where)
+            lines.append(
+                f"{shown(traced.arguments[number].path)} stays where it is, and is copied in each call to submesh "
+                f"{', '.join(map(str, where))} ({size} bytes), where an operation reads it with leaves of that submesh"
+            )
+    return tuple(lines)
