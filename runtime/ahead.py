@@ -52,7 +52,8 @@ class Target:
     Attributes:
       platform: "tpu" or "cuda".
       kind: the generation of the TPU, or the file that describes the GPU.
-      shape: the devices along each dim of the slice; of GPUs their number.
+      shape: the devices along each dim of the slice; of GPUs the nodes, and the GPUs of
+        each.
       slices: TPU slices joined by a network; 1 of GPUs.
     """
 
@@ -94,7 +95,7 @@ def target_of(text: str | None, cluster: Cluster) -> Target:
     if kind.lower() in ("cuda", "gpu"):
         if not rest:
             raise OptionError(f"--target {text!r}: give the file that describes the GPU, as in cuda:h100.txtpb")
-        return Target("cuda", rest, (cluster.num_devices,))
+        return Target("cuda", rest, (cluster.nodes, cluster.devices_per_node))
     match = _TPU.fullmatch(text.lower().replace("tpu7x", "v7"))
     if match is None or match["kind"] not in presets.SLICES:
         known = ", ".join(presets.SLICES)
@@ -160,7 +161,8 @@ def _cuda_devices(target: Target) -> list[Any]:
         raise OptionError(
             f"--target {target}: JAX's CUDA plugin is not installed; pip install 'alpa-lite[cuda-verify]'"
         )
-    return _described(target, "cuda", f"1x1x{target.num_devices}", {"target_config": config})
+    shape = "1x" + "x".join(map(str, target.shape))
+    return _described(target, "cuda", "", {"target_config": config, "topology": shape})
 
 
 def _found(module: str) -> bool:
@@ -177,9 +179,9 @@ def _described(target: Target, platform: str, name: str, more: dict[str, Any]) -
         devices = list(topologies.get_topology_desc(name, platform, **more).devices)
     except Exception as error:
         raise OptionError(
-            f"--target {target}: the {platform} compiler that is installed here cannot describe {name!r}: "
+            f"--target {target}: the {platform} compiler that is installed here cannot describe it: "
             f"{type(error).__name__}: {error}"
         ) from error
     if len(devices) != target.num_devices:
-        raise PlanError(f"--target {target}: {name!r} has {len(devices)} devices, not {target.num_devices}")
+        raise PlanError(f"--target {target}: this compiler describes {len(devices)} devices, not {target.num_devices}")
     return devices

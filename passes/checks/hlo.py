@@ -3,7 +3,7 @@
 Let P and F be the executions per step by (kind, axes, bytes), planned and found. What is equal cancels. Each rule
 below explains a part of P - F (missing) or pairs a part of it with a part of F - P (extra); what no rule explains is
 a difference, and the comparison fails. Rules in order, with what was seen to do it (CPU: JAX 0.10.2 and 0.12; TPU:
-libtpu 0.0.42):
+libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
 
     combined                several operands in one op: equal logically, listed only                      CPU, TPU
     split all-to-all        one piece per device in a tuple: equal logically, listed only                 CPU
@@ -11,6 +11,7 @@ libtpu 0.0.42):
     dtype narrowed          f32 sent as bf16 because its consumer rounds it: extra of half the bytes      TPU
     reduce-scatter as all-reduce, all-gather as all-reduce      small or misaligned operands              TPU
     all-reduce as reduce-scatter                                an all-reduce that is only sliced         GPU *
+    joined                  several all-reduces as one of their bytes together, flattened one after another       GPU
     packed into a tile      items of one or two bytes, fewer than 128, as one u32[128] all-reduce         TPU
     hoisted                 loop-invariant, run once before the loop                                      CPU
     merged duplicates       one collective for equal ones of one value                                    CPU, TPU
@@ -130,6 +131,7 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
     match.equal()
     for change in _forms():
         match.other_form(*change)
+    match.joined()
     match.packed()
     match.lost()
     unread = tuple(f"may communicate, but cannot be read: {line}" for line in read.unread)
@@ -218,6 +220,26 @@ class _Match:
                     continue
                 if n := self._take(key, at, form):
                     self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if up != down else "")
+
+    def joined(self) -> None:
+        """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
+        for axes in dict.fromkeys(key[1] for key in self._open("all_reduce")):
+            open_keys = [key for key in self._open("all_reduce") if key[1] == axes]
+            there = {
+                (key, form): n
+                for key, forms in self.extra.items() if key[:2] == ("all_reduce", axes)
+                for form, n in forms.items() if n > 0
+            }  # fmt: skip
+            wanted = sum(key[2] * self.missing[key] for key in open_keys)
+            fewer = 0 < sum(there.values()) < sum(self.missing[key] for key in open_keys)
+            if not fewer or wanted != sum(key[2] * n for (key, _), n in there.items()):
+                continue
+            for key in open_keys:
+                n, self.missing[key] = self.missing[key], 0
+                self._note("joined", n, key)
+                self.as_found[key].update(at for at, _ in there)
+            for at, form in there:
+                self.extra[at][form] = 0
 
     def packed(self) -> None:
         """Pairs small missing collectives with all-reduces of one tile of 128 words."""

@@ -21,7 +21,7 @@ EIGHT = Cluster.preset("v5e")
         ("v5e:2x4", Target("tpu", "v5e", (2, 4))),
         ("V5E:4x2", Target("tpu", "v5e", (4, 2))),
         ("v4:2x2x1*2", Target("tpu", "v4", (2, 2, 1), 2)),
-        ("cuda:h100.txtpb", Target("cuda", "h100.txtpb", (8,))),
+        ("cuda:h100.txtpb", Target("cuda", "h100.txtpb", (1, 8))),
         (None, Target("tpu", "v5e", (2, 4))),
     ],
 )

@@ -269,3 +269,18 @@ def test_bytes_by_kind_are_those_sent():
     for c in planned:
         want[(c.kind, c.axes)] = want.get((c.kind, c.axes), 0) + c.bytes * c.count
     assert sent == want
+
+
+def test_all_reduces_that_become_one_flat_operand():
+    """JAX's CUDA plugin 0.12.0.1: the combiner flattens small all-reduces into one."""
+    groups = "replica_groups={{0,2,4,6},{1,3,5,7}}"
+    text = (
+        "HloModule m\n\nENTRY %main (x: f32[641]) -> f32[641] {\n"
+        f"  %x = f32[641]{{0}} parameter(0)\n  ROOT %ar = f32[641]{{0}} all-reduce(%x), {groups}\n}}\n"
+    )
+    planned = [Collective("all_reduce", ("d",), 512, 5, 0, "psum"), Collective("all_reduce", ("d",), 4, 1, 0, "psum")]
+    report = compare_hlo(text, MESH, planned)
+    assert report.ok and [(r.name, r.count) for r in report.rewrites] == [("joined", 5), ("joined", 1)]
+    assert not compare_hlo(text, MESH, planned[:1]).ok
+    assert not compare_hlo(text, MESH, [*planned, planned[1]]).ok
+    assert not compare_hlo(text, MESH, [Collective("all_reduce", ("m",), 512, 5, 0, "psum"), planned[1]]).ok
