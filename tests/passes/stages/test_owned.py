@@ -77,8 +77,9 @@ def sent(parts: Sequence[StageGraph]) -> list[tuple[int, int, tuple[int, ...]]]:
     ]  # fmt: skip
 
 
-def trace(fun: Any, *args: Any, batch: Sequence[str] = ()) -> Traced:
-    return tracing.trace(fun, args, {}, batch_argnums=(), batch_argnames=batch)
+def trace(fun: Any, *args: Any, batch: Sequence[str] = (), state: Sequence[str] = ()) -> Traced:
+    named = {"state_argnames": state} if state else {}
+    return tracing.trace(fun, args, {}, batch_argnums=(), batch_argnames=batch, **named)
 
 
 @pytest.mark.parametrize("name", ["nnx_gpt_tied", "linen_unet", "linen_user_train_state"])
@@ -106,12 +107,12 @@ def forward(p: Any, x: jax.Array) -> jax.Array:
 
 
 def test_a_chain_of_layers_sends_one_activation_a_cut() -> None:
-    traced = trace(lambda p, x, n: (forward(p, x).sum(), n + 1), weights(4), jnp.ones((BATCH, WIDTH)), 0, batch="x")
+    traced = trace(lambda p, x: forward(p, x).sum(), weights(4), jnp.ones((BATCH, WIDTH)), batch="x")
     assert sent(divided(traced, {0: 0, 1: 0, 2: 1, 3: 1}, 2)) == [(0, 1, (BATCH, WIDTH))]
 
 
 def test_interleaved_layers_go_back_and_forth() -> None:
-    traced = trace(lambda p, x, n: (forward(p, x).sum(), n + 1), weights(4), jnp.ones((BATCH, WIDTH)), 0, batch="x")
+    traced = trace(lambda p, x: forward(p, x).sum(), weights(4), jnp.ones((BATCH, WIDTH)), batch="x")
     parts = divided(traced, {0: 0, 1: 1, 2: 0, 3: 1}, 2)
     assert sorted(sent(parts)) == [(0, 1, (BATCH, WIDTH)), (0, 1, (BATCH, WIDTH)), (1, 0, (BATCH, WIDTH))]
     assert [sorted(set(part.rounds.values())) for part in parts] == [[0, 2], [1, 3]]
@@ -206,7 +207,7 @@ def test_new_state_that_is_made_elsewhere_is_sent_home() -> None:
         return {"a": p["b"], "b": p["a"]}
 
     leaves = {"a": jnp.ones(4), "b": jnp.ones(4)}
-    traced = trace(swap, leaves)
+    traced = trace(swap, leaves, state="p")
     parts = divided(traced, {0: 0, 1: 1}, 2)
     assert moved(traced, parts) == {0: (1,), 1: (0,)}
 
@@ -214,7 +215,7 @@ def test_new_state_that_is_made_elsewhere_is_sent_home() -> None:
         a, b = jax.lax.sort_key_val(p["a"], p["b"])
         return {"a": a, "b": b}
 
-    traced = trace(sort, leaves)
+    traced = trace(sort, leaves, state="p")
     parts = divided(traced, {0: 0, 1: 1}, 2)
     assert len(sent(parts)) == 1 and len(moved(traced, parts)) == 1
 
