@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from alpa_lite import replanning
 from alpa_lite.cluster import Cluster
-from alpa_lite.compiler import Compiled, compile_step
+from alpa_lite.compiler import Compiled, compile_step, same_program
 from alpa_lite.errors import OptionError
 from alpa_lite.options import Off, Options
 from alpa_lite.passes import checks
@@ -205,10 +206,8 @@ class ParallelStep:
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
         """The executable for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
-            if entry.executable is None:
-                compiled = self._planned_step(entry, args, kwargs)
-                entry.compiled, entry.executable = _loaded(compiled, self._options, self._owned)
-            return entry.executable
+            self._planned_step(entry, args, kwargs)
+            return entry.load(self._options, self._owned)
 
     def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         if entry.compiled is None:
@@ -225,6 +224,8 @@ class ParallelStep:
         options = self._options
         call = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
         key = calls.signature(call, args, kwargs), self.cluster
+        if self._planned and key not in self._planned:
+            self._relate(key, calls.paths(call, args, kwargs), args, kwargs)
         with self._lock:
             running = [k for k, one in self._planned.items() if one.executable is self._current is not None]
             entry = self._planned.setdefault(key, _Planned())
@@ -241,14 +242,58 @@ class ParallelStep:
                         if self._planned.get(key) is entry:
                             del self._planned[key]
 
+    def _relate(self, key: Any, paths: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Lets a new signature share what is kept for one of the same program, or logs how it differs from others.
+
+        Only signatures that differ in weak dtypes alone are traced to compare the programs.
+        """
+        signature, cluster = key
+        with self._lock:
+            kept = {known: entry for (known, where), entry in self._planned.items() if where == cluster}
+        name = getattr(self._fun, "__name__", "the step")
+        for known, entry in kept.items():
+            if not replanning.same_but_weak(known, signature):
+                continue
+            with entry.lock:
+                if entry.compiled is None:
+                    continue
+                if same_program(entry.compiled, self._fun, args, kwargs, self._options):
+                    entry.accept(replanning.weak_types(signature))
+                    with self._lock:
+                        self._planned.setdefault(key, entry)
+                    logger.info("%s: another pattern of weak dtypes makes the planned program, and shares it", name)
+                    return
+        made = {known: entry.compiled for known, entry in kept.items() if entry.compiled is not None}
+        planned = {known: [argument.path for argument in one.source.arguments] for known, one in made.items()}
+        if planned:
+            why = replanning.why(signature, paths, planned)
+            logger.warning("%s is planned again, for another signature: %s", name, why)
+
 
 class _Planned:
-    """What a step keeps for one signature; whoever makes it holds the lock."""
+    """What a step keeps for one signature, or several that make the same program; whoever makes it holds the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.compiled: Compiled | None = None
         self.executable: AnyExecutable | None = None
+        self._weak: list[tuple[bool, ...]] = []  # patterns of weak dtypes beyond the planned one
+
+    def accept(self, weak: tuple[bool, ...]) -> None:
+        """Takes another pattern of weak dtypes."""
+        self._weak.append(weak)
+        if self.executable is not None:
+            self.executable.accept(weak)
+
+    def load(self, options: Options, owned: Owned) -> AnyExecutable:
+        """The executable of the planned step, made once."""
+        if self.executable is None:
+            assert self.compiled is not None
+            self.compiled, executable = _loaded(self.compiled, options, owned)
+            for weak in self._weak:
+                executable.accept(weak)
+            self.executable = executable
+        return self.executable
 
 
 def _loaded(compiled: Compiled, options: Options, owned: Owned) -> tuple[Compiled, AnyExecutable]:

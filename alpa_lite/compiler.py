@@ -73,10 +73,17 @@ CERTAIN = 0.02
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A planned step: the step in planned stages, with its program, and the plan that says so."""
+    """A planned step: the step in planned stages, with its program, and the plan that says so.
+
+    Attributes:
+      source: the step as it was traced, before any pass.
+      pins: where its arguments are and stay.
+    """
 
     staged: Staged
     plan: Plan
+    source: Traced
+    pins: Pins = NO_PINS
 
     @property
     def traced(self) -> Traced:
@@ -101,14 +108,8 @@ def compile_step(
       OptionError, PlanError: the method or the given plan asks for what the cluster or the step does not have.
       VerificationError: the partitioner does not do what the plan says.
     """
-    trace = functools.partial(
-        tracing.trace, fun, args, kwargs,
-        batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
-        state_argnums=options.state_argnums, state_argnames=options.state_argnames,
-        static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
-    )  # fmt: skip
     context = _jax.context_mesh()
-    asked = Asked(options, cluster, tracing.under(context, trace), pins, like)
+    asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins), pins, like)
     with collecting.seldom(), _jax.without_mesh(), passes(options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = tracing.annotated(traced, args, kwargs)
@@ -129,7 +130,30 @@ def compile_step(
         plan = replace(plan, planning_seconds=dict(run.seconds))
     _check_memory(plan, options)
     logger.info("planned %s: %s", getattr(fun, "__name__", fun), run.seconds)
-    return Compiled(staged, plan.comparing(comparing.of(step.traced, step.rules, staged, cluster)))
+    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster))
+    return Compiled(staged, plan, traced, pins)
+
+
+def tracer(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, pins: Pins
+) -> Callable[..., Traced]:
+    """What traces a step, under the mesh of the context; with other shapes for some flat arguments if given."""
+    trace = functools.partial(
+        tracing.trace, fun, args, kwargs,
+        batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
+        state_argnums=options.state_argnums, state_argnames=options.state_argnames,
+        static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
+    )  # fmt: skip
+    return tracing.under(_jax.context_mesh(), trace)
+
+
+def same_program(
+    compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> bool:
+    """Whether tracing the step for other arguments makes the program that was planned."""
+    trace = tracer(fun, args, kwargs, options, compiled.pins)
+    with collecting.seldom(), _jax.without_mesh():
+        return replanning.same_program(compiled.source, trace())
 
 
 def best(run: Passes, step: Step, asked: Asked) -> Staged:

@@ -179,10 +179,11 @@ def test_python_numbers_of_one_type_share_a_plan():
     first = parallel.plan(*make(), 0.5)
     assert parallel.plan(*make(), 0.25) is first
     assert parallel.plan(*make(), 2) is not first
-    assert parallel.plan(*make(), np.float32(0.5)) is not first  # not weak: promotes bfloat16 to float32
+    assert parallel.plan(*make(), np.float32(0.5)) is first  # not weak, but nothing here is promoted by it
     for rate in (0.5, 0.25, 2, True, np.float32(0.5), jnp.float32(4.0), np.float64(3.0)):
         same(parallel(*make(), rate), scaled(*make(), rate))
     assert len(parallel._planned) == 4  # weak float, weak int, bool, float32
+    assert len(set(parallel._planned.values())) == 3
 
 
 def change(tree: Any, **leaves: Any) -> Any:

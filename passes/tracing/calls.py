@@ -3,11 +3,12 @@
 A call f(*args, **kwargs) has a *form*: how many arguments are positional, the names of the keywords, and each static
 argument with its value. Its other arguments are flattened, NNX objects split (`nnx_modules`), into a *structure* and
 leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure and types are the
-signature. It is all that tracing reads of a call, so two calls share a plan and an executable if and only if their
-signatures are equal.
+signature. It is all that tracing reads of a call, so calls with equal signatures share a plan and an executable; calls
+whose signatures differ in weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.replanning`).
 
 Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
-three signatures. A Python number that is not static has a weak type and no value: all floats share a plan.
+three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with
+float32 arrays where the program is the same.
 
 An executable compares piece by piece, the expensive pieces as late as possible (`runtime.executor`), with the functions
 of this module.
@@ -55,6 +56,19 @@ def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             pure = nnx_modules.split_arguments(pure, tag)
     leaves, tree = jax.tree_util.tree_flatten(pure)
     return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)))
+
+
+def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The path of each leaf of a call."""
+    leaves = nnx_modules.leaf_paths(calling.traced(args, kwargs))
+    return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
+
+
+def path_of(calling: Calling, keys: tuple[Any, ...], inner: str) -> str:
+    """The path of a leaf of the traced (args, kwargs), which begins with the parameter's name."""
+    group, first, *rest = keys
+    root = calling.roots()[first.idx] if group.idx == 0 else first.key
+    return f"{root}{jax.tree_util.keystr(tuple(rest))}{inner}"
 
 
 def calling(

@@ -189,10 +189,7 @@ class _Run:
         return leaves
 
     def _argument_path(self, keys: tuple[Any, ...], inner: str) -> str:
-        """The path of a leaf of (args, kwargs), which begins with the parameter's name."""
-        group, first, *rest = keys
-        root = self._calling.roots()[first.idx] if group.idx == 0 else first.key
-        return f"{root}{jax.tree_util.keystr(tuple(rest))}{inner}"
+        return calls.path_of(self._calling, keys, inner)
 
 
 def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ SETUP = """
     jax.config.update("jax_disable_most_optimizations", True)
 
     def gone(*trees):
-        jax.block_until_ready(jax.jit(lambda *t: jax.tree.map(jnp.negative, t), donate_argnums=range(len(trees)))(*trees))
+        negated = jax.jit(lambda *t: jax.tree.map(jnp.negative, t), donate_argnums=range(len(trees)))(*trees)
+        jax.block_until_ready(negated)
         assert all(x.is_deleted() for x in jax.tree.leaves(trees))
 
     def refused(what, *args):
