@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax, collecting, kept, owned, schedules
+from alpa_lite import _jax, collecting, kept, owned, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
