@@ -61,6 +61,19 @@ class Plan(PlanRecord):
 
         return activations.render(self)
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as one HTML file that loads nothing: the mesh and each tensor's tiles, memory, time by module
+        and operation, the schedule of a pipeline, and tables of tensors, collectives and activations to search in."""
+        from alpa_lite.report import html
+
+        Path(path).write_text(html.document(self.compared()), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """The same, for notebooks."""
+        from alpa_lite.report import html
+
+        return html.fragment(self.compared())
+
     def compared(self) -> Plan:
         """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices beside it.
 

@@ -18,7 +18,7 @@ ROOMS = (
 
 def modules() -> dict[str, Path]:
     """Every module of the library by its import name."""
-    paths = [*(ROOT / "alpa_lite").glob("*.py"), *(ROOT / "alpa_lite" / "report").glob("*.py")]
+    paths = [*(ROOT / "alpa_lite").glob("*.py"), *(ROOT / "alpa_lite" / "report").rglob("*.py")]
     named = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
     for folder in ("passes", "runtime", "models"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -18,7 +18,7 @@ from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, text, units, words
 from alpa_lite.report.tables import WIDTH, add, plain, section, table
 
-_MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.diff(other)"
+_MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MOST_NOTES = 3
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 
@@ -42,7 +42,9 @@ def renderable(plan: Plan) -> Group:
     more = [f"and {hidden} more in details()"] if hidden > 0 else []
     if remarks:
         parts.append(section("Notes", *(_short(remark) for remark in remarks), *more))
-    parts.append(Text("\nmore: plan.details(), plan.explain(path), plan.activations(), plan.diff(other)", style="dim"))
+    parts.append(
+        Text("\nmore: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)", style="dim")
+    )
     return Group(*parts)
 
 
@@ -137,15 +139,16 @@ def _comparisons(plan: Plan) -> RenderableType:
     own = "pipeline" if plan.pipelined else "this plan"
     shape = (plan.num_stages,) if plan.pipelined else plan.stages[0].mesh_shape
     cells = units.seconds(plan.step_seconds), units.nbytes(peak(plan)), "chosen"
-    add(out, f"{own}{' (this plan)' * plan.pipelined}", _shape(shape, plan.pipelined), *cells, style="bold")
+    add(out, f"{own}{' (this plan)' * plan.pipelined}", shape_text(shape, plan.pipelined), *cells, style="bold")
     for row in plan.comparisons:
         step = "" if row.step_seconds is None else units.seconds(row.step_seconds)
         size = "" if row.bytes_per_device is None else units.nbytes(row.bytes_per_device)
-        add(out, row.name, _shape(row.mesh_shape, row.name == "pipeline"), step, size, why_not(plan, row))
+        add(out, row.name, shape_text(row.mesh_shape, row.name == "pipeline"), step, size, why_not(plan, row))
     return out
 
 
-def _shape(shape: tuple[int, ...], pipelined: bool) -> str:
+def shape_text(shape: tuple[int, ...], pipelined: bool) -> str:
+    """A mesh, such as "4x2", or the stages of a pipeline."""
     return f"{shape[0]} stages" if pipelined and shape else "x".join(map(str, shape))
 
 

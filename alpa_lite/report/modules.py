@@ -1,0 +1,79 @@
+"""Where the seconds of a step go, by module: the Flax scope of an operation, or the function that it is written in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import stages
+from alpa_lite.report.activations import place
+
+_TRANSFORMS = re.compile(r"\b(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit|custom_jvp|custom_vjp|linearize)\(")
+_MARKS = ("forward", "backward", "rematted_computation", "checkpoint")
+_FUNCTION = re.compile(r"\((\S+)\)$")
+
+
+@dataclass(frozen=True)
+class Module:
+    """Seconds per step of an average device, in one module.
+
+    Attributes:
+      name: of the module; layers are one.
+      forward, backward, communication: their sum is all. The update counts as backward.
+      operations: (primitive or collective, seconds), the most expensive first.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    communication: float
+    operations: tuple[tuple[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.communication
+
+
+def of(plan: Plan) -> list[Module]:
+    """The modules of a plan, the most expensive first."""
+    devices = stages.sizes(plan)
+    share = [devices[mesh] / sum(devices) for mesh in plan.division.submeshes]
+    times: dict[str, list[float]] = {}
+    operations: dict[str, dict[str, float]] = {}
+
+    def add(where: str, operation: str, seconds: float, kind: int | None) -> None:
+        name, backward = module(where)
+        row = times.setdefault(name, [0.0, 0.0, 0.0])
+        row[int(backward) if kind is None else kind] += seconds
+        mine = operations.setdefault(name, {})
+        mine[operation] = mine.get(operation, 0.0) + seconds
+
+    for part, stage in zip(share, plan.stages, strict=True):
+        for spent in stage.spending:
+            add(spent.where, spent.operation, part * spent.seconds, None)
+    if times:
+        for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
+            if collective.kind != "transfer":
+                add(collective.where, collective.kind, share[collective.stage] * seconds, 2)
+    rows = [
+        Module(name, *seconds, tuple(sorted(operations[name].items(), key=lambda item: -item[1])))
+        for name, seconds in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def module(where: str) -> tuple[str, bool]:
+    """The module of a place, and whether it is in the reverse pass or after it."""
+    line, scope = place(where)
+    words = scope.split(" ", 1)[0] if " -> " in scope else scope
+    forward = "jvp" in words or "forward" in words
+    backward = "transpose" in words or "backward" in words or not forward
+    name = _TRANSFORMS.sub("", words).replace(")", "")
+    # Scopes of JAX's own functions say less than the function that called them: `_where`, an einsum's subscripts.
+    parts = [p for p in name.split("/") if p and p not in _MARKS and not p.startswith("_") and "->" not in p]
+    if parts:
+        return re.sub(r"\d+", "#", "/".join(parts)), backward
+    function = _FUNCTION.search(line)
+    return (function[1] if function else line or "other"), backward

@@ -1,0 +1,156 @@
+"""The page of a plan: one file that loads nothing, right in a real browser, dark and light, by keyboard too."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from alpa_lite.figures import Held, Products, Spending
+from alpa_lite.plan import Plan
+from alpa_lite.report import modules
+from alpa_lite.report.html import document, elements, fragment
+from tests.plans import gpt_plan, pipeline_plan
+from tests.report.test_summary import with_comparisons
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=5000",
+)  # fmt: skip
+VOID = {"input", "meta", "br"}
+
+
+def full(plan: Plan) -> Plan:
+    """With what only the compiler fills in."""
+    held = (Held("gpt.py:57 (GPT.__call__) jvp(h_0)/attn", "dot_general", (64, 8), "float32", P("data"), 512, 2),)
+    spending = (
+        Spending("gpt.py:57 (GPT.__call__) jvp(GPT)/h_#/attn", "dot_general", 8e-3),
+        Spending("gpt.py:57 (GPT.__call__) transpose(jvp(GPT))/h_#/attn", "dot_general", 16e-3),
+        Spending("train.py:9 (train_step)", "mul", 1e-3),
+    )
+    stages = tuple(dataclasses.replace(stage, held=held, spending=spending) for stage in plan.stages)
+    return with_comparisons(dataclasses.replace(plan, stages=stages, products=Products(1e12, 1.25e14)))
+
+
+class Reader(html.parser.HTMLParser):
+    """Checks that elements are closed in order, and collects their ids and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(
+    "plan", [full(gpt_plan()), full(pipeline_plan()), gpt_plan(2)], ids=["mesh", "pipeline", "bare"]
+)
+def test_is_one_wellformed_file_that_loads_nothing(plan: Plan) -> None:
+    text = document(plan)
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open and len(reader.ids) == len(set(reader.ids))
+    assert not [
+        name for name, value in reader.attributes if name in ("src", "srcset") or (value or "").startswith("//")
+    ]
+    links = [value for name, value in reader.attributes if name == "href"]
+    assert {link[1:] for link in links} <= set(reader.ids) and all(link.startswith("#") for link in links)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_says_what_the_summary_says_and_escapes() -> None:
+    text = document(full(gpt_plan()))
+    for wanted in ("slower by 25 %", "does not fit by 3.00 GiB", "tokens a second", "peak 3.16 GiB", "h_#/attn"):
+        assert wanted in text, wanted
+    assert "jvp(h_0)/attn" in text and "state/params/h_11/mlp/up/kernel" in text
+    assert "<b>" in elements.element("b", "x") and "&lt;b&gt;" in elements.join("<b>")
+    assert "submesh 3" in fragment(full(pipeline_plan())) and fragment(gpt_plan()) == gpt_plan()._repr_html_()
+
+
+def test_modules_have_the_seconds_of_their_operations() -> None:
+    rows = modules.of(full(gpt_plan()))
+    attention = next(row for row in rows if row.name == "GPT/h_#/attn")
+    assert (attention.forward, attention.backward) == (8e-3, 16e-3)
+    assert next(row for row in rows if row.name == "train_step").backward == 1e-3
+    plan = full(gpt_plan())
+    total = sum(s.seconds for s in plan.stages[0].spending) + sum(plan.collective_seconds)
+    assert sum(row.seconds for row in rows) == pytest.approx(total)
+
+
+PROBE = """
+<script>
+const out = {errors: [], resources: 0};
+window.addEventListener("error", event => out.errors.push(event.message));
+window.addEventListener("load", () => {
+  const field = document.querySelector("#tensor-table-search"), table = document.querySelector("#tensor-table");
+  const visible = () => [...table.tBodies[0].rows].filter(row => !row.hidden && row.offsetHeight > 0);
+  out.all = visible().length;
+  field.focus();
+  out.focused = document.activeElement === field;
+  field.value = "KERNEL h_11 mlp"; field.dispatchEvent(new Event("input"));
+  out.found = visible().length; out.said = document.querySelector("#tensor-table-count").textContent;
+  field.value = ""; field.dispatchEvent(new Event("input"));
+  const heads = [...table.tHead.rows[0].cells], at = heads.findIndex(head => head.textContent === "per device");
+  const button = heads[at].querySelector("button");
+  button.focus(); out.button = document.activeElement === button; button.click();
+  out.sort = heads[at].getAttribute("aria-sort");
+  const keys = visible().map(row => +row.cells[at].dataset.key);
+  out.sorted = keys.every((key, i) => i === 0 || keys[i - 1] >= key);
+  out.resources = performance.getEntriesByType("resource").length;
+  const wide = [...document.querySelectorAll(".alpa svg, .alpa .bar")].filter(x => x.getBoundingClientRect().width < 1);
+  out.empty = wide.length;
+  out.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  const style = getComputedStyle(document.querySelector(".alpa"));
+  out.colours = [style.backgroundColor, style.color];
+  const pre = document.createElement("pre"); pre.id = "probe"; pre.textContent = JSON.stringify(out);
+  document.body.append(pre);
+});
+</script>
+"""
+
+
+def browse(file: Path, *flags: str) -> dict:
+    """What the probe reports from a page in headless Chromium."""
+    assert CHROMIUM is not None
+    profile = f"--user-data-dir={file.parent / ('profile' + ''.join(flags))}"
+    command = [CHROMIUM, *FLAGS, *flags, profile, "--window-size=1200,900", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert match, done.stderr[-2000:]
+    return json.loads(match[1])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("plan", [full(gpt_plan()), full(pipeline_plan())], ids=["mesh", "pipeline"])
+def test_works_in_a_browser(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plan.to_html(file)
+    file.write_text(file.read_text().replace("<head>", f"<head>{PROBE}"))
+    light = browse(file)
+    assert light["errors"] == [] and light["resources"] == 0 and light["empty"] == 0 and light["overflow"] <= 0
+    assert light["all"] == sum(len(stage.arguments) for stage in plan.stages)
+    assert light["focused"] and light["button"]
+    assert light["found"] == 6 and light["said"] == "6 rows"  # up and down: parameter and two moments
+    assert light["sort"] == "descending" and light["sorted"]
+    dark = browse(file, "--blink-settings=preferredColorScheme=0")
+    assert light["colours"] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+    assert dark["colours"] == ["rgb(16, 21, 27)", "rgb(228, 233, 238)"] and dark["errors"] == []
