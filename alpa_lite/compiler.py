@@ -300,7 +300,8 @@ def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tupl
     layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
     limit = asked.time_limit
     return run(
-        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, progress=run.note
+        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, wishes=asked.wishes,
+        progress=run.note,
     )  # fmt: skip
 
 
@@ -367,11 +368,11 @@ def solve_stages(
             method = Sharded(shapes[stage.mesh])
         elif method.mesh_shape is None:
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        key = planning.digest(graph), devices, method, prices[number]
+        key = planning.digest(graph, asked.wishes), devices, method, prices[number]
         if (number, *key) not in known:
             known[(number, *key)] = run(
                 "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=asked.time_limit, like=known.get(key),
+                price=prices[number], time_limit=asked.time_limit, wishes=asked.wishes, like=known.get(key),
             )  # fmt: skip
         decided = known[(number, *key)]
         known.setdefault(key, decided)

@@ -119,6 +119,11 @@ class Manual(Method):
                 f"Manual mesh_shape={shape}: the specs name the axes {', '.join(self.names)}; give axis_names, one "
                 "for each axis"
             )
+        for some in rest.mesh_shapes or () if isinstance(rest, Pipeline) else ():
+            if len(some) > max(1, len(self.names)):
+                raise OptionError(
+                    f"Manual axis_names={self.names}: the submesh {by(some)} of the pipeline has more axes; name each"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +134,8 @@ class Manual(Method):
         if not set(used) <= set(NAMES):
             return used
         least = max([NAMES.index(a) + 1 for a in used], default=0)
-        return NAMES[: max(least, len(self.mesh_shape or ()))]
+        given = (self.mesh_shape or (), *(self.rest.mesh_shapes or () if isinstance(self.rest, Pipeline) else ()))
+        return NAMES[: max(least, *map(len, given))]
 
     def describe(self) -> str:
         """The method in a few words."""

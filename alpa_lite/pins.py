@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.records import Leaf, PlanRecord, Stage, spec_axes
 
+_SLICE = re.compile(r"\[\d+:\d+\]$")
+
 
 @dataclass(frozen=True)
 class Pin:
@@ -135,6 +137,14 @@ class Wishes:
     leaves: Mapping[str, Wish] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def leaf(self, path: str) -> Wish | None:
+        """What is said of a leaf, or of the whole that it is a slice of."""
+        return self.leaves.get(path) or self.leaves.get(_SLICE.sub("", path))
+
+    def names_leaf(self, path: str) -> bool:
+        """Whether the method names a leaf, or the whole that it is a slice of."""
+        return path in self.given or _SLICE.sub("", path) in self.given
 
 
 NO_WISHES = Wishes()

@@ -20,6 +20,7 @@ import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
 from alpa_lite.manual import matches
 from alpa_lite.options import Auto, method_from_json
+from alpa_lite.paths import shown
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
 
@@ -55,7 +56,7 @@ def linen_step(state, batch):
 
 def sharded(plan: alpa_lite.Plan) -> dict[str, P]:
     """Printed path of each argument that is sharded -> spec."""
-    return {alpa_lite.paths.shown(path): spec for path, spec in plan.stages[0].inputs.items() if any(spec)}
+    return {shown(path): spec for path, spec in plan.stages[0].inputs.items() if any(spec)}
 
 
 @functools.cache
@@ -158,6 +159,19 @@ def test_unconstrained_dims_are_left_to_the_rest():
     assert spec[0] == "y"
 
 
+@pytest.mark.slow
+def test_specs_of_a_pipeline_hold_on_each_submesh():
+    rest = Pipeline(2, submesh_shapes=((2, 2), (2, 2)))
+    method = Manual({"*/h_*/Dense_0/kernel": P(None, "model")}, axis_names=("data", "model"), rest=rest)
+    step = alpa_lite.parallelize(linen_step, method=method, num_microbatches=2)
+    plan = step.plan(linen_state(), X)
+    specs = [(shown(path), spec) for stage in plan.stages for path, spec in stage.inputs.items()]
+    found = {path: spec for path, spec in specs if path.endswith("Dense_0/kernel")}
+    assert len(found) == 6 and set(found.values()) == {P(None, "model")}
+    assert [stage.axis_names for stage in plan.stages] == [("data", "model")] * 2
+    np.testing.assert_allclose(step(linen_state(), X)[1], jax.jit(linen_step)(linen_state(), X)[1], rtol=1e-6)
+
+
 def test_shapes_are_tried_for_names_without_a_shape():
     plan = planned(Manual({"batch": P("data"), "*/Dense_0/kernel": P(None, "model")}))
     assert plan.stages[0].axis_names == ("data", "model")
@@ -192,6 +206,7 @@ def test_errors_name_key_and_remedy(specs, parts):
         ({"specs": {"w": P("a")}, "mesh_shape": (4, 2)}, "give axis_names"),
         ({"specs": {"w": P("a")}, "mesh_shape": (8,), "rest": Sharded((4, 2))}, "one mesh shape"),
         ({"specs": {"w": P("a")}, "mesh_shape": (8,), "rest": Pipeline()}, "submesh_shapes"),
+        ({"specs": {"w": P("a")}, "rest": Pipeline(submesh_shapes=((2, 2), (4,)))}, "submesh 2 x 2"),
         ({"specs": {3: P("a")}}, "path, a glob"),
         ({"specs": {"re:(": P("a")}}, "no regular expression"),
         ({"specs": {re.compile("w", re.IGNORECASE): P("a")}}, "flags"),

@@ -58,8 +58,8 @@ def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, st
     traced, mesh = stage.graph.traced, stage.program.mesh
     inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
     for argument, layout, value in inputs:
-        wish = wishes.leaves.get(argument.path)
-        if wish is None or argument.path in wishes.given:
+        wish = wishes.leaf(argument.path)
+        if wish is None or wishes.names_leaf(argument.path):
             continue
         why = fits(wish, traced.graph.values[value].shape, mesh)
         if why is None and not fulfils(layout, wish, mesh):

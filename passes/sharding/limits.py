@@ -25,7 +25,7 @@ from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
 from alpa_lite.paths import shown
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 
 Limits = dict[int, tuple[Layout, ...]]
 """Group -> the layouts that it may have."""
@@ -71,19 +71,20 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         shapes = cluster.mesh_shapes(max(max_axes, len(names)))
     if not names:
         return tuple(LogicalMesh(tuple(shape), NAMES[: len(shape)]) for shape in shapes)
-    if set(names) <= set(NAMES) and given is None:  # of searched meshes, those that have the axes
+    if set(names) <= set(NAMES) and not wishes.more:  # of searched meshes, those that have the axes
         found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
         if found:
             return tuple(found)
-    if given is not None and len(given) == len(names):
-        return (LogicalMesh(tuple(given), names),)
     wider = next(name for name in (*NAMES, "searched") if name not in names)
     found = [
-        LogicalMesh(shape, some)
+        LogicalMesh(order, some)
         for some in (names, (wider, *names)) if some is names or wishes.more
-        for shape in dict.fromkeys(order for s in shapes for order in _orders(tuple(s), len(some)))
+        for order in dict.fromkeys(order for shape in shapes for order in _orders(tuple(shape), len(some)))
+        if given is None or len(given) < len(some) or order == given
     ]  # fmt: skip
     exact = [mesh for mesh in found if 1 not in mesh.shape]
+    if not found:
+        raise OptionError(f"mesh_shape={given} has more axes than {', '.join(names)}; name each axis in axis_names")
     return tuple(exact or found)
 
 
@@ -91,6 +92,31 @@ def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
     """A shape with so many axes in every order, axes of one device added: names tell equal axes apart."""
     if len(shape) <= count:
         yield from itertools.permutations((*shape, *(1,) * (count - len(shape))))
+
+
+Admitted = tuple[tuple[LogicalMesh, Limits], ...]
+"""Meshes, and what is allowed on each."""
+
+
+def admitted(
+    traced: Traced, grouping: Grouping, cluster: Cluster, method: Any, wishes: Wishes = NO_WISHES,
+    pins: Pins = NO_PINS, max_axes: int = 3,
+) -> Admitted:  # fmt: skip
+    """The meshes of a cluster on which a method can do what is asked, and what is allowed there.
+
+    Raises:
+      OptionError: there is none; says why of the first.
+    """
+    found: list[tuple[LogicalMesh, Limits]] = []
+    errors: list[OptionError] = []
+    for mesh in tuple(mesh for mesh, _ in pins.meshes) or meshes(cluster, method, max_axes, wishes):
+        try:
+            found.append((mesh, limits(traced, grouping, method, mesh, wishes, pins)))
+        except OptionError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return tuple(found)
 
 
 def limits(
@@ -109,9 +135,9 @@ def limits(
     out: Limits = {}
     rest = base(method)
     for number, argument in enumerate(traced.arguments):
-        wish = wishes.leaves.get(argument.path)
+        wish = wishes.leaf(argument.path)
         group = grouping.leaves[number]
-        if wish is not None and argument.path not in wishes.given and group:
+        if wish is not None and not wishes.names_leaf(argument.path) and group:
             shape = traced.graph.values[traced.graph.block.inputs[number]].shape
             if fits(wish, shape, mesh) is None:
                 out[group] = tuple(completions(wish, shape, mesh))
@@ -120,8 +146,8 @@ def limits(
         axes = tuple(a for a in mesh.axis_names if a not in named) or mesh.axis_names
         out |= _textbook(traced, grouping, rest, mesh, axes, wishes)
     for number, argument in enumerate(traced.arguments):
-        if argument.path in wishes.given:
-            _put(out, traced, grouping, mesh, number, wishes.leaves[argument.path])
+        if wishes.names_leaf(argument.path):
+            _put(out, traced, grouping, mesh, number, wishes)
     return out | pinned(grouping, pins)
 
 
@@ -131,17 +157,19 @@ def pinned(grouping: Grouping, pins: Pins) -> Limits:
     return {group: layouts for group, layouts in groups.items() if group}
 
 
-def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wish: Wish) -> None:
+def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wishes: Wishes) -> None:
     """Limits the group of an argument to what `Manual` gives.
 
     Raises:
       OptionError: the spec does not fit the argument.
     """
-    path = shown(traced.arguments[number].path)
+    path = traced.arguments[number].path
+    wish = wishes.leaf(path)
+    assert wish is not None
     shape = traced.graph.values[traced.graph.block.inputs[number]].shape
     wrong = fits(wish, shape, mesh)
     if wrong is not None:
-        raise OptionError(f"{wish.why} does not fit {path!r} of shape {shape}: {wrong}.")
+        raise OptionError(f"{wish.why} does not fit {shown(path)!r} of shape {shape}: {wrong}.")
     group = grouping.leaves[number]
     if group:
         out[group] = tuple(completions(wish, shape, mesh))
@@ -173,7 +201,7 @@ def _textbook(
         if argument.role == "batch":
             if isinstance(method, TensorParallel):
                 out[group] = (whole,)
-            elif argument.path in wishes.given:
+            elif wishes.names_leaf(argument.path):
                 continue
             elif shape[0] % count:
                 raise OptionError(
@@ -203,6 +231,6 @@ def _whole_updates(traced: Traced, grouping: Grouping, wishes: Wishes) -> Limits
     ranks: dict[int, int] = {}
     for value, home in grouping.homes.items():
         ranks.setdefault(home.group, len(traced.graph.values[value].shape))
-    ours = {number for number, argument in traced.state if traced.arguments[argument].path in wishes.given}
+    ours = {number for number, argument in traced.state if wishes.names_leaf(traced.arguments[argument].path)}
     groups = update_groups(traced, grouping) - update_groups(traced, grouping, ours)
     return {g: (Layout(((),) * ranks[g]),) for g in groups if grouping.groups[g].kind == "light"}

@@ -16,7 +16,7 @@ time (`sharding.solver.search`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,11 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.problem import Problem, from_graph, price_memory
 from alpa_lite.passes.sharding.solver.search import Search
@@ -106,20 +107,18 @@ def market(
     grouping: Grouping,
     rules: Mapping[Any, Rule],
     cluster: Cluster,
-    meshes: Sequence[LogicalMesh],
+    admitted: Admitted,
     *,
     time_limit: float,
     gap: float,
-    allowed: Mapping[int, Sequence[Layout]] | None = None,
     shared: Shared | None = None,
 ) -> Market:
     """The programs of some mesh shapes.
 
     Args:
-      meshes: of the cluster's devices.
+      admitted: the meshes of the cluster's devices, and what is allowed on each.
       time_limit: wall-clock seconds, as for `Market`; building the programs is not counted.
       gap: (objective - bound) / objective at which a choice counts as optimal.
-      allowed: group -> the layouts that it may have, for leaves that lie somewhere.
       shared: what the programs of several meshes have in common, to make it once.
 
     Raises:
@@ -128,14 +127,14 @@ def market(
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
-        for mesh in meshes
+        for mesh, allowed in admitted
     )  # fmt: skip
     problems = tuple(from_graph(space.program) for space in spaces)
     solved = _solved(dict(enumerate(problems)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
     rough = tuple(solved[i] for i in range(len(problems)))
     fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
     unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
-    return Market(tuple(meshes), spaces, problems, rough, unit, time_limit, gap)
+    return Market(tuple(mesh for mesh, _ in admitted), spaces, problems, rough, unit, time_limit, gap)
 
 
 def _solved(problems: Mapping[int, Problem], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:

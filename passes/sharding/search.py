@@ -16,7 +16,6 @@ is kept back for finding the smallest budget that would have done.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import limits, strategies, tables
@@ -37,8 +36,6 @@ from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +86,10 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
-    given = pins.meshes
-    shapes = tuple(mesh for mesh, _ in given) if given else limits.meshes(cluster, method, wishes=wishes)
+    shapes = limits.admitted(traced, grouping, cluster, method, wishes, pins)
     shared = tables.Shared(traced, grouping)
-    for mesh in shapes:
+    for mesh, allowed in shapes:
         progress(f"bounding mesh {_by(mesh)}")
-        try:
-            allowed = limits.limits(traced, grouping, method, mesh, wishes, pins)
-        except OptionError as error:  # another shape may do
-            if mesh is shapes[-1] and not tried:
-                raise
-            logger.info("mesh %s: %s", _by(mesh), error)
-            continue
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)

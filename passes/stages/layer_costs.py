@@ -21,6 +21,7 @@ from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.pins import NO_WISHES, Wishes
 
 PRICES = (0.0, 4.0)
 """Prices of memory, in units of `sharding.market.Market`."""
@@ -58,7 +59,12 @@ class LayerCost:
 
 
 def layer_costs(
-    graph: StageGraph, clusters: Sequence[Cluster], methods: Sequence[Sharded], *, time_limit: float
+    graph: StageGraph,
+    clusters: Sequence[Cluster],
+    methods: Sequence[Sharded],
+    *,
+    time_limit: float,
+    wishes: Wishes = NO_WISHES,
 ) -> tuple[tuple[LayerCost, ...], ...]:
     """For each submesh, the costs at each of `PRICES`.
 
@@ -67,6 +73,7 @@ def layer_costs(
       clusters: the devices of each kind of submesh.
       methods: for each of them, the logical meshes that are allowed.
       time_limit: `solver_time_limit` of the options.
+      wishes: what the user says of arguments.
     """
     traced = graph.traced
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
@@ -74,8 +81,9 @@ def layer_costs(
     shared = tables.Shared(traced, groups)
     out = []
     for cluster, method in zip(clusters, methods, strict=True):
-        meshes = _meshes(cluster, method)
-        offers = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, shared=shared)
+        found = limits.admitted(traced, groups, cluster, method, wishes, max_axes=2)
+        admitted = tuple(one for one in found if _sensible(one[0], cluster, method)) or found
+        offers = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared)
         costs: list[LayerCost] = []
         for price in PRICES:
             decided = DecidedStage(graph, rules, groups, offers.at(price), cluster)
@@ -84,12 +92,10 @@ def layer_costs(
     return tuple(out)
 
 
-def _meshes(cluster: Cluster, method: Sharded) -> list[LogicalMesh]:
-    """The logical meshes that a layer is tried on: of two axes at most, and of several nodes one axis along them."""
-    found = limits.meshes(cluster, method, max_axes=2)
-    if method.mesh_shape is not None or cluster.nodes == 1:
-        return list(found)
-    return [mesh for mesh in found if len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes]
+def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:
+    """Whether a layer is tried on a logical mesh, which has two axes at most: of several nodes one axis along them."""
+    free = method.mesh_shape is None and cluster.nodes > 1
+    return not free or len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes
 
 
 def _cost(planned: PlannedStage) -> LayerCost:

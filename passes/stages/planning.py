@@ -28,7 +28,7 @@ from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.stages import cutting, packing, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.pins import NO_PINS, Pins
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.program import Submesh, buffer
 from alpa_lite.strategy import Rule
 
@@ -152,6 +152,7 @@ def decide(
     price: float,
     time_limit: float,
     pins: Pins = NO_PINS,
+    wishes: Wishes = NO_WISHES,
     like: DecidedStage | None = None,
 ) -> DecidedStage:
     """Solves a stage of several on its submesh.
@@ -162,6 +163,7 @@ def decide(
       price: of memory, in units of `sharding.market.Market`.
       time_limit: `solver_time_limit` of the options.
       pins: where arguments of the stage lie, by their number in it, all on one mesh; that mesh comes before the method.
+      wishes: what the user says of arguments.
       like: a solved stage with the same `digest` and pins, on a submesh of the same kind, whose choices are taken over.
 
     Raises:
@@ -174,9 +176,8 @@ def decide(
         return DecidedStage(graph, like.rules, groups, like.found, cluster)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    meshes = tuple(mesh for mesh, _ in pins.meshes) or limits.meshes(cluster, method)
-    allowed = limits.pinned(groups, pins)
-    found = market(traced, groups, rules, cluster, meshes, time_limit=time_limit, gap=GAP, allowed=allowed).at(price)
+    admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
+    found = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP).at(price)
     return DecidedStage(graph, rules, groups, found, cluster)
 
 
@@ -211,11 +212,15 @@ def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layo
     return buffer(0, Submesh(mesh, 0), layout, shape, dtype).bytes
 
 
-def digest(graph: StageGraph) -> str:
-    """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles."""
+def digest(graph: StageGraph, wishes: Wishes = NO_WISHES) -> str:
+    """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles.
+
+    The user must say the same of their arguments, too.
+    """
     traced, keys = graph.traced, Keys()
     roles = ",".join(a.role for a in traced.arguments)
     ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))
     blocks = [traced.graph.block, *(body for op in traced.graph.block.ops for body in op.bodies)]
     bodies = ",".join(keys.block(block, traced.graph.values.__getitem__) for block in blocks)
-    return f"{bodies} {roles} {ports} {traced.state}"
+    said = [wish and wish.dims for wish in map(wishes.leaf, (a.path for a in traced.arguments))]
+    return f"{bodies} {roles} {ports} {traced.state} {said if any(said) else ''}"

@@ -22,6 +22,7 @@ from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, subm
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
+from alpa_lite.pins import NO_WISHES, Wishes
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -96,6 +97,7 @@ def priced(
     kinds: Sequence[int],
     *,
     time_limit: float,
+    wishes: Wishes = NO_WISHES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Priced:
     """The costs of a step's layers.
@@ -104,6 +106,7 @@ def priced(
       step: the step in layers.
       kinds: the numbers of devices of submeshes.
       time_limit: `solver_time_limit` of the options.
+      wishes: what the user says of arguments.
       progress: told which layer is being planned.
     """
     layers = step.layering
@@ -114,10 +117,10 @@ def priced(
     known: dict[str, tuple[tuple[LayerCost, ...], ...]] = {}
     found = []
     for n, graph in enumerate(graphs):
-        name = planning.digest(graph)
+        name = planning.digest(graph, wishes)
         if name not in known:
             progress(f"planning layer {n} of {number}")
-            known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=time_limit)
+            known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=time_limit, wishes=wishes)
         found.append(known[name])
     return Priced(step, cluster, tuple(kinds), tuple(found), _tables(found))
 
