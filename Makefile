@@ -1,5 +1,6 @@
-# make demo | test | slow | test-all | coverage | tpu | lint | format | types | wheel | clean
+# make demo | test | slow | test-all | coverage | tpu | lint | format | types | docs | wheel | clean
 #
+# make docs builds the documentation as a site, build/site/guide/index.html; broken links are errors
 # make test covers every module; make slow runs what takes longer, and make test-all both.
 # PYTHON=python3.12 make test    uses another interpreter, in a virtual environment of its own
 # CONSTRAINTS=file               pins versions (see .ci/constraints-3.11.txt)
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test slow test-all coverage tpu lint format types wheel clean
+.PHONY: demo test slow test-all coverage tpu lint format types docs wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -50,6 +51,9 @@ tpu: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
 
 # The wheel must hold the symlinked packages, and work where neither the checkout nor the tools of development are.
 wheel: $(INSTALLED)

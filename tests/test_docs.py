@@ -13,7 +13,7 @@ from alpa_lite import cli
 from tests.test_house import KNOWN, ROOMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INDEX = ROOT / "docs" / "index.md"
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
@@ -21,8 +21,19 @@ SOURCES = "\n".join(
     for path in sorted((ROOT / folder).rglob("*.py"))
 )
 WORDS = set(re.findall(r"\w+", SOURCES))
-BY_INSTANCE = {"plan": "alpa_lite.plan.Plan", "step": "alpa_lite.api.ParallelStep"}
-"""The classes of the names that the documentation gives to its examples."""
+BY_INSTANCE = {
+    "plan": "alpa_lite.plan.Plan",
+    "step": "alpa_lite.api.ParallelStep",
+    "nn": "flax.linen",
+    "nnx": "flax.nnx",
+    "ocp": "orbax.checkpoint",
+}
+"""The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
+FOREIGN = set(
+    "tf.data as_numpy_iterator DataLoader collate_fn graph_pp_runner.py pipeline_enter_stage sxstage_iter "
+    "dcn_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism".split()
+)
+"""Names of other projects, none of which is installed."""
 
 
 def prose(page: Path) -> str:
@@ -34,7 +45,7 @@ def prose(page: Path) -> str:
 
 def spans(page: Path) -> list[str]:
     """The text between backticks."""
-    return re.findall(r"`([^`\n]+)`", prose(page))
+    return [span for span in re.findall(r"`([^`\n]+)`", prose(page)) if span not in FOREIGN]
 
 
 def exists(name: str) -> bool:

@@ -100,5 +100,4 @@ LOOP = Loop(
     make_batch,
     advance,
     lambda step, carried, batch: step(carried[0], carried[2], batch),
-    options={"batch_argnames": "batch"},
 )
