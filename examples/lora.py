@@ -17,7 +17,7 @@ import optax
 
 import alpa_lite
 
-WIDTH, RANK, LAYERS, BATCH = 64, 4, 3, 64
+WIDTH, RANK, LAYERS, BATCH = 64, 4, 3, 32
 tx = optax.adam(3e-3)
 Tree = dict[str, Any]
 

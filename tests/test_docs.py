@@ -29,10 +29,12 @@ BY_INSTANCE = {
     "ocp": "orbax.checkpoint",
 }
 """The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
-FOREIGN = set(
-    "tf.data as_numpy_iterator DataLoader collate_fn graph_pp_runner.py pipeline_enter_stage sxstage_iter "
-    "dcn_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism".split()
-)
+FOREIGN = frozenset(
+    (
+        "tf.data", "as_numpy_iterator", "DataLoader", "collate_fn", "graph_pp_runner.py", "pipeline_enter_stage",
+        "sxstage_iter", "dcn_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
+    )
+)  # fmt: skip
 """Names of other projects, none of which is installed."""
 
 

@@ -19,6 +19,7 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -29,6 +30,16 @@ def test_gpt_trains(capsys: pytest.CaptureFixture[str]) -> None:
     losses = load("train_gpt").main(30)
     assert losses[-1] < losses[0] - 1
     assert "Predicted step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["haiku_mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("equinox_mlp", "lora", "vision_batch_norm"))],
+)
+def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = load(name).main(12)
+    assert losses[-1] < 0.95 * losses[0]
+    assert f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
