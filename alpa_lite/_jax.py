@@ -19,10 +19,14 @@ import jax.numpy as jnp
 from jax._src import array as _array
 from jax._src import core as _core
 from jax._src import debugging as _debugging
+from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
+from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
+from jax._src.nn import functions as _nn
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir as _mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -83,6 +87,48 @@ def _traced(eqn: Any, function: Callable[..., Any]) -> Any:
             return function(*xs)
 
     return jax.make_jaxpr(sourced)(*(spec_of(v.aval) for v in eqn.invars))
+
+
+_attention: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("attention", default=None)
+_cudnn: contextvars.ContextVar[bool] = contextvars.ContextVar("cudnn", default=False)
+_SOME_CUDNN = 91300
+"""A version of cuDNN that has every form of attention; JAX compares with it and writes it nowhere."""
+
+
+@contextlib.contextmanager
+def attention_given_to(handler: Callable[..., Any], platform: str = "") -> Iterator[None]:
+    """Gives what `jax.nn.dot_product_attention` does in ordinary operations to `handler(function, *args, **kwargs)`.
+
+    The function is private, and public names of it may have been imported long ago; so it is replaced once, where JAX
+    looks it up at each call, by one that asks whether the caller is within this context. For the platform "cuda" the
+    version of cuDNN is taken as given in the same way where none is installed.
+    """
+    if not hasattr(_nn._dot_product_attention_xla, "__wrapped__"):
+        _nn._dot_product_attention_xla = _asking(_nn._dot_product_attention_xla)
+        _cudnn_attention.check_cudnn_version = _version_of(_cudnn_attention.check_cudnn_version)
+    tokens = _attention.set(handler), _cudnn.set(platform in ("cuda", "gpu"))
+    try:
+        yield
+    finally:
+        _attention.reset(tokens[0])
+        _cudnn.reset(tokens[1])
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        handler = _attention.get()
+        return function(*args, **kwargs) if handler is None else handler(function, *args, **kwargs)
+
+    return asked
+
+
+def _version_of(function: Callable[[], int]) -> Callable[[], int]:
+    @functools.wraps(function)
+    def version() -> int:
+        return _SOME_CUDNN if _cudnn.get() and _cudnn_attention.cuda_versions is None else function()
+
+    return version
 
 
 def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -191,7 +237,9 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
 ReplaceCallback = Callable[[Mapping[str, Any], Any, Sequence[Any]], tuple[Mapping[str, Any], Sequence[Any]]]
 _replace_callback: contextvars.ContextVar[ReplaceCallback | None] = contextvars.ContextVar("callback", default=None)
 CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback"})  # names of primitives
-_held: contextvars.ContextVar[bool] = contextvars.ContextVar("held", default=False)
+Held = Callable[[Any, Mapping[str, Any], Sequence[Any]], bool]
+"""Primitive, parameters and operands of an equation -> whether something else is to stand in for it."""
+_held: contextvars.ContextVar[Held | None] = contextvars.ContextVar("held", default=None)
 
 
 @contextlib.contextmanager
@@ -208,22 +256,40 @@ def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def callbacks_held() -> Iterator[None]:
-    """Puts prints in place of callbacks that its body binds, with zeros for results.
+def standing_in(is_held: Held) -> Iterator[None]:
+    """Puts opaque operations in place of what its body binds and `is_held` says, with the same operands and results.
 
-    JAX lowers `pure_callback` and `io_callback` for devices that are there only, and `debug_callback` for any.
+    JAX lowers some operations for devices that are there only; a print, for any.
     """
-    token = _held.set(True)
+    token = _held.set(is_held)
     try:
         yield
     finally:
         _held.reset(token)
 
 
-def _hold(params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """Reads the operands of a callback, and makes arrays like its results that depend on them."""
-    jax.debug.callback(_nothing, *operands)
-    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in params.get("result_avals", ())]
+def lowers_for(primitive: Any, platform: str) -> bool:
+    """Whether JAX lowers a primitive for a platform whose devices are not there. Its tables of that are private."""
+    if primitive in _dispatch.prim_requires_devices_during_lowering:
+        return False
+    if primitive in _mlir_tables._platform_specific_lowerings.get(platform, {}):
+        return True
+    return primitive in _mlir_tables._lowerings or not _mlir_knows(primitive)
+
+
+def _mlir_knows(primitive: Any) -> bool:
+    """Whether a primitive is lowered anywhere; what is not, JAX expands before."""
+    return any(primitive in table for table in _mlir_tables._platform_specific_lowerings.values())
+
+
+def _hold(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Arrays like the results of an equation that depend on its operands; of a callback, which is read, too."""
+    if primitive.name in CALLBACKS:
+        jax.debug.callback(_nothing, *operands)
+        made = params.get("result_avals", ())
+    else:
+        made = jax.tree.leaves(jax.eval_shape(lambda *xs: primitive.bind(*xs, **params), *operands))
+    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in made]
     return list(jax.lax.optimization_barrier((*zeros, *operands))[: len(zeros)]) if zeros else []
 
 
@@ -233,8 +299,9 @@ def _nothing(*arrays: Any) -> None:
 
 def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Sequence[Any]) -> list[Any]:
     """Binds a primitive by the parameters of its equation; always a list of results. `source` is for callbacks."""
-    if _held.get() and primitive.name in CALLBACKS - {"debug_callback"}:
-        return _hold(params, operands)
+    is_held = _held.get()
+    if is_held is not None and is_held(primitive, params, operands):
+        return _hold(primitive, params, operands)
     replace = _replace_callback.get()
     if replace is not None and primitive.name in CALLBACKS:
         params, operands = replace(params, source, operands)

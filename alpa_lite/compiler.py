@@ -109,7 +109,7 @@ def compile_step(
       VerificationError: the partitioner does not do what the plan says.
     """
     context = _jax.context_mesh()
-    asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins), pins, like)
+    asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins, cluster.platform), pins, like)
     with collecting.seldom(), _jax.without_mesh(), passes(options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = tracing.annotated(traced, args, kwargs)
@@ -135,7 +135,12 @@ def compile_step(
 
 
 def tracer(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, pins: Pins
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    pins: Pins,
+    platform: str,
 ) -> Callable[..., Traced]:
     """What traces a step, under the mesh of the context; with other shapes for some flat arguments if given."""
     trace = functools.partial(
@@ -143,6 +148,7 @@ def tracer(
         batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,
         state_argnums=options.state_argnums, state_argnames=options.state_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
+        platform=platform,
     )  # fmt: skip
     return tracing.under(_jax.context_mesh(), trace)
 
@@ -151,7 +157,7 @@ def same_program(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> bool:
     """Whether tracing the step for other arguments makes the program that was planned."""
-    trace = tracer(fun, args, kwargs, options, compiled.pins)
+    trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
     with collecting.seldom(), _jax.without_mesh():
         return replanning.same_program(compiled.source, trace())
 

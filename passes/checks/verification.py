@@ -23,6 +23,7 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy
+from alpa_lite.passes.checks.standins import StandIns
 from alpa_lite.passes.lowering import function_of, spec_of
 from alpa_lite.passes.lowering.program import Reshard
 from alpa_lite.passes.programs.staged import Staged
@@ -99,6 +100,7 @@ def lowered_module(
     avals: Sequence[Any],
     specs: Sequence[PartitionSpec],
     platform: str,
+    standins: StandIns | None = None,
 ) -> Any:
     """The StableHLO module of a function over a mesh that need not exist.
 
@@ -106,13 +108,14 @@ def lowered_module(
       make: makes the function of global arrays for an abstract mesh.
       avals, specs: shape, dtype and sharding of each argument.
       platform: "cpu", "cuda", "rocm" or "tpu", to lower for.
+      standins: what stands in for operations that do not lower; it remembers which.
     """
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(abstract, spec), weak_type=aval.weak_type)
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    with _jax.callbacks_held():
+    with _jax.standing_in(standins or StandIns(platform)):
         traced = jax.jit(make(abstract)).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
@@ -129,6 +132,7 @@ def verified(plan: Plan, staged: Staged) -> Plan:
     lines: list[str] = []
     known: set[Any] = set()
     loops: dict[str, None] = {}
+    standins = StandIns(plan.cluster.platform)
     for stage in staged.stages:
         mesh = stage.found.mesh
         if mesh.size == 1:
@@ -151,13 +155,15 @@ def verified(plan: Plan, staged: Staged) -> Plan:
             if key in known:
                 continue
             known.add(key)
-            report = check_shardy(module_of(stage, segment, plan.cluster.platform, shared=True), mesh, wanted)
+            module = module_of(stage, segment, plan.cluster.platform, shared=True, standins=standins)
+            report = check_shardy(module, mesh, wanted)
             loops.update(dict.fromkeys(report.unknown_loops))
     if known:
         count = sum(c.count for c in plan.collectives if c.kind != "transfer")
         what = "the lowered program" if len(known) == 1 else f"{len(known)} distinct stage executables"
         unknown = f"; of unknown trip count, counted once: {', '.join(loops)}" if loops else ""
         lines.append(f"Shardy: the {count} planned collectives are in {what}, and no others{unknown}")
+    lines += standins.line()
     if not lines:
         one = len(staged.stages) == 1
         lines.append(f"{'one device' if one else 'every stage has one device'}: nothing to communicate")
@@ -169,7 +175,9 @@ def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
     mesh = stage.found.mesh
     cost = MeshCost(plan.cluster, mesh)
     (segment,) = stage.segments.items
-    found = collectives_of_shardy(module_of(stage, segment, plan.cluster.platform, shared=True), mesh)
+    standins = StandIns(plan.cluster.platform)
+    module = module_of(stage, segment, plan.cluster.platform, shared=True, standins=standins)
+    found = collectives_of_shardy(module, mesh)
     # The partitioner may use a part of an axis, `x:(1)4`, which costs no more than all of it.
     whole = [tuple(dict.fromkeys(axis.partition(":(")[0] for axis in c.axes)) for c in found]
     return replace(
@@ -180,6 +188,7 @@ def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
         ),
         verification=(
             "Shardy: the listed collectives are those that the partitioner inserts for the plan's shardings",
+            *standins.line(),
         ),
     )
 
@@ -296,7 +305,9 @@ def wanted_of(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
     return tuple(collective for collective, _ in stage.prices.collectives(segment.instructions))
 
 
-def module_of(stage: PlannedStage, segment: Segment, platform: str, *, shared: bool = False) -> Any:
+def module_of(
+    stage: PlannedStage, segment: Segment, platform: str, *, shared: bool = False, standins: StandIns | None = None
+) -> Any:
     """The lowered program of a segment, on an abstract mesh; with `shared`, identical layers are one function."""
     traced, program = stage.graph.traced, stage.program
     if segment.kind == "step":
@@ -312,4 +323,4 @@ def module_of(stage: PlannedStage, segment: Segment, platform: str, *, shared: b
             return function_of(program, traced, abstract, stage.communication, shared=shared)
         return functions.function_of(stage.segments, segment, abstract, stage.num_microbatches, shared=shared)
 
-    return lowered_module(make, stage.found.mesh, avals, specs, platform)
+    return lowered_module(make, stage.found.mesh, avals, specs, platform, standins)

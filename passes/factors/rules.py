@@ -76,11 +76,14 @@ dims. `sum` becomes `replicate` where the result is not a number (bool products)
    random_gamma
  fft, linear algebra              leading batch dims; the transform's own dims   parallel; replicate
  bitcast_convert_type             common dims; the dim that appears or goes      parallel; replicate
+ attention of cuDNN               batch, heads; lengths, widths (see below)      parallel; replicate
 
 Windows apart: where windows do not overlap, a windowed dim is a product of plain factors, and the same parameters
 hold on the blocks: stride = window w, no padding: operand (o, w), result (o), o parallel, w replicate; the gradients
 of that with respect to the kernel (operand (i, j), kernel (i), result (j): i is a sum) and the operand ((i) to (i,
 j)).
+
+Attention: a factor that an operand broadcasts over is a sum in the gradient of that operand (`factors.attention`).
 
 Parameters that hold sizes are those of the whole operation; whoever runs the operation on blocks must write the local
 sizes: broadcast_in_dim, reshape, slice, gather, dynamic_slice, split, iota, random_bits, and the group counts of a

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
 from alpa_lite.passes.factors.windows import WINDOWS
@@ -299,6 +300,7 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
         "iota": iota,
         "ragged_dot_general": ragged_dot,
         "random_bits": keyed(leading("special")),
+        **dict.fromkeys(primitives.CUDNN, cudnn),
         "random_split": keyed(leading("replicate")),
         "random_fold_in": keyed(elementwise),
     }

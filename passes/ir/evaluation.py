@@ -87,6 +87,10 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
             )
         case "cond":
             branches = [lambda *inputs, body=body: body(inputs) for body in bodies]
+            platforms = op.params.get("branches_platforms")
+            if platforms is not None:  # JAX lowers the branch of the platform alone, and knows it by its name
+                named = {p: b for some, b in zip(platforms, branches, strict=True) for p in some or ("default",)}
+                return list(lax.platform_dependent(*operands[1:], **{"default": None, **named}))
             return list(lax.switch(operands[0], branches, *operands[1:]))
     raise AssertionError(f"op {op.name} has bodies")
 

@@ -132,7 +132,10 @@ LINEAR_IN_ALL = ADDITIONS | _names("concatenate stack pad")
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
-KERNELS = _names("kernel custom_partitioning ffi_call pallas_call")
+CUDNN = _names("dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper")
+"""Attention by cuDNN."""
+
+KERNELS = CUDNN | _names("kernel custom_partitioning ffi_call pallas_call")
 """Functions that are one operation. `kernel` is that of `alpa_lite.kernels`; all others are JAX's."""
 
 COMPUTE_INTENSIVE = KERNELS | LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
@@ -177,7 +180,7 @@ def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
     if op.primitive is KERNEL:
         operands = [a.aval if isinstance(a, Lit) else values[a] for a in op.operands]
         return kernels.flops_of(op.params["kernel"], kernels.types_of(operands))
-    if rule.source == "registered":
+    if rule.source == "registered" or op.name in CUDNN:
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
     return float(max((math.prod(values[v].shape) for v in tensors), default=1))

@@ -197,7 +197,12 @@ def _identity(s: Setting) -> LocalForm:
     return s.form(lambda *operands: list(operands))
 
 
-_SUMS = primitives.PRODUCTS | primitives.SCATTER_ADDITIONS | {"reduce_sum", "ragged_dot_general", "gather"}
+_SUMS = (
+    primitives.PRODUCTS
+    | primitives.CUDNN
+    | primitives.SCATTER_ADDITIONS
+    | {"reduce_sum", "ragged_dot_general", "gather"}
+)
 
 # Bound again as they are: no parameter of theirs holds the size of a dim that may be sharded.
 _PLAIN = """
@@ -220,6 +225,7 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     **dict.fromkeys(primitives.ELEMENTWISE, Setting.bound),
     **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bound),
     **dict.fromkeys(_PLAIN.split(), Setting.bound),
+    **dict.fromkeys(primitives.CUDNN, Setting.bound),
     **_IDENTITY,
     primitives.CONSTRAINT: Setting.bound,
     "argmax": reductions.arg_extremum,

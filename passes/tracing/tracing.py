@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 
+from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Traced
-from alpa_lite.passes.tracing import arguments, batches, calls, conversion, nnx_modules
+from alpa_lite.passes.tracing import arguments, attention, batches, calls, conversion, nnx_modules
 from alpa_lite.passes.tracing.arguments import Argnums
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
@@ -38,6 +39,7 @@ def trace(
     static_argnames: str | Sequence[str] = (),
     known: Collection[int] = (),
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    platform: str = "",
 ) -> Traced:
     """Traces `fun(*args, **kwargs)`.
 
@@ -50,6 +52,7 @@ def trace(
       static_argnums, static_argnames: as in `jax.jit`.
       known: the flat arguments that are state of another step: never the batch.
       shapes: for the flat arguments with these numbers, in place of their own.
+      platform: that the step is planned for.
 
     Returns:
       The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
@@ -63,7 +66,8 @@ def trace(
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
-    jaxpr = run.jaxpr()
+    with _jax.attention_given_to(attention.whole, platform):
+        jaxpr = run.jaxpr()
     graph = conversion.graph_of(jaxpr)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)

@@ -1,0 +1,72 @@
+"""Operations that JAX lowers for devices that are present only: what stands in for them in the partitioner's check.
+
+The check lowers a step for the platform of its plan, which need not be here. Callbacks, operations that have a lowering
+for other platforms only, Pallas kernels that are compiled, and what JAX partitions itself, do not lower then. In the
+check an opaque operation with the same operands and results stands in for each: where it is in the step, and what is
+communicated around it, is checked; what is within, is not, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax, kernels
+from alpa_lite.kernels import KERNEL, Kernel, Types
+
+
+class StandIns:
+    """Says of equations whether something stands in for them, and remembers what they are called."""
+
+    def __init__(self, platform: str) -> None:
+        self._platform = platform
+        self.names: set[str] = set()
+
+    def __call__(self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> bool:
+        """Whether something stands in for an equation."""
+        if primitive is KERNEL:
+            found = _is_held_within(params["kernel"], kernels.types_of(operands), self._platform)
+        else:
+            found = _is_held(primitive, params, self._platform)
+        if found:
+            self.names.add(kernels.label(primitive, params))
+        return found
+
+    def line(self) -> tuple[str, ...]:
+        """What the plan says of them."""
+        if not self.names:
+            return ()
+        return (
+            f"not checked: what {', '.join(sorted(self.names))} do inside; JAX lowers them where their devices are, "
+            "and opaque operations with the same operands and results stood in for them",
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _is_held_within(kernel: Kernel, types: Types, platform: str) -> bool:
+    """Whether a kernel has an operation that does not lower, or cannot be traced here."""
+    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+    try:
+        jaxpr = jax.make_jaxpr(lambda *xs: list(kernel.fun(*xs)))(*specs)
+    except Exception:  # whatever a user's function raises
+        return True
+    return any(_is_held(e.primitive, e.params, platform) for e in _jax.open_jaxpr(jaxpr)[0].eqns)
+
+
+def _is_held(primitive: Any, params: Mapping[str, Any], platform: str) -> bool:
+    if primitive.name in _jax.CALLBACKS - {"debug_callback"}:
+        return True
+    if primitive.name == "pallas_call":  # its body is a program of its own
+        return not params.get("interpret")
+    if not _jax.lowers_for(primitive, platform):
+        return True
+    return any(
+        _is_held(e.primitive, e.params, platform)
+        for value in params.values()
+        for item in (value if isinstance(value, tuple | list) else (value,))
+        if _jax.is_jaxpr(item)
+        for e in _jax.open_jaxpr(item)[0].eqns
+    )

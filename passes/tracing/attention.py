@@ -1,0 +1,83 @@
+"""`jax.nn.dot_product_attention` as one operation.
+
+Written in ordinary operations, attention is two products, masks and a softmax, and a plan may shard each of them in its
+own way. Nobody would run it so: its examples and its heads are independent, everything else belongs together. While a
+step is traced, the function that these operations come from is a kernel (`alpa_lite.kernels`) with the rule
+
+    query [b, t, (k g), d], key and value [b, s, k, d], bias and mask [b, (k g), t, s]  ->  [b, t, (k g), d]
+
+where k are heads of keys and g the query heads that share one. Lengths of sequences are [b]. The length t of the
+queries may be sharded, too, unless the result depends on where a query stands: causal masks, windows, query lengths.
+
+With `implementation="cudnn"` the traced step holds primitives of JAX for cuDNN, which have a table of their own
+(`factors.tables`); JAX makes them where cuDNN is installed only, so its version is taken as given if the plan is for
+GPUs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import kernels, notation
+from alpa_lite.errors import RuleError
+from alpa_lite.kernels import Kernel
+from alpa_lite.notation import Notation, Tensor
+
+NAME = "dot_product_attention"
+_QUERY: Tensor = (("b",), ("t",), ("k", "g"), ("d",))
+_KEY: Tensor = (("b",), ("s",), ("k",), ("d",))
+_SCORES: Tensor = (("b",), ("k", "g"), ("t",), ("s",))
+_OPERANDS: dict[str, Tensor] = {
+    "query": _QUERY, "key": _KEY, "value": _KEY, "bias": _SCORES, "mask": _SCORES, "q_seqlen": (("b",),),
+    "kv_seqlen": (("b",),), "scale": (),
+}  # fmt: skip
+_STATIC = {"is_causal", "scale", "local_window_size", "return_residual"}
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """JAX's function, on the arrays that it is given by these names."""
+
+    fun: Callable[..., Any]
+    names: tuple[str, ...]
+    static: tuple[tuple[str, Hashable], ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        given = dict(self.static) | dict(zip(self.names, arrays, strict=True))
+        return jax.tree.leaves(self.fun(**given))
+
+
+def whole(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls JAX's function of attention, `fun`, as one operation. What is not as expected is called as it is."""
+    try:
+        given = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except TypeError:
+        return fun(*args, **kwargs)
+    arrays = {n: x for n, x in given.items() if isinstance(x, jax.Array | np.ndarray) and n in _OPERANDS}
+    static = {n: x for n, x in given.items() if n not in arrays}
+    if (
+        any(n not in _STATIC and x is not None for n, x in static.items())
+        or not {"query", "key", "value"} <= arrays.keys()
+    ):
+        return fun(*args, **kwargs)
+    names = tuple(n for n in _OPERANDS if n in arrays)
+    made = _Attention(fun, names, tuple(sorted(static.items())))
+    placed = static.get("is_causal") or static.get("local_window_size") is not None or "q_seqlen" in arrays
+    results = [_QUERY, _QUERY[:-1]] if static.get("return_residual") else [_QUERY]
+    rule = Notation(
+        tuple(_OPERANDS[n] for n in names), tuple(results), (), ("d", "s", "t") if placed else ("d", "s"), NAME
+    )
+    operands = [arrays[n] for n in names]
+    shapes = [tuple(x.shape) for x in operands]
+    try:
+        rule = notation.expanded(rule, shapes, [shapes[0][: len(r)] for r in results], NAME)
+    except RuleError:
+        return fun(*args, **kwargs)
+    outs = kernels.call(Kernel(made, rule, NAME, trusted=True), operands)
+    return tuple(outs) if static.get("return_residual") else outs[0]
