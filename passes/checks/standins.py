@@ -40,7 +40,7 @@ class StandIns:
         if not self.names:
             return ()
         return (
-            f"not checked: what {', '.join(sorted(self.names))} do inside; JAX lowers them where their devices are, "
+            f"not checked: the inside of {', '.join(sorted(self.names))}; JAX lowers them where their devices are, "
             "and opaque operations with the same operands and results stood in for them",
         )
 
