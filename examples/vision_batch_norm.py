@@ -68,7 +68,7 @@ def main(steps: int = 30) -> list[float]:
     state = TrainState.create(
         apply_fn=model.apply,
         params=variables["params"],
-        tx=optax.sgd(0.05, momentum=0.9),
+        tx=optax.adam(1e-2),
         batch_stats=variables["batch_stats"],
     )
     losses = []
