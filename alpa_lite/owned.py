@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import schedules
 from alpa_lite.asked import Asked, Step
-from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.errors import MicrobatchError, OptionError, PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, programs, stages
+from alpa_lite.passes import factors, microbatches, programs, stages
 from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import scans
-from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.microbatches.loop import Accumulated, batch_dims
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict
 from alpa_lite.passes.stages import planning
@@ -36,23 +36,60 @@ PRICES = (0.0, 1.0, 4.0, 16.0)
 """Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
 
 
+LEAST = 2e-3
+"""Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
+tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/pipeline_overhead.py`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A divided step.
+
+    Attributes:
+      loop: the step, over micro-batches if there are several.
+      graphs: its stages.
+      submeshes: of each stage.
+    """
+
+    loop: Accumulated
+    graphs: tuple[StageGraph, ...]
+    submeshes: tuple[int, ...]
+
+
 def owned(run: Passes, step: Step, asked: Asked) -> Staged:
     """The step divided by where its pinned arguments lie: what reads a leaf runs on the submesh that has it.
 
-    Memory has no price at first; where a submesh exceeds the budget, all are planned again with more and more of one.
+    Where it takes long enough, and the batch can be cut exactly, micro-batches that take turns on the submeshes are
+    tried too, and the plan that the simulation says is faster is taken. A given number of micro-batches holds.
 
     Raises:
       OptionError: arguments lie on submeshes that share devices.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
       InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
     """
     step, asked = in_pieces(run, step, asked)
-    graphs = _graphs(run, step, asked)
-    for price in PRICES:
-        staged = _program(run, step, asked, graphs, _planned(run, graphs, asked, price))
-        if staged.needed <= asked.budget:
-            return staged
-    return staged
+    given = asked.num_microbatches
+    if given is not None and given > 1:
+        return _planned(run, _in_turns(run, step, asked, given), asked)
+    staged = _planned(run, _at_once(run, step, asked), asked)
+    count = _worth(step, asked) if given is None and staged.seconds >= LEAST else 1
+    if count == 1:
+        return staged
+    try:
+        other = _planned(run, _in_turns(run, step, asked, count), asked)
+    except (MicrobatchError, PlanError):
+        return staged
+    fits = other.needed <= max(asked.budget, staged.needed)
+    return other if fits and other.seconds < staged.seconds else staged
+
+
+def _worth(step: Step, asked: Asked) -> int:
+    """The number of micro-batches to try: four for each submesh, or the greatest power of two that the batch allows."""
+    count = 1 << (4 * len(asked.pins.meshes)).bit_length() - 1
+    while count > 1 and batch_dims(step.traced, step.rules, count) is None:
+        count //= 2
+    return count if len(asked.pins.meshes) > 1 else 1
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -76,12 +113,18 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     whole = {numbers[path]: pin for path, pin in known.items() if isinstance(pin, Pin)}
     pieces = {numbers[path]: some for path, some in known.items() if not isinstance(some, Pin)}
     step, asked = in_pieces(run, step, replace(asked, pins=Pins(whole, pieces)))
-    graphs = _graphs(run, step, asked)
+    count = plan.num_microbatches
+    parts = _at_once(run, step, asked) if count == 1 else _in_turns(run, step, asked, count)
+    if len(parts.graphs) != len(plan.stages):
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages, but this step has {len(parts.graphs)} on these submeshes: the "
+            "plan is for another program or version. Plan again."
+        )
     planned = []
-    for graph, stage in zip(graphs, plan.stages, strict=True):
+    for graph, stage in zip(parts.graphs, plan.stages, strict=True):
         decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
         planned.append(run("lowering", planning.lowered, decided, split_weights=False))
-    return _program(run, step, asked, graphs, planned, "replayed")
+    return _program(run, parts, asked, planned, "replayed")
 
 
 def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
@@ -116,44 +159,80 @@ def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
     return Step(traced, rules), replace(asked, pins=replace(asked.pins, arguments=pins, pieces={}))
 
 
-def _graphs(run: Passes, step: Step, asked: Asked) -> tuple[StageGraph, ...]:
-    """The parts of a step, one for each submesh that arguments lie on."""
-    places = submeshes_of(asked.pins, asked.cluster.num_devices)
-    pinned = {number: places.index((pin.mesh, pin.first_device)) for number, pin in asked.pins.arguments.items()}
-    found = run("stages", stages.ownership, step.traced, pinned, len(places))
-    return run("stages", stages.owned_graphs, step.traced, found, len(places))
+def _pinned(asked: Asked) -> tuple[dict[int, int], int]:
+    """Argument number -> the submesh that it lies on, and the number of submeshes."""
+    found = submeshes_of(asked.pins, asked.cluster.num_devices)
+    return {n: found.index((pin.mesh, pin.first_device)) for n, pin in asked.pins.arguments.items()}, len(found)
+
+
+def _at_once(run: Passes, step: Step, asked: Asked) -> Parts:
+    """The step in one part for each submesh, without micro-batches."""
+    pinned, count = _pinned(asked)
+    found = run("stages", stages.ownership, step.traced, pinned, count)
+    graphs = run("stages", stages.owned_graphs, step.traced, found, count)
+    return Parts(Accumulated(step.traced, -1, 1, moves(step.traced, graphs, asked.pins)), graphs, tuple(range(count)))
+
+
+def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
+    """The step in so many micro-batches, in one stage for each round of each submesh.
+
+    Raises:
+      MicrobatchError: it cannot be cut into as many.
+      PlanError: something outside the loop reads leaves of several submeshes.
+    """
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, number, **asked.inexact)
+    pinned, count = _pinned(asked)
+    found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, count)
+    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, found.assignment)
+    for graph, submesh in zip(graphs, found.submeshes, strict=True):
+        for port in graph.inputs:
+            if port.kind in ("argument", "copy") and pinned.get(port.number, submesh) != submesh:
+                raise PlanError(
+                    f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
+                    f"another submesh; use num_microbatches=1"
+                )
+    return Parts(loop, graphs, found.submeshes)
 
 
 def _program(
-    run: Passes, step: Step, asked: Asked, graphs: Sequence[StageGraph], planned: Sequence[PlannedStage],
-    status: str = "feasible",
-) -> Staged:  # fmt: skip
+    run: Passes, parts: Parts, asked: Asked, planned: Sequence[PlannedStage], status: str = "feasible"
+) -> Staged:
     """The program of planned parts."""
-    traced, count = step.traced, len(planned)
+    traced, count = parts.loop.traced, len(planned)
     firsts = [first for _, first in submeshes_of(asked.pins, asked.cluster.num_devices)]
     verdict = Verdict(
         "layers", status,
         sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
         owned=tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments)),
     )  # fmt: skip
-    loop = Accumulated(traced, -1, 1, moves(traced, graphs, asked.pins))
+    schedule = schedules.forwards(parts.submeshes, parts.loop.num_microbatches)
     return run(
-        "programs", programs.pipelined, loop, planned, firsts, schedules.forwards(range(count), 1), asked.cluster,
+        "programs", programs.pipelined, parts.loop, planned, firsts, schedule, asked.cluster,
         first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, verdict=verdict,
     )  # fmt: skip
 
 
-def _planned(run: Passes, graphs: Sequence[StageGraph], asked: Asked, price: float) -> list[PlannedStage]:
+def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
+    """The parts planned, memory more and more expensive until all fit, or at the highest price."""
+    for price in PRICES:
+        staged = _program(run, parts, asked, _solved(run, parts, asked, price))
+        if staged.needed <= asked.budget:
+            return staged
+    return staged
+
+
+def _solved(run: Passes, parts: Parts, asked: Asked, price: float) -> list[PlannedStage]:
     """The parts of a step, each solved on its submesh and lowered; identical ones are solved once."""
     out: list[PlannedStage] = []
     known: dict[Any, DecidedStage] = {}
-    for graph in graphs:
+    meshes = [mesh for mesh, _ in submeshes_of(asked.pins, asked.cluster.num_devices)]
+    for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True):
+        mesh = meshes[submesh]
         pins = Pins({
             number: asked.pins.arguments[port.number]
             for number, port in enumerate(graph.inputs)
             if port.kind == "argument" and port.number in asked.pins.arguments
         })  # fmt: skip
-        ((mesh, _),) = pins.meshes
         layouts = tuple((number, pin.layout) for number, pin in sorted(pins.arguments.items()))
         key = planning.digest(graph), mesh, layouts
         decided = run(

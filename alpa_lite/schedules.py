@@ -119,16 +119,16 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
 
 
 def forwards(meshes: Sequence[int], num_microbatches: int) -> Schedule:
-    """Forwards alone: every submesh runs its stages for one micro-batch after the other.
+    """Forwards alone. If all stages take the same time, forward(s, m) can start at s + m: that is their order.
 
     Args:
       meshes: the submesh of each stage, in the order in which a micro-batch goes through them.
       num_microbatches: B.
     """
     lists: list[list[Task]] = [[] for _ in range(max(meshes) + 1)]
-    for microbatch in range(num_microbatches):
-        for stage, mesh in enumerate(meshes):
-            lists[mesh].append(Task("forward", stage, microbatch))
+    every = ((stage, microbatch) for stage in range(len(meshes)) for microbatch in range(num_microbatches))
+    for stage, microbatch in sorted(every, key=lambda pair: (sum(pair), pair[1])):
+        lists[meshes[stage]].append(Task("forward", stage, microbatch))
     return Schedule(FORWARD, len(lists), num_microbatches, len(meshes), tuple(map(tuple, lists)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -251,3 +252,33 @@ def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule
         assert sent_arguments(compiled) == set()
         assert not any("moved in each call" in note or "copied in each call" in note for note in compiled.plan.notes)
         assert jax.tree.map(lambda x: x.sharding, placed) == before
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_micro_batches_take_turns_in_an_evaluation(schedule: str, tmp_path) -> None:
+    first, x = trained(2, 4, schedule=schedule), examples(8)
+    args = parameters(), x
+    compiled = planned(first, evaluate, args, ("x",), num_microbatches=4)
+    assert compiled.plan.num_microbatches == 4
+    check(first, compiled, evaluate, parameters(), (x,))
+    tasks = [e for e in compiled.plan.division.timeline.events if e.kind == "forward"]
+    assert len(tasks) == 4 * len(compiled.plan.stages)
+    compiled.plan.save(tmp_path / "plan.json")
+    options = Options(cluster=cluster(4), plan=str(tmp_path / "plan.json"), batch_argnames=("x",), batch_argnums=())
+    again = compiler.compile_step(evaluate, args, {}, options, cluster(4))
+    assert [s.arguments for s in again.plan.stages] == [s.arguments for s in compiled.plan.stages]
+    assert "forward" in str(again.plan)
+
+
+def test_micro_batches_are_taken_where_they_are_faster() -> None:
+    """Of a step of milliseconds on slow devices, chosen by the simulated seconds."""
+    first, x = trained(), examples(8)
+    peaks = {name: 1e6 for name, _ in cluster(4).peak_flops}
+    slow = replace(cluster(4), peak_flops=peaks, tile=1)
+    where = pins(first.plan, evaluate, (parameters(), x), ("x",))
+    seconds = {}
+    for number in ("auto", 1):
+        options = Options(cluster=slow, batch_argnums=(), batch_argnames=("x",), num_microbatches=number)
+        plan = compiler.compile_step(evaluate, (parameters(), x), {}, options, slow, pins=where).plan
+        seconds[plan.num_microbatches] = plan.step_seconds
+    assert seconds[8] < seconds[1]

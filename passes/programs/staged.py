@@ -164,7 +164,8 @@ def write(
     def run(segments: Segments, segment: Segment) -> float:
         return table[segment]
 
-    submeshes = [Submesh(stages[m].found.mesh, first) for m, first in enumerate(first_devices)]
+    mesh_of = dict(zip(writing.mesh_of(schedule), (stage.found.mesh for stage in stages), strict=True))
+    submeshes = [Submesh(mesh_of[m], first) for m, first in enumerate(first_devices)]
     return writing.build(
         traced, [stage.segments for stage in stages], submeshes, schedule,
         donated=[argument for _, argument in traced.state], segment_seconds=run, transfer_seconds=transfer,

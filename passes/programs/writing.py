@@ -95,7 +95,7 @@ class _Writer:
         self.donatable: Collection[int] = donated
         self.segment_seconds: SegmentSeconds = segment_seconds
         self.transfer_seconds: TransferSeconds = transfer_seconds
-        self.mesh_of = _mesh_of(schedule)
+        self.mesh_of = mesh_of(schedule)
         self.buffers: list[Buffer] = []
         self.transfers: list[Transfer] = []
         self.lists: list[list[Instruction]] = [[] for _ in submeshes]
@@ -469,7 +469,7 @@ def _name(slot: Slot) -> str:
     return f"{slot.wire.kind} {slot.wire.number}"
 
 
-def _mesh_of(schedule: Schedule) -> tuple[int, ...]:
+def mesh_of(schedule: Schedule) -> tuple[int, ...]:
     """The submesh of each stage."""
     found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
     return tuple(found[stage] for stage in range(schedule.num_stages))

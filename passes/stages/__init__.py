@@ -10,5 +10,6 @@ from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import priced
 from alpa_lite.passes.stages.staging import stage_graphs
+from alpa_lite.passes.stages.turns import turns_of
 
-__all__ = ["PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "stage_graphs"]
+__all__ = ["PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "stage_graphs", "turns_of"]
