@@ -211,7 +211,9 @@ class ParallelStep:
 
     def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         if entry.compiled is None:
-            entry.compiled = compile_step(self._fun, args, kwargs, self._options, self.cluster)
+            others = any(one.compiled is not None for one in tuple(self._planned.values()))
+            why = "another signature of its arguments" if others else "first signature of its arguments"
+            entry.compiled = compile_step(self._fun, args, kwargs, self._options, self.cluster, why=why)
         return entry.compiled
 
     @contextlib.contextmanager

@@ -44,6 +44,7 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
+from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Compiled:
 
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
-    pins: Pins = NO_PINS, like: Plan | None = None,
+    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for",
 ) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
 
@@ -101,6 +102,7 @@ def compile_step(
       pins: where flat arguments already are and stay; on submeshes, the step is divided by them.
       like: the plan of the same step for other shapes: if it is a pipeline, its division is kept, with the state where
         it has it.
+      why: the reason that is logged.
 
     Raises:
       InfeasibleError: no plan fits the memory.
@@ -108,9 +110,9 @@ def compile_step(
       OptionError, PlanError: the method or the given plan asks for what the cluster or the step does not have.
       VerificationError: the partitioner does not do what the plan says.
     """
-    context = _jax.context_mesh()
+    context, name = _jax.context_mesh(), getattr(fun, "__name__", "step")
     asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins, cluster.platform), pins, like)
-    with collecting.seldom(), _jax.without_mesh(), passes(options.dump_dir) as run:
+    with collecting.seldom(), _jax.without_mesh(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = tracing.annotated(traced, args, kwargs)
         asked = replace(asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context))
@@ -129,7 +131,8 @@ def compile_step(
             plan = run("checks", checks.verified, plan, staged)
         plan = replace(plan, planning_seconds=dict(run.seconds))
     _check_memory(plan, options)
-    logger.info("planned %s: %s", getattr(fun, "__name__", fun), run.seconds)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(sentences.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster))
     return Compiled(staged, plan, traced, pins)
 
@@ -262,7 +265,7 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     groups = run("grouping", sharding.group, traced, rules)
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.note,
+        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.count,
     )  # fmt: skip
     decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
@@ -291,7 +294,7 @@ def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
         if over <= 0:
             break
         room -= 1.05 * over  # the estimates of layers were too low by as much
-        logger.info("the program exceeds the budget by %s bytes: slicing again with that much less", over)
+        logger.info("the program exceeds the budget by %s: slicing again with that much less", units.nbytes(over))
         try:
             chosen = sliced(run, chosen.priced, asked, [chosen.slices.num_microbatches], room)
         except InfeasibleError:
@@ -307,7 +310,7 @@ def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tupl
     limit = asked.time_limit
     return run(
         "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, wishes=asked.wishes,
-        progress=run.note,
+        progress=run.count,
     )  # fmt: skip
 
 
@@ -349,7 +352,8 @@ def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
             over = [sum(pair) - asked.budget for pair in staged.bytes]
             if max(over) <= 0 or last:
                 break
-        logger.info("submeshes exceed the budget by %s bytes: memory becomes more expensive for their stages", over)
+        said = ", ".join(units.nbytes(size) for size in over if size > 0)
+        logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
         prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
     assert staged is not None
     return staged
@@ -368,6 +372,7 @@ def solve_stages(
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
     for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+        run.count("stages planned", number, len(graphs), lasting=True)
         devices = slices.devices[stage.mesh]
         method = submeshes.shape_of(asked.pipeline, number, devices)
         if stage.mesh in shapes:
@@ -384,6 +389,7 @@ def solve_stages(
         known.setdefault(key, decided)
         shapes[stage.mesh] = decided.found.mesh.shape
         out.append(run("lowering", planning.lowered, decided, split_weights=split))
+    run.count("stages planned", len(graphs), len(graphs), lasting=True)
     return tuple(out)
 
 

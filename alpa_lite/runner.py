@@ -44,15 +44,15 @@ class Passes:
             values.check(value)
         return value
 
-    def note(self, text: str) -> None:
-        """Shows what the pass that is at work is doing."""
-        self._show.stage(text)
+    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
+        """Shows how many of some things are done, such as "layers priced"; see `progress.Report.count`."""
+        self._show.count(what, done, total, lasting)
 
 
 @contextlib.contextmanager
-def passes(dump_dir: Any) -> Iterator[Passes]:
-    """A runner that shows its progress on a terminal, and writes every value into `dump_dir`, if that is given."""
-    with progress.planning() as show, dump.stages(dump_dir) as write:
+def passes(name: str, dump_dir: Any) -> Iterator[Passes]:
+    """A runner for the step of that name; shows its progress, and writes values into `dump_dir`, if that is given."""
+    with progress.planning(f"planning {name}") as show, dump.stages(dump_dir) as write:
         yield Passes(show, write)
 
 

@@ -31,8 +31,10 @@ Donated "auto" are the state leaves whose output has their sharding: exactly tho
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,9 +53,12 @@ from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
 from alpa_lite.passes.tracing.calls import is_weak
+from alpa_lite.report import progress, sentences
 from alpa_lite.runtime import callbacks, ownership, placement
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
+
+logger = logging.getLogger(__name__)
 
 Donate = str | int | Sequence[int]
 
@@ -253,8 +258,12 @@ class Executable:
 
     @_jax.without_mesh()
     def _compile(self) -> jax.stages.Compiled:
-        constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
-        compiled = self.lowered().compile()
+        start = time.perf_counter()
+        with progress.planning(f"compiling {self._name}") as report:
+            report.count("executables compiled", 0, 1)
+            constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
+            compiled = self.lowered().compile()
+        logger.info(sentences.compiled(self._name, 1, time.perf_counter() - start))
         if self._failures is not None:
             self._look = self._looking(self._failures)
         self._constants = tuple(constants)

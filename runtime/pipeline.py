@@ -19,7 +19,9 @@ arrays that were donated before are gone, and all others can be used.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +41,7 @@ from alpa_lite.passes.stages import functions, segments
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.program import Free, Program, Run, Send, describe, order
+from alpa_lite.report import progress, sentences
 from alpa_lite.runtime import callbacks, ownership, placement
 from alpa_lite.runtime.executor import mesh_of
 from alpa_lite.runtime.ownership import Owned
@@ -47,6 +50,8 @@ from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.runtime.transfer import Mover
 from alpa_lite.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each step of the dispatch loop with its number and all buffers."""
@@ -198,7 +203,13 @@ class PipelineExecutable:
         program = self._program
         self._steps, self._items = [], []
         first_run = self._first_runs()
-        made = [self._compile(number, first_run[number]) for number in range(len(program.executables))]
+        made = []
+        start, total = time.perf_counter(), len(program.executables)
+        with progress.planning(f"compiling {self._traced.name}") as report:
+            for number in range(total):
+                report.count("executables compiled", number, total)
+                made.append(self._compile(number, first_run[number]))
+        logger.info(sentences.compiled(self._traced.name, total, time.perf_counter() - start))
         self._empty = self._kept({
             (program.executables[item.executable].mesh, item.microbatch)
             for items in program.lists for item in items

@@ -69,7 +69,7 @@ def search(
     pins: Pins = NO_PINS,
     wishes: Wishes = NO_WISHES,
     time_limit: float = 60.0,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Found:
     """The best plan of one mesh for a method.
 
@@ -78,7 +78,7 @@ def search(
       pins: where arguments already are and stay, all on one mesh of all devices; they come before the method.
       wishes: what the user says of arguments and of the mesh beside the method.
       time_limit: wall-clock seconds for solving all mesh shapes; building their programs is not counted.
-      progress: told what is being solved.
+      progress: told what is counted, how many are done, and of how many.
 
     Raises:
       InfeasibleError: if no mesh shape admits a plan within the budget, or none was found in the time; names what
@@ -88,8 +88,8 @@ def search(
     tried: list[tuple[solve.Bound, _Problem, Space]] = []
     shapes = limits.admitted(traced, grouping, cluster, method, wishes, pins)
     shared = tables.Shared(traced, grouping)
-    for mesh, allowed in shapes:
-        progress(f"bounding mesh {_by(mesh)}")
+    for position, (mesh, allowed) in enumerate(shapes):
+        progress("mesh shapes bounded", position, len(shapes))
         cost = MeshCost(cluster, mesh)
         known = {"budget": budget, "allowed": allowed, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
@@ -117,7 +117,7 @@ def search(
         if bound.seconds >= cutoff:
             candidates.append(Candidate(type(method).__name__, problem.mesh.shape, None, None, "cutoff"))
             continue
-        progress(f"solving mesh {_by(problem.mesh)}")
+        progress("mesh shapes solved", len(candidates), len(tried))
         reserve = 0.0 if best else _RESERVE * time_limit
         space, solution = _solve(problem, space, budget, cutoff, deadline.share(parts, reserve))
         finished = solution.status in ("optimal", "feasible")

@@ -98,7 +98,7 @@ def priced(
     *,
     time_limit: float,
     wishes: Wishes = NO_WISHES,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
     """The costs of a step's layers.
 
@@ -107,7 +107,7 @@ def priced(
       kinds: the numbers of devices of submeshes.
       time_limit: `solver_time_limit` of the options.
       wishes: what the user says of arguments.
-      progress: told which layer is being planned.
+      progress: told what is counted, how many are done, and of how many.
     """
     layers = step.layering
     number = len(layers.layers)
@@ -119,7 +119,7 @@ def priced(
     for n, graph in enumerate(graphs):
         name = planning.digest(graph, wishes)
         if name not in known:
-            progress(f"planning layer {n} of {number}")
+            progress("layers priced", n, number)
             known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=time_limit, wishes=wishes)
         found.append(known[name])
     return Priced(step, cluster, tuple(kinds), tuple(found), _tables(found))

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
+import types
+from typing import Any
 
 import pytest
 
@@ -13,14 +16,47 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_shows_the_stage_after_the_delay_on_a_terminal() -> None:
+def wait_for(there: Any) -> None:
+    deadline = time.perf_counter() + 5
+    while not there() and time.perf_counter() < deadline:
+        time.sleep(0.02)
+    assert there()
+
+
+def test_shows_the_stage_and_what_is_done_and_left_on_a_terminal() -> None:
+    stream = Terminal()
+    with progress.planning("planning step", stream, delay=0.0) as report:
+        report.stage("sharding")
+        wait_for(lambda: "planning step: sharding" in stream.getvalue())
+        report.count("mesh shapes solved", 3, 10)
+        wait_for(lambda: "mesh shapes solved 3 of 10 ██████" in stream.getvalue())
+        assert "███████" not in stream.getvalue()
+
+
+def test_what_does_nothing_draws_nothing() -> None:
+    """A line that moved by itself would look the same if planning hung."""
     stream = Terminal()
     with progress.planning("planning", stream, delay=0.0) as report:
         report.stage("tracing")
-        deadline = time.perf_counter() + 5
-        while "tracing" not in stream.getvalue() and time.perf_counter() < deadline:
-            time.sleep(0.02)
-    assert "planning: tracing" in stream.getvalue()
+        wait_for(lambda: "tracing" in stream.getvalue())
+        before = stream.getvalue()
+        time.sleep(0.5)
+        assert stream.getvalue() == before
+
+
+def test_counts_end_with_their_stage_and_lasting_ones_when_all_is_done() -> None:
+    report = progress.Report("planning")
+    report.stage("costs")
+    report.count("layers priced", 1, 4)
+    assert report.line().startswith("planning: costs, layers priced 1 of 4 ")
+    report.stage("slicing")
+    assert report.line() == "planning: slicing"
+    report.count("stages planned", 1, 3, lasting=True)
+    report.stage("sharding")
+    report.count("mesh shapes solved", 1, 1)
+    assert report.line().startswith("planning: sharding, stages planned 1 of 3 ")
+    report.count("stages planned", 3, 3, lasting=True)
+    assert report.line() == "planning: sharding"
 
 
 def test_shows_nothing_before_the_delay() -> None:
@@ -36,6 +72,33 @@ def test_shows_nothing_where_there_is_no_terminal() -> None:
         report.stage("tracing")
         time.sleep(0.15)
     assert stream.getvalue() == ""
+
+
+def test_in_a_notebook_one_output_of_the_cell_changes_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            assert raw
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        assert raw and display_id
+        shown.append(data["text/plain"])
+        return Handle()
+
+    monkeypatch.setattr(progress, "Console", lambda: types.SimpleNamespace(is_jupyter=True))
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    with progress.planning("planning step", delay=0.0) as report:
+        report.stage("sharding")
+        report.count("mesh shapes solved", 1, 2)
+        wait_for(lambda: any("mesh shapes solved 1 of 2" in line for line in shown))
+    assert shown[-1].startswith("planning step: ") and shown[-1].endswith("s")
+    quick = len(shown)
+    with progress.planning("planning step", delay=60.0):
+        pass
+    assert len(shown) == quick
 
 
 def test_stages_are_timed_even_if_one_fails() -> None:
