@@ -25,6 +25,7 @@ from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.owned import moved
+from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
@@ -68,7 +69,7 @@ def owned(run: Passes, step: Step, asked: Asked) -> Staged:
       InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
     """
-    step, asked = in_pieces(run, step, asked)
+    step, asked = in_pieces(run, step, replace(asked, pins=of_leaves(step.traced, asked.pins)))
     given = asked.num_microbatches
     if given is not None and given > 1:
         return _planned(run, _in_turns(run, step, asked, given), asked)
@@ -82,6 +83,12 @@ def owned(run: Passes, step: Step, asked: Asked) -> Staged:
         return staged
     fits = other.needed <= max(asked.budget, staged.needed)
     return other if fits and other.seconds < staged.seconds else staged
+
+
+def of_leaves(traced: Traced, pins: Pins) -> Pins:
+    """The pins of all but the batch, which is put wherever it is read; all of them if there are no others."""
+    found = {n: pin for n, pin in pins.arguments.items() if traced.arguments[n].role != "batch"}
+    return replace(pins, arguments=found) if found or pins.pieces else pins
 
 
 def _worth(step: Step, asked: Asked) -> int:
@@ -185,8 +192,9 @@ def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
     found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, count)
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, found.assignment)
     for graph, submesh in zip(graphs, found.submeshes, strict=True):
-        for port in graph.inputs:
-            if port.kind in ("argument", "copy") and pinned.get(port.number, submesh) != submesh:
+        for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
+            is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
+            if is_leaf and pinned.get(port.number, submesh) != submesh:
                 raise PlanError(
                     f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
                     f"another submesh; use num_microbatches=1"
@@ -226,12 +234,13 @@ def _solved(run: Passes, parts: Parts, asked: Asked, price: float) -> list[Plann
     out: list[PlannedStage] = []
     known: dict[Any, DecidedStage] = {}
     meshes = [mesh for mesh, _ in submeshes_of(asked.pins, asked.cluster.num_devices)]
+    pinned, _ = _pinned(asked)
     for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True):
         mesh = meshes[submesh]
         pins = Pins({
             number: asked.pins.arguments[port.number]
             for number, port in enumerate(graph.inputs)
-            if port.kind == "argument" and port.number in asked.pins.arguments
+            if port.kind == "argument" and pinned.get(port.number) == submesh
         })  # fmt: skip
         layouts = tuple((number, pin.layout) for number, pin in sorted(pins.arguments.items()))
         key = planning.digest(graph), mesh, layouts
@@ -277,8 +286,9 @@ def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str
     """What a plan says of leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
     for number, where in moved(traced, graphs).items():
-        if number in pins.arguments:
-            size = traced.graph.values[traced.graph.block.inputs[number]].nbytes * len(where)
+        value = traced.graph.values[traced.graph.block.inputs[number]]
+        if number in pins.arguments and not is_small(value):
+            size = value.nbytes * len(where)
             lines.append(
                 f"{shown(traced.arguments[number].path)} stays where it is, and is copied in each call to submesh "
                 f"{', '.join(map(str, where))} ({size} bytes), where an operation reads it with leaves of that submesh"

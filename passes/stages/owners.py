@@ -4,10 +4,10 @@ Problem. After a pipelined train step the state lies on submeshes. Any other fun
 step that generates with a cache, another optimizer) must be divided such that no leaf leaves its submesh, and as little
 as possible of what is computed does.
 
-Mathematics. What reads a leaf, or what is made of leaves alone without becoming smaller (a cast, a transpose, a decayed
+Mathematics. What reads a leaf, or what is made of leaves alone and has as many elements (a cast, a transpose, a decayed
 average), runs where the leaf lies; of leaves on several submeshes, where most of their bytes are. So does what makes
-the new value of a leaf. All else is free. With l(i) the submesh of operation i, and p(v) the operation that makes value
-v, minimise
+the new value of a leaf. All else is free, as is what reads no more of the leaves than scalars and random keys. With
+l(i) the submesh of operation i, and p(v) the operation that makes value v, minimise
 
     sum over values v  bytes(v) * |{ l(r) : r reads v } - { l(p(v)) }|:
 
@@ -27,6 +27,7 @@ Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from alpa_lite.graph import Op, Traced
+from alpa_lite.graph import Op, Traced, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, reads
 
@@ -122,7 +123,7 @@ class _Anchors:
 
     def find_fixed(self) -> None:
         """What reads leaves, or values as large as those, and what makes the new values of leaves."""
-        leaves = dict(self.place)  # what is as good as a leaf -> its submesh
+        leaves = {v: where for v, where in self.place.items() if not is_small(self.values[v])}  # and what is as large
         for op in self.block.ops:
             found = [value for value in reads(op) if value in leaves]
             if not found:
@@ -132,7 +133,7 @@ class _Anchors:
                 weight[leaves[value]] = weight.get(leaves[value], 0) + max(1, self.values[value].nbytes)
             self.fixed[op.index] = max(weight, key=lambda submesh: (weight[submesh], submesh))
             only = all(v in leaves or v in self.free for v in reads(op)) and not op.bodies
-            if only and not self.shrinks(op, found) and op.name not in primitives.EXPENSIVE_TO_REPEAT:
+            if only and self.is_as_large(op, found) and op.name not in primitives.EXPENSIVE_TO_REPEAT:
                 leaves.update(dict.fromkeys(op.results, self.fixed[op.index]))
                 self.held.add(op.index)
         for output, argument in self.traced.state:
@@ -142,10 +143,15 @@ class _Anchors:
                 if index not in self.shared:
                     self.fixed.setdefault(index, self.place[value])
 
-    def shrinks(self, op: Op, found: Sequence[int]) -> bool:
-        """Whether an op makes less than it reads of leaves, by elements: a cast makes as much."""
-        size = max(int(np.prod(self.values[v].shape, dtype=np.int64)) for v in found)
-        return sum(int(np.prod(self.values[v].shape, dtype=np.int64)) for v in op.results) < size
+    def is_as_large(self, op: Op, found: Sequence[int]) -> bool:
+        """Whether an op makes as many elements as it reads of a leaf."""
+        size = max(math.prod(self.values[v].shape) for v in found)
+        return sum(math.prod(self.values[v].shape) for v in op.results) == size
+
+
+def is_small(value: Value) -> bool:
+    """Whether a value is a scalar or one random key, which costs nothing to send."""
+    return math.prod(value.shape) <= 1 or (value.shape == (2,) and value.dtype == np.uint32)
 
 
 @dataclass(frozen=True)

@@ -241,3 +241,18 @@ def test_expansions_find_what_trying_everything_finds() -> None:
             for choice in itertools.product((0, 1), repeat=len(labels.movable))
         )
         assert found == best
+
+
+def test_scalars_and_keys_bind_nothing() -> None:
+    """Dropout with a key, and a counter, that lie on the first submesh: the masks are made where they are read."""
+
+    def fun(p: Any, key: jax.Array, count: jax.Array, x: jax.Array) -> Any:
+        for i, w in enumerate(p.values()):
+            x = jnp.tanh(x @ w)
+            kept = jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, count), i), 0.9, x.shape)
+            x = jnp.where(kept, x, 0.0)
+        return x.sum()
+
+    traced = trace(fun, weights(2), jax.random.key(0), jnp.int32(0), jnp.ones((BATCH, WIDTH)), batch="x")
+    parts = divided(traced, {0: 0, 1: 1, 2: 0, 3: 0}, 2)
+    assert [shape for _, _, shape in sent(parts) if len(shape) == 2] == [(BATCH, WIDTH)]
