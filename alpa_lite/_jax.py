@@ -24,6 +24,7 @@ from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
+from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule as _str_to_sdy_sharding_rule
 from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
 from jax._src.nn import functions as _nn
@@ -129,6 +130,19 @@ def _version_of(function: Callable[[], int]) -> Callable[[], int]:
         return _SOME_CUDNN if _cudnn.get() and _cudnn_attention.cuda_versions is None else function()
 
     return version
+
+
+def sdy_rule(given: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """The `SdyShardingRule` of a `custom_partitioning` call, whose rule may be a function of types, and that a string.
+
+    What reads such strings is private.
+    """
+    options: dict[str, Any] = {}
+    if callable(given):
+        given = given(*static, jax.sharding.AbstractMesh((1,), ("x",)), list(operands), list(results))
+        if isinstance(given, list | tuple):
+            given, options = given
+    return _str_to_sdy_sharding_rule(given, **options) if isinstance(given, str) else given
 
 
 def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -259,7 +273,7 @@ def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
 def standing_in(is_held: Held) -> Iterator[None]:
     """Puts opaque operations in place of what its body binds and `is_held` says, with the same operands and results.
 
-    JAX lowers some operations for devices that are there only; a print, for any.
+    JAX lowers some operations for devices that are there only.
     """
     token = _held.set(is_held)
     try:
@@ -283,18 +297,21 @@ def _mlir_knows(primitive: Any) -> bool:
 
 
 def _hold(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """Arrays like the results of an equation that depend on its operands; of a callback, which is read, too."""
-    if primitive.name in CALLBACKS:
-        jax.debug.callback(_nothing, *operands)
-        made = params.get("result_avals", ())
-    else:
-        made = jax.tree.leaves(jax.eval_shape(lambda *xs: primitive.bind(*xs, **params), *operands))
-    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in made]
-    return list(jax.lax.optimization_barrier((*zeros, *operands))[: len(zeros)]) if zeros else []
+    """What an opaque operation makes that reads the operands of an equation: arrays like its results.
+
+    A foreign function lowers for every platform, whether there is one of that name or not. It has no random keys.
+    """
+    given = primitive.get_bind_params(dict(params))
+    made = jax.tree.leaves(jax.eval_shape(lambda *xs: primitive.bind(*xs, **given), *operands))
+    read = [jax.random.key_data(x) if _is_key(x) else x for x in operands]
+    plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made if not _is_key(x)]
+    found = iter(jax.ffi.ffi_call("alpa_lite_stand_in", plain, has_side_effect=True)(*read))
+    keys = {x.dtype: jax.random.key(0, impl=jax.random.key_impl(x)) for x in made if _is_key(x)}
+    return [jnp.broadcast_to(keys[x.dtype], x.shape) if _is_key(x) else next(found) for x in made]
 
 
-def _nothing(*arrays: Any) -> None:
-    """Does nothing with what it is called with."""
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Sequence[Any]) -> list[Any]:

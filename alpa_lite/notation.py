@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, cast
 
 from alpa_lite.errors import RuleError
@@ -203,15 +204,17 @@ def _shown(tensor: Tensor) -> str:
     return " ".join("_" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in tensor)
 
 
-def sizes_of(notation: Notation, operands: Shapes, results: Shapes, who: str) -> Mapping[str, int]:
-    """The size of every name.
+def sizes_of(
+    notation: Notation, operands: Shapes, results: Shapes, who: str, known: Mapping[str, int] = MappingProxyType({})
+) -> Mapping[str, int]:
+    """The size of every name; `known` are sizes that are told.
 
     Raises:
       RuleError: a name has two sizes, or a dim of several names does not tell theirs.
     """
     rows = [(f"operand {i}", *pair) for i, pair in enumerate(zip(notation.operands, operands, strict=True))]
     rows += [(f"result {i}", *pair) for i, pair in enumerate(zip(notation.results, results, strict=True))]
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = dict(known)
     for _, tensor, shape in rows:  # a size of one may be broadcasting: others come first
         for dim, n in zip(tensor, shape, strict=True):
             if len(dim) == 1 and (n != 1 or dim[0] not in sizes) and sizes.get(dim[0], 1) == 1:
@@ -219,11 +222,11 @@ def sizes_of(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
     for where, tensor, shape in rows:
         for dim, n in zip(tensor, shape, strict=True):
             unknown = [name for name in dim if name not in sizes]
-            known = math.prod(sizes.get(name, 1) for name in dim)
-            if n == 1 and where.startswith("operand") and (not unknown or known > 1):
+            rest = math.prod(sizes.get(name, 1) for name in dim)
+            if n == 1 and where.startswith("operand") and (not unknown or rest > 1):
                 continue
-            if len(unknown) == 1 and known and n % known == 0:
-                sizes[unknown[0]] = n // known
+            if len(unknown) == 1 and rest and n % rest == 0:
+                sizes[unknown[0]] = n // rest
             elif unknown and n == 1:
                 sizes.update(dict.fromkeys(unknown, 1))
             elif unknown:
@@ -231,7 +234,7 @@ def sizes_of(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
                     f"{where} of {who} has shape {shape}: the rule {notation.text!r} does not tell how large "
                     f"{' and '.join(unknown)} of ({' '.join(dim)}) = {n} are; name them as dims of another operand"
                 )
-            elif dim and known != n:
+            elif dim and rest != n:
                 parts = ", ".join(f"{name} = {sizes[name]}" for name in dim)
                 raise RuleError(
                     f"{where} of {who} has shape {shape}: its dim of size {n} is {' '.join(dim)} in the rule "
@@ -244,13 +247,15 @@ def _product(dim: Names, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in dim)
 
 
-def rule_of(notation: Notation, operands: Shapes, results: Shapes, who: str) -> Rule:
+def rule_of(
+    notation: Notation, operands: Shapes, results: Shapes, who: str, known: Mapping[str, int] = MappingProxyType({})
+) -> Rule:
     """The rule of tensors of these shapes. Names of size one, and dims that broadcast, are no factors.
 
     Raises:
       RuleError: the shapes do not fit.
     """
-    sizes = sizes_of(notation, operands, results, who)
+    sizes = sizes_of(notation, operands, results, who, known)
     names = [name for name in notation.names() if sizes[name] > 1]
     number = {name: i for i, name in enumerate(names)}
 

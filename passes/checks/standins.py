@@ -17,6 +17,9 @@ import jax
 from alpa_lite import _jax, kernels
 from alpa_lite.kernels import KERNEL, Kernel, Types
 
+_PRINTS = frozenset({"debug_callback", "debug_print"})
+"""Callbacks without results, which have nothing inside that could be checked."""
+
 
 class StandIns:
     """Says of equations whether something stands in for them, and remembers what they are called."""
@@ -31,7 +34,7 @@ class StandIns:
             found = _is_held_within(params["kernel"], kernels.types_of(operands), self._platform)
         else:
             found = _is_held(primitive, params, self._platform)
-        if found:
+        if found and primitive.name not in _PRINTS:
             self.names.add(kernels.label(primitive, params))
         return found
 
@@ -57,7 +60,7 @@ def _is_held_within(kernel: Kernel, types: Types, platform: str) -> bool:
 
 
 def _is_held(primitive: Any, params: Mapping[str, Any], platform: str) -> bool:
-    if primitive.name in _jax.CALLBACKS - {"debug_callback"}:
+    if primitive.name in _jax.CALLBACKS | _PRINTS:
         return True
     if primitive.name == "pallas_call":  # its body is a program of its own
         return not params.get("interpret")

@@ -76,6 +76,7 @@ dims. `sum` becomes `replicate` where the result is not a number (bool products)
    random_gamma
  fft, linear algebra              leading batch dims; the transform's own dims   parallel; replicate
  bitcast_convert_type             common dims; the dim that appears or goes      parallel; replicate
+ custom_partitioning              as its user's sharding_rule says               parallel; replicate
  attention of cuDNN               batch, heads; lengths, widths (see below)      parallel; replicate
 
 Windows apart: where windows do not overlap, a windowed dim is a product of plain factors, and the same parameters
@@ -110,7 +111,6 @@ from alpa_lite.strategy import Factor, Rule
 _FUNCTION = "; alpa_lite.register_rule on the function that calls it says which dims may be sharded"
 _REMEDIES = {
     "pallas_call": _FUNCTION,
-    "custom_partitioning": f" without a sharding_rule{_FUNCTION}",
     "ffi_call": "; alpa_lite.register_rule on the name of its target says which dims may be sharded",
 }
 """What gives a rule to operations that only their user knows."""

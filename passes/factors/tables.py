@@ -13,6 +13,7 @@ from typing import Any
 from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
+from alpa_lite.passes.factors.partitioning import partitioned
 from alpa_lite.passes.factors.windows import WINDOWS
 from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import FactorKind, Rule
@@ -301,6 +302,7 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
         "ragged_dot_general": ragged_dot,
         "random_bits": keyed(leading("special")),
         **dict.fromkeys(primitives.CUDNN, cudnn),
+        "custom_partitioning": partitioned,
         "random_split": keyed(leading("replicate")),
         "random_fold_in": keyed(elementwise),
     }

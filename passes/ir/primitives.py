@@ -48,6 +48,11 @@ MANUAL = _names("shard_map mpmd_map core_map")
 KERNELS = MANUAL | _names("custom_partitioning ffi_call io_callback pallas_call pure_callback")
 """Calls whose function is not known: written for a device, or run on the host."""
 
+COLLECTIVES = _names("""
+    all_gather all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all reduce_scatter
+""")
+"""Operations that communicate along named axes."""
+
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 PRODUCTS = _names("dot_general conv_general_dilated")

@@ -28,7 +28,7 @@ from typing import Any
 from alpa_lite.graph import Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local import effects, indexing, random, reductions, registered, windows
+from alpa_lite.passes.local import effects, indexing, partitioning, random, reductions, registered, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 from alpa_lite.strategy import Factor, Rule
 
@@ -226,6 +226,7 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bound),
     **dict.fromkeys(_PLAIN.split(), Setting.bound),
     **dict.fromkeys(primitives.CUDNN, Setting.bound),
+    "custom_partitioning": partitioning.form,
     **_IDENTITY,
     primitives.CONSTRAINT: Setting.bound,
     "argmax": reductions.arg_extremum,
