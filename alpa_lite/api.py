@@ -18,14 +18,16 @@ from jax.core import Tracer
 
 from alpa_lite import replanning
 from alpa_lite.cluster import Cluster
-from alpa_lite.compiler import Compiled, compile_step, same_program
+from alpa_lite.compiler import Compiled, same_program
 from alpa_lite.errors import OptionError
+from alpa_lite.likeness import compile_alike
 from alpa_lite.options import Off, Options
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
 from alpa_lite.report import timeline
 from alpa_lite.runtime import executor, loading
+from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.loading import AnyExecutable
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
@@ -53,6 +55,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
+      like: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has them.
+        For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
       plan: a `Plan`, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
@@ -107,7 +111,7 @@ def make_plan(
         fun = fun._fun
     checked = make_options({**options, "cluster": cluster})
     assert isinstance(checked.cluster, Cluster)
-    return compile_step(fun, args, kwargs, checked, checked.cluster).plan
+    return compile_alike(fun, args, kwargs, checked, checked.cluster, own=()).plan
 
 
 SIGNATURES = 32
@@ -131,8 +135,12 @@ class ParallelStep:
         self._fun = fun
         self._options = options
         self._planned: OrderedDict[Any, _Planned] = OrderedDict()  # the last used at the end
-        self._lock = threading.Lock()  # of `_planned`
-        self._owned = Owned()  # arrays that this step made, which its calls may overwrite
+        self._plans: list[Plan] = []
+        self._lock = threading.Lock()  # of `_planned` and `_plans`
+        shared = next((one for one in options.like if isinstance(one, ParallelStep)), None)
+        # Arrays that this step, or those whose state it shares, made, which its calls may overwrite; frozen weights.
+        self._owned = Owned() if shared is None else shared._owned
+        self._copies = Copies() if shared is None else shared._copies
         self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +206,12 @@ class ParallelStep:
         """The cluster that plans are made for."""
         return _cluster(self._options)
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The first plan that was made, and those of later signatures, in the order in which they were made."""
+        with self._lock:
+            return tuple(self._plans)
+
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """The planned step for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
@@ -207,13 +221,16 @@ class ParallelStep:
         """The executable for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
             self._planned_step(entry, args, kwargs)
-            return entry.load(self._options, self._owned)
+            return entry.load(self._options, self._owned, self._copies)
 
     def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         if entry.compiled is None:
-            others = any(one.compiled is not None for one in tuple(self._planned.values()))
-            why = "another signature of its arguments" if others else "first signature of its arguments"
-            entry.compiled = compile_step(self._fun, args, kwargs, self._options, self.cluster, why=why)
+            own = self.plans
+            why = "another signature of its arguments" if own else "first signature of its arguments"
+            entry.compiled = compile_alike(self._fun, args, kwargs, self._options, self.cluster, own, why)
+            with self._lock:
+                self._plans.append(entry.compiled.plan)
+                del self._plans[1:-SIGNATURES]
         return entry.compiled
 
     @contextlib.contextmanager
@@ -287,20 +304,20 @@ class _Planned:
         if self.executable is not None:
             self.executable.accept(weak)
 
-    def load(self, options: Options, owned: Owned) -> AnyExecutable:
+    def load(self, options: Options, owned: Owned, copies: Copies) -> AnyExecutable:
         """The executable of the planned step, made once."""
         if self.executable is None:
             assert self.compiled is not None
-            self.compiled, executable = _loaded(self.compiled, options, owned)
+            self.compiled, executable = _loaded(self.compiled, options, owned, copies)
             for weak in self._weak:
                 executable.accept(weak)
             self.executable = executable
         return self.executable
 
 
-def _loaded(compiled: Compiled, options: Options, owned: Owned) -> tuple[Compiled, AnyExecutable]:
+def _loaded(compiled: Compiled, options: Options, owned: Owned, copies: Copies) -> tuple[Compiled, AnyExecutable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
-    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums, owned=owned)
+    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums, owned=owned, copies=copies)
     if options.verify == "hlo":
         plan = checks.verified_compiled(compiled.plan, compiled.staged, loading.compiled(executable))
         compiled = replace(compiled, plan=plan)
@@ -321,4 +338,6 @@ def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
 def _cluster(options: Options) -> Cluster:
     if isinstance(options.cluster, Cluster):
         return options.cluster
+    if options.like:
+        return options.like[0].cluster
     return _local_cluster(tuple(jax.devices()))

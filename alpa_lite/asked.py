@@ -113,7 +113,20 @@ class Asked:
 
     @property
     def pipelines(self) -> bool:
-        """Whether the method allows pipelines on this cluster; a mesh of all devices that the user names has none."""
+        """Whether the method allows pipelines on this cluster; a mesh of all devices that the user names has none.
+
+        Nor are there any where the state already lies on one mesh.
+
+        Raises:
+          OptionError: the method is a pipeline, but the state lies on one mesh.
+        """
+        if self.pins:
+            if isinstance(self.method, Pipeline):
+                raise OptionError(
+                    f"method={self.method.describe()}: {next(iter(self.pins.arguments.values())).why}, on one mesh; "
+                    "leave method or like out"
+                )
+            return False
         return isinstance(self.base, Pipeline) or (
             isinstance(self.method, Auto) and self.cluster.num_devices > 1 and self.wishes.mesh is None
         )

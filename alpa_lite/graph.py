@@ -202,13 +202,16 @@ class Traced:
     Attributes:
       graph: the program.
       arguments: one for each flat argument (graph inputs without the constants).
-      outputs: one for each flat output; role "state" where it is the new value of an argument, else "other".
+      outputs: one for each flat output of the graph; role "state" where it is the new value of an argument, else
+        "other".
       state: pairs (output number, argument number): this output is the new value of that argument.
       in_tree, out_tree: pytree definitions of (args, kwargs) and of the result.
       notes: remarks for the plan (which argument is the batch, and why).
       calling: how a call's arguments become flat leaves; None for steps that are not called.
       name: of the user's function.
       batch_named: whether the user said which arguments are the batch.
+      through: (position, argument) of each flat result of the user's step that is an argument as it came and no state.
+        The graph does not return it: the caller gets the array that came, which need not lie where the plan reads it.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 
@@ -222,6 +225,7 @@ class Traced:
     calling: Calling | None = None
     name: str = "step"
     batch_named: bool = False
+    through: tuple[tuple[int, int], ...] = ()
     stacked: Stacked | None = None
 
 

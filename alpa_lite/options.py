@@ -49,6 +49,7 @@ class Options:
       state_argnums, state_argnames: the arguments that are state, which the step returns; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program; they must be hashable.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
+      like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
       plan: a plan, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
@@ -73,6 +74,7 @@ class Options:
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
+    like: tuple[Any, ...] = ()
     communication: Literal["explicit", "compiler"] = "explicit"
     plan: Plan | str | os.PathLike[str] | None = None
     verify: Literal["shardy", "hlo", "off"] = "shardy"
@@ -89,6 +91,7 @@ class Options:
             put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
         for name in ("batch_argnames", "state_argnames", "static_argnames"):
             put(name, _names(name, getattr(self, name)))
+        put("like", _like(self.like))
         _validate(self)
 
 
@@ -130,6 +133,15 @@ def _validate(options: Options) -> None:
             refuse(f"state_{kind}", f"{what} cannot be state and the batch, or static; {leave}")
     if options.donate_argnums != "auto" and set(options.donate_argnums) & set(options.static_argnums):
         refuse("donate_argnums", "a static argument has no buffer to donate; leave it out")
+
+
+def _like(value: Any) -> tuple[Any, ...]:
+    """The steps and plans of `like=` as a tuple."""
+    items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    for item in items:
+        if not hasattr(item, "plans") and not hasattr(item, "division"):
+            raise OptionError(f"like={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
+    return items
 
 
 def _method(value: object) -> Method:

@@ -36,6 +36,14 @@ def shown(path: str | Iterable[str]) -> str:
     return out.removeprefix("/")
 
 
+def keys(path: str) -> tuple[str, ...]:
+    """The keys of a stored path, as they are printed: "state['a'][0].mu" gives ("state", "a", "0", "mu").
+
+    A slice of a leaf keeps its brackets.
+    """
+    return tuple(token if _SLICE.fullmatch(token) else _key(token) for token in tokens(path))
+
+
 def spellings(name: str) -> tuple[str, ...]:
     """What a path that somebody typed may be in print: itself, and what it is as a stored path."""
     mixed = "/".join(shown(part) for part in name.strip().split("/"))

@@ -36,6 +36,7 @@ def same_program(one: Traced, other: Traced) -> bool:
         (one.arguments, one.outputs, one.state) == (other.arguments, other.outputs, other.state)
         and one.in_tree == other.in_tree
         and one.out_tree == other.out_tree
+        and one.through == other.through
         and digest(one.graph) == digest(other.graph)
     )
 

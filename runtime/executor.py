@@ -54,7 +54,8 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, ownership, placement
+from alpa_lite.runtime import callbacks, moves, ownership, placement
+from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 
@@ -71,6 +72,7 @@ def load_step(
     donate: Donate = "auto",
     devices: Sequence[Any] | None = None,
     owned: Owned | None = None,
+    copies: Copies | None = None,
 ) -> Executable:
     """The planned step on devices that are here.
 
@@ -79,7 +81,7 @@ def load_step(
       communication: "explicit", or "compiler" where the collectives are left to it.
       donate: "auto", or the positions of the arguments to donate; () for none.
       devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
-      owned: as for `Executable`.
+      owned, copies: as for `Executable`.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
@@ -94,6 +96,7 @@ def load_step(
         donate=donate,
         calls_back=callbacks.calls_back(program.body.instructions),
         owned=owned,
+        copies=copies,
     )
 
 
@@ -126,6 +129,7 @@ class Executable:
         donate: Donate = "auto",
         calls_back: bool = False,
         owned: Owned | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
@@ -138,6 +142,7 @@ class Executable:
           donate: as for `load_step`.
           calls_back: whether the step calls functions of the user on the host, which may raise.
           owned: what it may overwrite, shared with other executables; by default what it returns itself.
+          copies: of frozen weights, shared with other executables.
         """
         self.mesh = mesh
         self._owned = Owned() if owned is None else owned
@@ -161,7 +166,7 @@ class Executable:
         state = {argument for _, argument in traced.state}
         ranges = argument_leaves(traced)
         self._state_positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
-        self._arity = len(ranges) if state.isdisjoint(range(ranges[-1].stop if ranges else 0, count)) else -1
+        self._arity = len(ranges) if state and state.isdisjoint(range(ranges[-1].stop if ranges else 0, count)) else -1
         self._kept = [i for i in range(count) if i not in set(self._donated)]
         self._pick_donated, self._pick_kept = _picker(self._donated), _picker(self._kept)
         new_value = {argument: output for output, argument in traced.state}
@@ -176,6 +181,10 @@ class Executable:
         self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given again
         self._weak = WeakTypes(self._spec(i).weak_type for i in range(count))
         self._kept_weak = [self._weak.planned[i] for i in self._kept]
+        frozen = [n for n, i in enumerate(self._kept) if traced.arguments[i].role == "frozen"]
+        wanted = [self._in_shardings[self._kept[n]] for n in frozen]
+        self._frozen = Frozen(frozen, wanted, Copies() if copies is None else copies) if frozen else None
+        self._called = False
         self._returned_weak: list[bool] = []  # of what follows the donated arguments
         self._steady = False  # whether these may be given back with kept arguments as in `_kept_weak`
 
@@ -190,12 +199,12 @@ class Executable:
                 raise NewSignature(FORM)
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
-            out = self._out_tree.unflatten(self._run(self._leaves_along(args, kwargs)))
+            out = self._out_tree.unflatten(self._results(self._leaves_along(args, kwargs)))
             self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
             return out
         with nnx_modules.updating(self):
             pure = nnx_modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
-            out = self._run(self._leaves(pure))
+            out = self._results(self._leaves(pure))
             return nnx_modules.merge_results(self._out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -331,9 +340,20 @@ class Executable:
                 self._returned = frozenset()
         return self._leaves((args, kwargs))
 
+    def _results(self, leaves: list[Any]) -> Sequence[Any]:
+        """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
+        if not self._traced.through:
+            return self._run(leaves)
+        out = list(self._run(leaves))
+        for place, argument in self._traced.through:
+            out.insert(place, leaves[argument])
+        return out
+
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
+        if self._frozen is not None:
+            kept = self._frozen.placed(kept)
         executable = self._executable or self.compiled()
         if donated and not self._is_last(donated):
             donated = self._settled(donated, leaves)
@@ -373,7 +393,10 @@ class Executable:
         self._check(self._donated, donated)
         self._weak.check(leaves)
         self._check_alive(leaves)
-        ready = placement.settle(donated, [self._in_shardings[i] for i in self._donated], self._ours)
+        wanted, paths = [self._in_shardings[i] for i in self._donated], self._traced.arguments
+        moves.warn(self._name, donated, wanted, [paths[i].path for i in self._donated], first=not self._called)
+        self._called = True
+        ready = placement.settle(donated, wanted, self._ours)
         return ready if isinstance(donated, list) else tuple(ready)  # the executable tells them apart
 
     def accept(self, weak: Sequence[bool]) -> None:

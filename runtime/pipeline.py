@@ -42,8 +42,9 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.program import Free, Program, Run, Send, describe, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, ownership, placement
+from alpa_lite.runtime import callbacks, moves, ownership, placement
 from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 from alpa_lite.runtime.stacked import StackedLeaves
@@ -62,7 +63,7 @@ class PipelineExecutable:
 
     def __init__(
         self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
-        *, owned: Owned | None = None, named: bool = False,
+        *, owned: Owned | None = None, named: bool = False, copies: Copies | None = None,
     ):  # fmt: skip
         """Prepares the executables; they are compiled by the first call, or by `compile`.
 
@@ -72,6 +73,7 @@ class PipelineExecutable:
           cluster: what transfers were planned for.
           devices: in the order of the cluster; by default `jax.devices()`.
           owned: what the step may overwrite, shared with other executables; by default what it returns itself.
+          copies: of frozen weights, shared likewise.
           named: whether the user named what is donated, so that what is placed is taken as it is.
 
         Raises:
@@ -113,6 +115,8 @@ class PipelineExecutable:
         self._arguments = [traced.arguments[i] for i in first]  # of the user's step
         self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
         self._returned_weak: list[bool] = []  # of the state that a call returns
+        self._copies = Copies() if copies is None else copies
+        self._called = False
         self._steady = False  # whether that may be given back with the rest as planned
 
     # -- the user's side --------------------------------------------------------------------------------------
@@ -129,10 +133,10 @@ class PipelineExecutable:
                 raise NewSignature(FORM)
             args, kwargs = self._calling.traced(args, kwargs)
         if not self._calling.modules:
-            return self._traced.out_tree.unflatten(self._run(self._leaves((args, kwargs))))
+            return self._traced.out_tree.unflatten(self._results(self._leaves((args, kwargs))))
         with nnx_modules.updating(self):
             pure = nnx_modules.split_arguments((args, kwargs), self)
-            return nnx_modules.merge_results(self._traced.out_tree.unflatten(self._run(self._leaves(pure))), self)
+            return nnx_modules.merge_results(self._traced.out_tree.unflatten(self._results(self._leaves(pure))), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments on the submeshes that read them first, in buffers of their own. As `Executable.place`."""
@@ -378,6 +382,7 @@ class PipelineExecutable:
             places: Sequence[int] = self._rest
         else:
             places = range(len(leaves))
+            self._warn_of_moves(leaves)
         self._check(places, leaves)
         groups = [(i, number) for i in places for number in self._program.inputs[i]]
         moved: list[tuple[Any, int]] = []
@@ -388,6 +393,8 @@ class PipelineExecutable:
                 donated[self._program.buffers[number].mesh].append((leaf, number))
             elif placement.is_placed(leaf, self._sharding(number)):
                 env[number] = leaf
+            elif self._traced.arguments[i].role == "frozen" and self._held(leaf, number, env):
+                continue
             else:
                 moved.append((leaf, number))
         if moved:
@@ -398,6 +405,20 @@ class PipelineExecutable:
         for group in filter(None, donated):
             self._settle(group, read, env)
         return env
+
+    def _warn_of_moves(self, leaves: Sequence[Any]) -> None:
+        """Says what of the state does not lie where the program reads it first."""
+        arguments, inputs = self._traced.arguments, self._program.inputs
+        state = [i for i, argument in enumerate(arguments) if argument.role == "state" and inputs[i]]
+        wanted = [self._sharding(inputs[i][0]) for i in state]
+        paths = [arguments[i].path for i in state]
+        moves.warn(self._traced.name, [leaves[i] for i in state], wanted, paths, first=not self._called)
+        self._called = True
+
+    def _held(self, leaf: Any, number: int, env: list[Any]) -> bool:
+        """Takes the copy of a frozen leaf that stays on a submesh; False if the leaf may change, and has none."""
+        env[number] = self._copies.of(leaf, self._sharding(number))
+        return env[number] is not None
 
     def _settle(self, group: Sequence[tuple[Any, int]], read: Counter[int], env: list[Any]) -> None:
         """Places leaves that are donated on one submesh. What is another argument too is copied."""
@@ -481,6 +502,14 @@ class PipelineExecutable:
             check_leaf(leaves[i], values[block.inputs[i]].aval)
 
     # -- running ----------------------------------------------------------------------------------------------
+
+    def _results(self, leaves: list[Any]) -> list[Any]:
+        """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
+        through = [(place, leaves[argument]) for place, argument in self._traced.through]
+        out = self._run(leaves)
+        for place, leaf in through:
+            out.insert(place, leaf)
+        return out
 
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""

@@ -6,9 +6,9 @@ which that output is an update of (`evidence`). The rules, in order:
 
 1. A leaf of an NNX object is state if the step updates it: it does so in place.
 2. Outputs are searched top down for pytrees with at least one container that have the structure, shapes and dtypes of
-   a whole argument not yet taken, at least one leaf of which is carried from the argument's, so that neither gradients
-   nor predictions are new state; of several such arguments the one whose name the output's key repeats, else the one
-   that most leaves are carried from, else the first.
+   a whole argument not yet taken, at least one leaf of which is carried from the argument's and changed: gradients and
+   predictions are no new state, nor are weights that are handed through. Of several such arguments the one whose name
+   the output's key repeats, else the one that most leaves are carried from, else the first.
 3. The same structure with most of the shapes and dtypes equal: the leaves that differ are no state, and a note says so.
 4. If nothing matched so far, the same with parts of arguments: `step(everything)`.
 5. A bare array is a weak sign: predictions often have the batch's shape, and a loss that of any scalar. Random keys
@@ -18,7 +18,9 @@ which that output is an update of (`evidence`). The rules, in order:
    where the argument stands among the arguments. One argument with arrays must be left for the batch.
 
 Arguments that the user names as state are state without evidence, and no others are, NNX objects apart. Arguments named
-as the batch, and what is known to be the state of another step, are never state by rules 2 to 5.
+as the batch are never state by rules 2 to 5. What is *known* to be the state of another step (an evaluation's
+parameters) is state of this one only if a carried leaf is learnt, too: what merely derives values from it must not
+donate it.
 
 A step without state is a function like any other: evaluation, prediction, gradients. Keys and scalars are never the
 batch. What remains is the batch if all of it shares one leading dim; of several arguments, those are whose arrays share
@@ -68,6 +70,7 @@ def match_state(
     evidence: Evidence,
     *,
     batch: frozenset[int] = frozenset(),
+    known: frozenset[int] = frozenset(),
     named: frozenset[int] | None = None,
     batch_named: bool = False,
 ) -> Matched:
@@ -77,14 +80,15 @@ def match_state(
       inputs: the leaves of the arguments.
       outputs: the leaves of the result.
       evidence: what the graph says.
-      batch: leaves that are no state: the named batch, and what other steps have as state.
+      batch: the leaves that the user named as the batch.
+      known: leaves that are state of another step.
       named: the leaves that the user named as state, or None.
       batch_named: whether the user named the batch.
 
     Raises:
       SignatureError: an argument that is named as state does not come back.
     """
-    matcher = _Matcher(inputs, outputs, batch, evidence, named)
+    matcher = _Matcher(inputs, outputs, batch, known, evidence, named)
     matcher.modules()
     matcher.containers(whole=True, exact=True)
     matcher.containers(whole=True, exact=False)
@@ -100,13 +104,14 @@ class _Matcher:
     """The pairs found so far."""
 
     def __init__(
-        self, inputs: Flat, outputs: Flat, batch: frozenset[int], evidence: Evidence, named: frozenset[int] | None
-    ) -> None:
+        self, inputs: Flat, outputs: Flat, batch: frozenset[int], known: frozenset[int], evidence: Evidence,
+        named: frozenset[int] | None,
+    ) -> None:  # fmt: skip
         self.pairs: dict[int, int] = {}
         self.notes: list[str] = []
         self.differentiated: set[int] = set()
         self._inputs, self._outputs, self._evidence, self._named = inputs, outputs, evidence, named
-        self._taken = set(batch)
+        self._taken, self._known = set(batch), known if named is None else frozenset()
         if named is not None:
             self._taken |= set(range(len(inputs.types))) - named
 
@@ -115,7 +120,9 @@ class _Matcher:
         found = {path: i for i, path in enumerate(self._inputs.paths) if self._inputs.modules[i]}
         for number, path in enumerate(self._outputs.paths):
             argument = found.get(path) if self._outputs.modules[number] else None
-            if argument is not None and self._same(number, argument):
+            if argument is None or not self._same(number, argument):
+                continue
+            if not self._evidence.unchanged(number, argument):
                 self._pair(number, argument)
         self._taken.update(i for i, module in enumerate(self._inputs.modules) if module)
 
@@ -162,7 +169,11 @@ class _Matcher:
 
     def _weight(self, tree: Tree, part: Tree) -> int:
         """How many leaves of a result are carried from those of an argument; of one that is named at least one."""
-        found = sum(map(self._evidence.carried, tree.leaves, part.leaves))
+        pairs = list(zip(tree.leaves, part.leaves, strict=True))
+        carried = [(n, i) for n, i in pairs if self._evidence.carried(n, i) and not self._evidence.unchanged(n, i)]
+        if not self._known.isdisjoint(part.leaves) and not any(self._evidence.learnt(n) for n, _ in carried):
+            return 0
+        found = len(carried)
         return max(found, self._named is not None)
 
     def _doubt(self, tree: Tree, part: Tree) -> None:
@@ -203,7 +214,15 @@ class _Matcher:
                 continue
             shape, dtype = self._inputs.types[tree.start]
             counter = is_key(shape, dtype) or (shape == () and np.issubdtype(dtype, np.integer))
-            fitting = [n for n in numbers if self._same(n, tree.start) and self._evidence.depends(n, tree.start)]
+            fitting = [
+                n
+                for n in numbers
+                if self._same(n, tree.start)
+                and self._evidence.depends(n, tree.start)
+                and (named or not self._evidence.unchanged(n, tree.start))
+            ]
+            if tree.start in self._known:
+                fitting = [n for n in fitting if self._evidence.carried(n, tree.start) and self._evidence.learnt(n)]
             called = [n for n in fitting if self._outputs.keys[n][-1:] == (tree.key,)]
             others = fitting if counter or named else self._updates(tree, fitting) if strong else []
             chosen = called or others
@@ -308,7 +327,8 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int]) -> list[in
                 f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
                 f"with {count} positional arguments"
             )
-    return sorted({leaf for position in positions for leaf in ranges[position % count]})
+    through = {argument for _, argument in traced.through}  # the caller gets these back
+    return sorted({leaf for position in positions for leaf in ranges[position % count]} - through)
 
 
 def argument_leaves(traced: Traced) -> list[range]:

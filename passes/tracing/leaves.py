@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite.calling import Calling
+from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import tokens
 
 
@@ -90,6 +93,16 @@ def is_key(shape: tuple[int, ...], dtype: Any) -> bool:
 def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether a leaf may be a batch: an array with a leading dim that is no random key."""
     return len(shape) > 0 and not is_key(shape, dtype)
+
+
+def flat_arguments(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The stored path and the leaf of each flat argument of a call, NNX objects split."""
+    pure: Any = calling.traced(args, kwargs)
+    if calling.modules:
+        tag = object()
+        with nnx_modules.updating(tag):
+            pure = nnx_modules.split_arguments(pure, tag)
+    return list(zip(calls.paths(calling, args, kwargs), jax.tree_util.tree_leaves(pure), strict=True))
 
 
 def common_path(flat: Flat, tree: Tree) -> str:

@@ -72,9 +72,14 @@ def trace(
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
-    no_state = (named or frozenset()) | (frozenset(known) - (owned or frozenset()))
     matched = arguments.match_state(
-        inputs, outputs, evidence, batch=no_state, named=owned, batch_named=named is not None
+        inputs,
+        outputs,
+        evidence,
+        batch=named or frozenset(),
+        known=frozenset(known),
+        named=owned,
+        batch_named=named is not None,
     )
     pairs = matched.pairs
     state = frozenset(pairs.values())
@@ -82,18 +87,27 @@ def trace(
         _refuse_all_state(inputs, state)
     results = [shape for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)]
     weights = frozenset(known) | matched.differentiated
+    weights |= {i for i, module in enumerate(inputs.modules) if module}
     batch = batches.find_batch(inputs, named, state, weights, {shape[0] for shape in results})
+    through = [
+        (n, graph.block.inputs.index(atom))
+        for n, atom in enumerate(graph.block.outputs)
+        if n not in pairs and isinstance(atom, int) and atom in graph.block.inputs[: len(inputs.paths)]
+    ]
+    left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
+    block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
-        graph=graph,
+        graph=replace(graph, block=block),
         arguments=tuple(Argument(path, _role(inputs, i, state, batch)) for i, path in enumerate(inputs.paths)),
-        outputs=tuple(Argument(path, "state" if i in pairs else "other") for i, path in enumerate(outputs.paths)),
-        state=tuple(sorted(pairs.items())),
+        outputs=tuple(Argument(outputs.paths[n], "state" if n in pairs else "other") for n in left),
+        state=tuple((i, pairs[n]) for i, n in enumerate(left) if n in pairs),
         in_tree=run.in_tree,
         out_tree=run.out_tree,
         notes=(batch.note, *matched.notes),
         calling=calling,
         name=getattr(fun, "__name__", "step"),
         batch_named=named is not None,
+        through=tuple(through),
     )
 
 
@@ -132,7 +146,7 @@ class _Run:
     def _jaxpr_of(self, pure: Any) -> Any:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
         found = nnx_modules.leaf_paths(self._arguments)
-        paths = tuple(self._argument_path(path.keys, path.inner) for path in found)
+        paths = tuple(calls.path_of(self._calling, path.keys, path.inner) for path in found)
         specs = [
             _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         ]
@@ -181,7 +195,7 @@ class _Run:
         self.outputs = Flat(
             trees=(Tree(self.out_tree, 0, len(leaves), ""),),
             paths=tuple(
-                self._argument_path(path.keys[1:], path.inner)
+                calls.path_of(self._calling, path.keys[1:], path.inner)
                 if getattr(path.keys[0], "idx", 1) == 0
                 else f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
                 for path in paths
@@ -191,9 +205,6 @@ class _Run:
             keys=tuple(_key_texts(path.keys[1:]) for path in paths),
         )
         return leaves
-
-    def _argument_path(self, keys: tuple[Any, ...], inner: str) -> str:
-        return calls.path_of(self._calling, keys, inner)
 
 
 def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:

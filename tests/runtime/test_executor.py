@@ -530,7 +530,8 @@ def test_nnx_state_is_donated():
     run(model, optimizer, make_batch())
     before = nnx_arrays(model, optimizer)
     run(model, optimizer, make_batch())
-    assert all(leaf.is_deleted() for leaf in before)
+    for leaf in before:  # the key of the random streams is read and not updated: it stays the caller's
+        assert leaf.is_deleted() != jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def test_nnx_objects_are_placed_as_new_ones():

@@ -45,7 +45,10 @@ def assert_traced(fun, *args, **kwargs):
     assert [o.role == "state" for o in traced.outputs] == [i in dict(traced.state) for i in range(len(traced.outputs))]
     assert traced.calling is not None
     leaves = jax.tree.leaves(traced.calling.traced(args, kwargs))
-    assert_equal(jax.jit(partial(evaluate, traced.graph))(leaves), jax.tree.leaves(jax.jit(fun)(*args, **kwargs)))
+    found = list(jax.jit(partial(evaluate, traced.graph))(leaves))
+    for place, argument in traced.through:
+        found.insert(place, leaves[argument])
+    assert_equal(found, jax.tree.leaves(jax.jit(fun)(*args, **kwargs)))
     return traced
 
 

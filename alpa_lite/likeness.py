@@ -1,0 +1,238 @@
+"""State stays where a plan has it: a step that reads the state of another, or its own in other shapes, is planned so.
+
+Evaluation after training (`like=train_step`), the short last batch and another sequence length get *pins*
+(`alpa_lite.pins`) for the flat arguments that a plan already has on its devices:
+
+1. An array that lies on a mesh of that plan keeps its sharding, which is read from the array.
+2. Any other leaf (abstract, on the host, on one device) is matched with the leaf of the plan that has the longest
+   common end of its path, and the same shape and dtype. Leaves that tie must lie in one place, or nothing is pinned.
+
+Paths are compared key by key from their ends, so that `params['dense']['kernel']` of an evaluation matches
+`state.params['dense']['kernel']` of the train step rather than `state.opt_state[0].mu['dense']['kernel']`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.compiler import Compiled, compile_step
+from alpa_lite.errors import InfeasibleError, OptionError, PlanError
+from alpa_lite.kept import layout_of
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.options import Auto, Options, Sharded
+from alpa_lite.passes.tracing import calls, leaves
+from alpa_lite.paths import keys
+from alpa_lite.pins import Pin, Pins
+from alpa_lite.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+Kind = tuple[tuple[int, ...], str]
+"""Shape, and the dtype's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a plan has one leaf.
+
+    Attributes:
+      keys: of its path, the last one first.
+      kind: its shape and dtype.
+      mesh, first_device: the mesh of its stage, and the number of that mesh's first device.
+      spec: how the mesh shards it.
+      stays: whether it is state, or frozen.
+    """
+
+    keys: tuple[str, ...]
+    kind: Kind
+    mesh: LogicalMesh
+    first_device: int
+    spec: PartitionSpec
+    stays: bool
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """Equal for leaves that lie in one place."""
+        return self.mesh, self.first_device, layout_of(self.spec, len(self.kind[0]))
+
+    def pin(self, why: str) -> Pin:
+        """The leaf's place as a pin."""
+        return Pin(*self.where, why)
+
+
+class Likeness:
+    """The leaves of some plans, found by the ends of their paths."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.places = [place for plan in plans for place in places_of(plan)]
+        self._ends: dict[tuple[Kind, tuple[str, ...]], Place | None] = {}  # None: several places
+        whole: set[tuple[Kind, tuple[str, ...]]] = set()
+        for place in self.places:
+            if (place.kind, place.keys) in whole:
+                continue  # another stage, or another plan, has the same leaf: the first one counts
+            whole.add((place.kind, place.keys))
+            for length in range(1, len(place.keys) + 1):
+                end = place.kind, place.keys[:length]
+                other = self._ends.setdefault(end, place)
+                if other is not None and other.where != place.where:
+                    self._ends[end] = None
+        self._ends.update(((p.kind, p.keys), p) for p in reversed(self.places))
+
+    def find(self, path: str, kind: Kind) -> Place | None:
+        """The place of the leaf that a path most likely stands for; None if there is none, or several."""
+        last_first = tuple(reversed(keys(path)))
+        for length in range(len(last_first), 0, -1):
+            end = kind, last_first[:length]
+            if end in self._ends:
+                return self._ends[end]
+        return None
+
+    def pins(self, flat: Sequence[tuple[str, Any]], why: str, *, state_alone: bool = False) -> Pins:
+        """The pins of a call.
+
+        Args:
+          flat: path and leaf of each flat argument.
+          why: for `Pin.why`.
+          state_alone: whether only what is state of the plans is pinned, not batches that lie on their mesh, too.
+        """
+        meshes = self._meshes()
+        found: dict[int, Pin] = {}
+        state = set()
+        for number, (path, leaf) in enumerate(flat):
+            kind = kind_of(leaf)
+            place = None if kind is None else self.find(path, kind)
+            if place is not None and place.stays:
+                state.add(number)
+            elif state_alone:
+                continue
+            there = _lies(leaf, meshes)
+            if there is not None:
+                found[number] = Pin(*there, why)
+            elif place is not None and place.stays:
+                found[number] = place.pin(why)
+        return Pins(found, frozenset(state))
+
+    def _meshes(self) -> Mapping[Any, tuple[LogicalMesh, int]]:
+        """The meshes of the plans, by the devices that they are here."""
+        devices, out = jax.devices(), {}
+        for place in self.places:
+            mesh, first = place.mesh, place.first_device
+            ids = tuple(device.id for device in devices[first : first + mesh.size])
+            out[mesh.axis_names, mesh.shape, ids] = mesh, first
+        return out
+
+
+def places_of(plan: Plan) -> list[Place]:
+    """Where a plan has the leaves of the arguments."""
+    out = []
+    for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True):
+        logical = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+        first = plan.division.first_devices[mesh]
+        for leaf in stage.arguments:
+            last_first, stays = tuple(reversed(keys(leaf.path))), leaf.role != "batch"
+            out.append(Place(last_first, (tuple(leaf.shape), leaf.dtype), logical, first, leaf.spec, stays))
+    return out
+
+
+def kind_of(leaf: Any) -> Kind | None:
+    """Shape and dtype of a leaf; None if it is no array."""
+    try:
+        shape, dtype, *_ = calls.leaf_type(leaf)
+    except (TypeError, OverflowError):
+        return None
+    return shape, str(dtype)
+
+
+def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[Any, ...] | None:
+    """Mesh, first device and layout of an array that lies on one of some meshes."""
+    sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    mesh = sharding.mesh
+    ids = tuple(device.id for device in mesh.devices.flat)
+    found = meshes.get((tuple(mesh.axis_names), tuple(mesh.devices.shape), ids))
+    return None if found is None else (*found, layout_of(sharding.spec, leaf.ndim))
+
+
+def plans_of(like: Sequence[Any]) -> tuple[Plan, ...]:
+    """The plans of the option `like`.
+
+    Raises:
+      OptionError: a step has no plan yet.
+    """
+    out: list[Plan] = []
+    for one in like:
+        plans = (one,) if isinstance(one, Plan) else one.plans
+        if not plans:
+            name = getattr(one, "__name__", "the step")
+            raise OptionError(
+                f"like={name}: {name} has no plan yet, so it is not known where its state lies; call it first, or "
+                f"{name}.plan(...) with its arguments or their shapes"
+            )
+        out += plans
+    return tuple(out)
+
+
+def compile_alike(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    cluster: Cluster,
+    own: Sequence[Plan],
+) -> Compiled:
+    """Plans a step whose state may have a place already: that of the steps `options.like`, or of its own plans.
+
+    Args:
+      fun, args, kwargs, options, cluster: as for `compile_step`.
+      own: plans of the step for other signatures, the first one first.
+    """
+    if options.plan is not None:
+        try:
+            return compile_step(fun, args, kwargs, options, cluster)
+        except PlanError:
+            if not own:
+                raise
+            options = replace(options, plan=None)  # the plan is for another batch, but says where the state is
+    call = calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
+    flat = leaves.flat_arguments(call, args, kwargs)
+    if options.like:
+        names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
+        pins = Likeness(plans_of(options.like)).pins(flat, f"the state is kept where {names} has it")
+        if not pins:
+            logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
+        return compile_step(fun, args, kwargs, options, cluster, pins)
+    like = next((plan for plan in own if _covers(plan, flat)), None)
+    if like is None:
+        return compile_step(fun, args, kwargs, options, cluster)
+    why = f"the state is kept where {_name(fun)} has it for other shapes"
+    pins = Likeness([like]).pins(flat, why, state_alone=True)
+    try:
+        try:
+            return compile_step(fun, args, kwargs, options, cluster, pins, like)
+        except OptionError as error:  # such as a short last batch that does not divide over the devices
+            if like.pipelined or isinstance(options.method, Auto | Sharded):
+                raise
+            logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
+            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, pins, like)
+    except InfeasibleError as error:
+        logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
+        return compile_step(fun, args, kwargs, options, cluster)
+
+
+def _covers(plan: Plan, flat: Sequence[tuple[str, Any]]) -> bool:
+    """Whether a call has all state of a plan, in the same shapes. Parts of stacked leaves are not looked for."""
+    here = {(tuple(reversed(keys(path))), kind_of(leaf)) for path, leaf in flat}
+    state = [p for p in places_of(plan) if p.stays and p.kind[0] and not p.keys[0].endswith("]")]
+    return bool(state) and all((place.keys, place.kind) in here for place in state)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", "the step")
