@@ -21,16 +21,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alpa_lite import pins
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
-from alpa_lite.kept import layout_of
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
 from alpa_lite.paths import keys
-from alpa_lite.pins import Pin, Pins
+from alpa_lite.pins import Piece, Pin, Pins
 from alpa_lite.plan import Plan
+from alpa_lite.records import spec_axes
 
 logger = logging.getLogger(__name__)
 
@@ -40,38 +41,30 @@ Kind = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a plan has one leaf.
+    """Where a plan has one leaf that is no batch.
 
     Attributes:
       keys: of its path, the last one first.
       kind: its shape and dtype.
-      mesh, first_device: the mesh of its stage, and the number of that mesh's first device.
-      spec: how the mesh shards it.
-      stays: whether it is state, or frozen.
+      where: its pin, or the parts of a stacked leaf that several submeshes have.
     """
 
     keys: tuple[str, ...]
     kind: Kind
-    mesh: LogicalMesh
-    first_device: int
-    spec: PartitionSpec
-    stays: bool
-
-    @property
-    def where(self) -> tuple[Any, ...]:
-        """Equal for leaves that lie in one place."""
-        return self.mesh, self.first_device, layout_of(self.spec, len(self.kind[0]))
-
-    def pin(self, why: str) -> Pin:
-        """The leaf's place as a pin."""
-        return Pin(*self.where, why)
+    where: Pin | tuple[Piece, ...]
 
 
 class Likeness:
     """The leaves of some plans, found by the ends of their paths."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.places = [place for plan in plans for place in places_of(plan)]
+    def __init__(self, plans: Sequence[Plan], why: str) -> None:
+        """Args:
+        plans: of the steps that have the state.
+        why: for `Pin.why`.
+        """
+        self.why = why
+        self._plans = plans
+        self.places = [place for plan in plans for place in places_of(plan, why)]
         self._ends: dict[tuple[Kind, tuple[str, ...]], Place | None] = {}  # None: several places
         whole: set[tuple[Kind, tuple[str, ...]]] = set()
         for place in self.places:
@@ -94,50 +87,63 @@ class Likeness:
                 return self._ends[end]
         return None
 
-    def pins(self, flat: Sequence[tuple[str, Any]], why: str, *, state_alone: bool = False) -> Pins:
+    def pins(self, flat: Sequence[tuple[str, Any]], *, state_alone: bool = False) -> Pins:
         """The pins of a call.
 
         Args:
           flat: path and leaf of each flat argument.
-          why: for `Pin.why`.
           state_alone: whether only what is state of the plans is pinned, not batches that lie on their mesh, too.
         """
         meshes = self._meshes()
         found: dict[int, Pin] = {}
+        pieces: dict[int, tuple[Piece, ...]] = {}
         state = set()
         for number, (path, leaf) in enumerate(flat):
             kind = kind_of(leaf)
             place = None if kind is None else self.find(path, kind)
-            if place is not None and place.stays:
+            if place is not None:
                 state.add(number)
             elif state_alone:
                 continue
             there = _lies(leaf, meshes)
             if there is not None:
-                found[number] = Pin(*there, why)
-            elif place is not None and place.stays:
-                found[number] = place.pin(why)
-        return Pins(found, frozenset(state))
+                found[number] = Pin(*there, self.why)
+            elif place is not None and isinstance(place.where, Pin):
+                found[number] = place.where
+            elif place is not None:
+                pieces[number] = place.where
+        return Pins(found, pieces, frozenset(state))
+
+    def covers(self, flat: Sequence[tuple[str, Any]]) -> bool:
+        """Whether a call has all state of the plans, in the same shapes."""
+        here = {(tuple(reversed(keys(path))), kind_of(leaf)) for path, leaf in flat}
+        state = [place for place in self.places if place.kind[0]]
+        return bool(state) and all((place.keys, place.kind) in here for place in state)
 
     def _meshes(self) -> Mapping[Any, tuple[LogicalMesh, int]]:
         """The meshes of the plans, by the devices that they are here."""
         devices, out = jax.devices(), {}
-        for place in self.places:
-            mesh, first = place.mesh, place.first_device
-            ids = tuple(device.id for device in devices[first : first + mesh.size])
-            out[mesh.axis_names, mesh.shape, ids] = mesh, first
+        for plan in self._plans:
+            for stage, submesh in zip(plan.stages, plan.division.submeshes, strict=True):
+                mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+                first = plan.division.first_devices[submesh]
+                ids = tuple(device.id for device in devices[first : first + mesh.size])
+                out[mesh.axis_names, mesh.shape, ids] = mesh, first
         return out
 
 
-def places_of(plan: Plan) -> list[Place]:
-    """Where a plan has the leaves of the arguments."""
+def places_of(plan: Plan, why: str) -> list[Place]:
+    """Where a plan has the leaves of the arguments that are no batch."""
+    leaves = {leaf.path: leaf for stage in plan.stages for leaf in stage.arguments}
     out = []
-    for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True):
-        logical = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
-        first = plan.division.first_devices[mesh]
-        for leaf in stage.arguments:
-            last_first, stays = tuple(reversed(keys(leaf.path))), leaf.role != "batch"
-            out.append(Place(last_first, (tuple(leaf.shape), leaf.dtype), logical, first, leaf.spec, stays))
+    for path, where in pins.places(plan, why).items():
+        last_first = tuple(reversed(keys(path)))
+        if isinstance(where, Pin):
+            leaf = leaves[path]
+            out.append(Place(last_first, (tuple(leaf.shape), leaf.dtype), where))
+        else:
+            first = leaves[f"{path}[{where[0].low}:{where[0].high}]"]
+            out.append(Place(last_first, ((where[-1].high, *first.shape[1:]), first.dtype), where))
     return out
 
 
@@ -205,33 +211,33 @@ def compile_alike(
     flat = leaves.flat_arguments(call, args, kwargs)
     if options.like:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
-        pins = Likeness(plans_of(options.like)).pins(flat, f"the state is kept where {names} has it")
-        if not pins:
+        found = Likeness(plans_of(options.like), f"the state is kept where {names} has it").pins(flat)
+        if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
-        return compile_step(fun, args, kwargs, options, cluster, pins)
-    like = next((plan for plan in own if _covers(plan, flat)), None)
-    if like is None:
-        return compile_step(fun, args, kwargs, options, cluster)
+        return compile_step(fun, args, kwargs, options, cluster, found)
     why = f"the state is kept where {_name(fun)} has it for other shapes"
-    pins = Likeness([like]).pins(flat, why, state_alone=True)
+    alike = ((plan, Likeness([plan], why)) for plan in own if plan.cluster == cluster)
+    like, likeness = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
+    if like is None or likeness is None:
+        return compile_step(fun, args, kwargs, options, cluster)
+    found = likeness.pins(flat, state_alone=True)
     try:
         try:
-            return compile_step(fun, args, kwargs, options, cluster, pins, like)
+            return compile_step(fun, args, kwargs, options, cluster, found, like)
         except OptionError as error:  # such as a short last batch that does not divide over the devices
             if like.pipelined or isinstance(options.method, Auto | Sharded):
                 raise
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
-            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, pins, like)
+            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like)
     except InfeasibleError as error:
         logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
         return compile_step(fun, args, kwargs, options, cluster)
 
 
-def _covers(plan: Plan, flat: Sequence[tuple[str, Any]]) -> bool:
-    """Whether a call has all state of a plan, in the same shapes. Parts of stacked leaves are not looked for."""
-    here = {(tuple(reversed(keys(path))), kind_of(leaf)) for path, leaf in flat}
-    state = [p for p in places_of(plan) if p.stays and p.kind[0] and not p.keys[0].endswith("]")]
-    return bool(state) and all((place.keys, place.kind) in here for place in state)
+def layout_of(spec: PartitionSpec, rank: int) -> Layout:
+    """The layout of a value with so many dims that a mesh shards as `spec` says."""
+    axes = spec_axes(spec)
+    return Layout((*axes, *((),) * (rank - len(axes))))
 
 
 def _name(fun: Callable[..., Any]) -> str:

@@ -115,7 +115,7 @@ class PipelineExecutable:
         self._arguments = [traced.arguments[i] for i in first]  # of the user's step
         self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
         self._returned_weak: list[bool] = []  # of the state that a call returns
-        self._copies = Copies() if copies is None else copies
+        self._stays = Copies() if copies is None else copies
         self._called = False
         self._steady = False  # whether that may be given back with the rest as planned
 
@@ -417,7 +417,7 @@ class PipelineExecutable:
 
     def _held(self, leaf: Any, number: int, env: list[Any]) -> bool:
         """Takes the copy of a frozen leaf that stays on a submesh; False if the leaf may change, and has none."""
-        env[number] = self._copies.of(leaf, self._sharding(number))
+        env[number] = self._stays.of(leaf, self._sharding(number))
         return env[number] is not None
 
     def _settle(self, group: Sequence[tuple[Any, int]], read: Counter[int], env: list[Any]) -> None:

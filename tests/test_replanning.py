@@ -15,7 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import alpa_lite
-from alpa_lite import api
+from alpa_lite import likeness
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.tracing import trace
 
@@ -57,13 +57,13 @@ def make_batch(rows: int = 16) -> dict[str, jax.Array]:
 def plannings(monkeypatch) -> list[Any]:
     """The planned steps, one a planning."""
     made: list[Any] = []
-    original = api.compile_step
+    original = likeness.compile_step
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(api, "compile_step", counting)
+    monkeypatch.setattr(likeness, "compile_step", counting)
     return made
 
 

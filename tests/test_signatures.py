@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import alpa_lite
-from alpa_lite import api
+from alpa_lite import api, likeness
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
 from alpa_lite.runtime.signatures import NewSignature
@@ -83,14 +83,14 @@ SLOW_PIPELINE = [pytest.param(w, marks=pytest.mark.slow) if w == "pipeline" else
 def compiled(monkeypatch) -> Iterator[list[Any]]:
     """Weak references to what `compile_step` has made, one a planning."""
     made: list[Any] = []
-    original = api.compile_step
+    original = likeness.compile_step
 
     def counting(*args: Any) -> Any:
         result = original(*args)
         made.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(api, "compile_step", counting)
+    monkeypatch.setattr(likeness, "compile_step", counting)
     yield made
 
 
