@@ -193,16 +193,18 @@ def compile_alike(
     options: Options,
     cluster: Cluster,
     own: Sequence[Plan],
+    why: str = "asked for",
 ) -> Compiled:
     """Plans a step whose state may have a place already: that of the steps `options.like`, or of its own plans.
 
     Args:
       fun, args, kwargs, options, cluster: as for `compile_step`.
       own: plans of the step for other signatures, the first one first.
+      why: the reason that is logged.
     """
     if options.plan is not None:
         try:
-            return compile_step(fun, args, kwargs, options, cluster)
+            return compile_step(fun, args, kwargs, options, cluster, why=why)
         except PlanError:
             if not own:
                 raise
@@ -214,24 +216,24 @@ def compile_alike(
         found = Likeness(plans_of(options.like), f"the state is kept where {names} has it").pins(flat)
         if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
-        return compile_step(fun, args, kwargs, options, cluster, found)
-    why = f"the state is kept where {_name(fun)} has it for other shapes"
-    alike = ((plan, Likeness([plan], why)) for plan in own if plan.cluster == cluster)
+        return compile_step(fun, args, kwargs, options, cluster, found, why=why)
+    kept = f"the state is kept where {_name(fun)} has it for other shapes"
+    alike = ((plan, Likeness([plan], kept)) for plan in own if plan.cluster == cluster)
     like, likeness = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
     if like is None or likeness is None:
-        return compile_step(fun, args, kwargs, options, cluster)
+        return compile_step(fun, args, kwargs, options, cluster, why=why)
     found = likeness.pins(flat, state_alone=True)
     try:
         try:
-            return compile_step(fun, args, kwargs, options, cluster, found, like)
+            return compile_step(fun, args, kwargs, options, cluster, found, like, why)
         except OptionError as error:  # such as a short last batch that does not divide over the devices
             if like.pipelined or isinstance(options.method, Auto | Sharded):
                 raise
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
-            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like)
+            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like, why)
     except InfeasibleError as error:
         logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
-        return compile_step(fun, args, kwargs, options, cluster)
+        return compile_step(fun, args, kwargs, options, cluster, why=why)
 
 
 def layout_of(spec: PartitionSpec, rank: int) -> Layout:

@@ -85,8 +85,8 @@ def compiled(monkeypatch) -> Iterator[list[Any]]:
     made: list[Any] = []
     original = likeness.compile_step
 
-    def counting(*args: Any) -> Any:
-        result = original(*args)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         made.append(weakref.ref(result))
         return result
 
