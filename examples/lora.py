@@ -18,7 +18,7 @@ import optax
 import alpa_lite
 
 WIDTH, RANK, LAYERS, BATCH = 64, 4, 3, 32
-tx = optax.adam(3e-3)
+tx = optax.adam(1e-2)
 Tree = dict[str, Any]
 
 
