@@ -114,7 +114,7 @@ def compile_step(
     asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins, cluster.platform), pins, like)
     with collecting.seldom(), _jax.without_mesh(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
-        said = tracing.annotated(traced, args, kwargs)
+        said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
         asked = replace(asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context))
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         if asked.plan is not None:

@@ -49,7 +49,8 @@ def divided_as_given(run: Passes, step: Step, asked: Asked) -> Staged:
     except (MicrobatchError, PlanError) as error:
         if not asked.pins.on_submeshes(asked.cluster.num_devices):
             raise
-        staged = owned(run, step, asked)
+        anyhow = replace(asked, options=replace(asked.options, num_microbatches="auto"))  # they may be what cannot be
+        staged = owned(run, step, anyhow)
         note = f"divided by where the state lies, and not as the plan of the first call: {error}"
         return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
 

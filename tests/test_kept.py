@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import alpa_lite
 from alpa_lite import compiler, models
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled
-from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.errors import AlpaLiteError, OptionError, PlanError
+from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Options, Pipeline
 from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.pins import Pin, Pins, places
@@ -57,7 +59,7 @@ def layouts(compiled: Compiled):
     return [{leaf.path: leaf.spec for leaf in stage.arguments if leaf.role == "state"} for stage in stages]
 
 
-@pytest.mark.parametrize(("batch", "microbatches"), [(6, 3), (7, 1)])
+@pytest.mark.parametrize(("batch", "microbatches"), [(6, 3), pytest.param(7, 1, marks=pytest.mark.slow)])
 def test_a_train_step_on_another_batch_keeps_its_division(batch: int, microbatches: int) -> None:
     first = trained()
     options = Options(method=Pipeline(num_stages=2), cluster=cluster(4))
@@ -282,3 +284,28 @@ def test_micro_batches_are_taken_where_they_are_faster() -> None:
         plan = compiler.compile_step(evaluate, (parameters(), x), {}, options, slow, pins=where).plan
         seconds[plan.num_microbatches] = plan.step_seconds
     assert seconds[8] < seconds[1]
+
+
+def test_through_the_face() -> None:
+    """A loop with evaluation and a short last batch: nothing of the state moves, and a second call plans nothing."""
+    here, x = cluster(4), examples(8)
+    step = alpa_lite.parallelize(train, method=Pipeline(num_stages=2), cluster=here, num_microbatches=4)
+    evaluation = alpa_lite.parallelize(evaluate, like=step, cluster=here)
+    p, _ = step(parameters(), x)
+    want, _ = train(parameters(), x)
+    before = jax.tree.map(lambda leaf: leaf.sharding, p)
+    p, _ = step(p, x[:6])
+    want, _ = train(want, x[:6])
+    for batch in (x, x[:5]):
+        for a, b in zip(jax.tree.leaves(evaluation(p, batch)), jax.tree.leaves(evaluate(want, batch)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert jax.tree.map(lambda leaf: leaf.sharding, p) == before
+    assert not any("heeded" in note for note in evaluation.plan(p, x).notes)
+
+
+@pytest.mark.parametrize(("places", "message"), [(((0, 2), (1, 2)), "share devices"), (((0, 2), (3, 2)), "has none")])
+def test_pins_that_no_cluster_has_are_refused(places, message: str) -> None:
+    pinned = {i: Pin(LogicalMesh((n,), ("x",)), at, Layout(((), ())), "a test") for i, (at, n) in enumerate(places)}
+    options = Options(cluster=cluster(4), batch_argnums=(), batch_argnames=("x",))
+    with pytest.raises(OptionError, match=message):
+        compiler.compile_step(evaluate, (parameters(2), examples(8)), {}, options, cluster(4), pins=Pins(pinned))
