@@ -102,7 +102,8 @@ class Stage:
       seconds: predicted seconds per step.
       compute_seconds, communication_seconds: what `seconds` consists of.
       solver: how the shardings of the stage were found.
-      decisions: what replaying needs.
+      decisions: what was chosen, which replaying needs.
+      fixed: what could not be chosen, and replaying needs, too.
       replicated: what is not distributed, the most expensive first.
       ingredients: what the stage belongs to (JAX version, program, argument signature, mesh), each as text.
       axes: what each mesh axis is for.
@@ -122,6 +123,7 @@ class Stage:
     received: tuple[Leaf, ...] = ()
     sent: tuple[Leaf, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
     axes: tuple[AxisUse, ...] = ()
@@ -283,6 +285,22 @@ class Decision:
         """The alternative that was chosen; None if alternatives were not kept."""
         alike = [a for a in self.alternatives if a.strategy == self.strategy]
         return next((a for a in alike if a.partial == self.partial), alike[0] if alike else None)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the method, not the search, decided for operations: replaying needs it where the program alone allows more.
+
+    Attributes:
+      key: as `Decision.key`.
+      members: which of the operations with this key, in program order; empty for all of them.
+      strategy, partial: as `Decision.strategy` and `Decision.partial`.
+    """
+
+    key: str
+    members: tuple[int, ...]
+    strategy: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

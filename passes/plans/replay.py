@@ -1,7 +1,7 @@
 """Replays a plan: finds each group's decision by its key, without solving.
 
 A plan holds the sharding of every argument by path, and a strategy for every class of groups by structural key, stage
-by stage. Another JAX version may trace a step into other equations; then some groups have no decision, and the plan is
+by stage; what the method left no choice is fixed by key likewise, since the program alone would allow more. Another JAX version may trace a step into other equations; then some groups have no decision, and the plan is
 refused with their names rather than completed by guessing.
 """
 
@@ -20,10 +20,10 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.solve import evaluate
-from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.space import Strategy, layout_of
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.staging import StageGraph
@@ -52,18 +52,19 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)
-    allowed = _argument_layouts(traced, groups, stage)
+    fixed = _fixed(groups, stage)
+    allowed = _fixed_layouts(groups, fixed) | _argument_layouts(traced, groups, stage)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
     space = strategies.build(traced, groups, rules, MeshCost(cluster, mesh), allowed=allowed, regather=regather)
     decided = {d.key: Strategy(d.strategy, d.partial) for d in stage.decisions if not d.paths}
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]
-        wanted = decided.get(group.color)
-        if len(node.strategies) == 1:
-            choice.append(0)
-        elif wanted in node.strategies:
+        wanted = fixed.get(node.group, decided.get(group.color))
+        if wanted in node.strategies:
             choice.append(node.strategies.index(wanted))
+        elif len(node.strategies) == 1 and node.group not in fixed:
+            choice.append(0)
         else:
             missing.append(group.name)
     if missing:
@@ -137,6 +138,24 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
     raise PlanError(
         f"the plan is for other arguments: {listed}. Plan again, or pass the arguments for which it was made."
     )
+
+
+def _fixed(groups: Grouping, stage: Stage) -> dict[int, Strategy]:
+    """Group -> the strategy that the method fixed."""
+    out = {}
+    for one in stage.fixed:
+        members = groups.classes.get(one.key, ())
+        chosen = [members[i] for i in one.members if i < len(members)] if one.members else members
+        out.update(dict.fromkeys(chosen, Strategy(one.strategy, one.partial)))
+    return out
+
+
+def _fixed_layouts(groups: Grouping, fixed: Mapping[int, Strategy]) -> dict[int, tuple[Layout, ...]]:
+    """What the method fixed as limits of the search, which tell apart operations of one key."""
+    dims: dict[int, Dims] = {}
+    for home in groups.homes.values():
+        dims.setdefault(home.group, home.dims)
+    return {group: (layout_of(dims[group], strategy),) for group, strategy in fixed.items() if group in dims}
 
 
 def _differences(stage: Stage, here: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -34,7 +35,7 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port
 from alpa_lite.plan import Plan
 from alpa_lite.program import Program
-from alpa_lite.records import Alternative, Collective, Decision, Division, Leaf, Memory, Replicated, Solver, Stage
+from alpa_lite.records import Alternative, Collective, Decision, Division, Fixed, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
@@ -161,6 +162,7 @@ def _stage(
         received=received,
         sent=sent,
         decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
+        fixed=_fixed(groups, found),
         replicated=_replicated(traced, groups, rules, cost),
         ingredients=parts,
         held=figures.held(planned),
@@ -303,6 +305,25 @@ def _decisions(
                 partial=node.strategies[chosen].partial,
             )
         )
+    return tuple(out)
+
+
+def _fixed(grouping: Grouping, found: Found) -> tuple[Fixed, ...]:
+    """What operations do that had no choice, and those of one key of which the method treats some differently."""
+    if found.mesh.size == 1:
+        return ()
+    place = {group: i for members in grouping.classes.values() for i, group in enumerate(members)}
+    nodes, leaves = found.space.nodes, set(grouping.leaves)
+    keys = Counter(grouping.groups[node.group].color for node in nodes)
+    out = []
+    for node, chosen in zip(nodes, found.solution.choice, strict=True):
+        group = grouping.groups[node.group]
+        several = keys[group.color] > 1
+        if group.kind == "fixed" or (len(node.strategies) > 1 and not several) or not leaves.isdisjoint(node.members):
+            continue
+        strategy = node.strategies[chosen]
+        members = tuple(place[member] for member in node.members) if several else ()
+        out.append(Fixed(group.color, members, strategy.axes, strategy.partial))
     return tuple(out)
 
 

@@ -1,0 +1,161 @@
+"""Plans on disk: a step that was planned once, in any process, is not planned again.
+
+A file holds a plan and what it is the answer to (`key_of`): the program as traced, what its arguments are, where they
+lie and what the user says of them, the options that matter, the rules of its operations, the cluster, and the versions
+of JAX and of this library. The name of the file is a digest of that. On a hit the plan is replayed: the step is divided
+and lowered as it says, without solving, and its seconds and bytes are compared with those that were written. What
+cannot be read, or is the answer to something else, or comes out otherwise, is planned again and written anew, with a
+warning. Files are replaced whole, so that several processes may share a directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alpa_lite.asked import Asked, Step
+from alpa_lite.errors import PlanError
+from alpa_lite.options import Options
+from alpa_lite.passes.ir.digest import digest
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.plan import SCHEMA, Plan
+from alpa_lite.version import __version__
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ALPA_LITE_CACHE_DIR"
+"""The environment variable that names the directory where `cache_dir` is not given."""
+
+WITHOUT_EFFECT = frozenset({"plan", "cluster", "dump_dir", "cache_dir", "verify"})
+"""Options that decide nothing about a plan, or are in the key in another form."""
+
+ROUNDING = 1e-9
+"""By what share the seconds of a replayed step may differ from those written."""
+
+
+class PlanCache:
+    """The file of one planning.
+
+    Attributes:
+      key: what the plan is the answer to, each part as text.
+      path: of the file.
+    """
+
+    def __init__(self, directory: Path, key: Mapping[str, str]) -> None:
+        self.key = dict(key)
+        name = hashlib.blake2b(json.dumps(self.key, sort_keys=True).encode(), digest_size=16).hexdigest()
+        self.path = directory / f"{name}.json"
+
+    def load(self) -> Plan | None:
+        """The plan of the file; None if there is none, or with a warning if it cannot be used."""
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            self.refuse(f"it cannot be read ({error})")
+            return None
+        if not isinstance(data, dict) or data.get("key") != self.key:
+            self.refuse("it is of another program, version, cluster or request")
+            return None
+        try:
+            return Plan.from_json(data.get("plan"), f"the file {str(self.path)!r}")
+        except PlanError as error:
+            self.refuse(str(error))
+            return None
+
+    def refuse(self, why: str) -> None:
+        """Says why the plan of the file is not used."""
+        logger.warning("the cached plan %s is not used, and planned again: %s", self.path, why)
+
+    def save(self, plan: Plan) -> None:
+        """Writes the plan; what cannot be written is a warning, since the plan itself is good."""
+        text = json.dumps({"key": self.key, "plan": plan.to_json()})
+        part = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, part = tempfile.mkstemp(".part", self.path.stem, self.path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(part, self.path)
+        except OSError as error:
+            if part is not None:
+                Path(part).unlink(missing_ok=True)
+            logger.warning("the plan cannot be kept as %s: %s", self.path, error)
+
+
+def cache_of(step: Step, asked: Asked) -> PlanCache | None:
+    """The file of a planning; None where no directory is named, or a plan is given."""
+    directory = asked.options.cache_dir or os.environ.get(VARIABLE)
+    if not directory or asked.options.plan is not None:
+        return None
+    return PlanCache(Path(directory).expanduser(), key_of(step, asked))
+
+
+def key_of(step: Step, asked: Asked) -> dict[str, str]:
+    """Everything that a plan depends on, each part as text: equal in every process, without addresses or paths."""
+    traced, options = step.traced, asked.options
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    arguments = [
+        f"{argument.path} {argument.role} {values[number].dtype}{list(values[number].shape)}"
+        for argument, number in zip(traced.arguments, inputs, strict=False)
+    ]
+    results = [f"{output.path} {output.role}" for output in traced.outputs]
+    rules = sorted(f"{key}: {rule.factors} {rule.operands} {rule.results}" for key, rule in step.rules.items())
+    return {
+        "program": digest(traced.graph, constants=False),
+        "arguments": _hash("\n".join([*arguments, *results, str(traced.state), str(traced.batch_named)])),
+        "rules": _hash("\n".join(rules)),
+        "pins": _hash(_text(asked.pins)),
+        "wishes": _hash(_text(asked.wishes)),
+        "like": "" if asked.like is None else asked.like.fingerprint,
+        "options": _options(options),
+        "memory per device": f"{asked.budget:.0f}",
+        "cluster": asked.cluster.fingerprint,
+        "jax": jax.__version__,
+        "alpa_lite": f"{__version__}, plans {SCHEMA}",
+    }
+
+
+def check_same(plan: Plan, staged: Staged, budget: float) -> None:
+    """Raises PlanError unless a replayed step takes the seconds and bytes that its plan says, within the budget."""
+    seconds, wanted = staged.seconds, plan.step_seconds
+    if abs(seconds - wanted) > ROUNDING * wanted:
+        raise PlanError(f"it takes {seconds} s a step when it is replayed, and {wanted} s as written")
+    sizes = list(zip(plan.division.buffer_bytes, plan.division.temporary_bytes, strict=True))
+    if [tuple(pair) for pair in staged.bytes] != sizes:
+        raise PlanError(f"its submeshes need {list(staged.bytes)} bytes when it is replayed, and {sizes} as written")
+    if staged.needed > budget:
+        raise PlanError(f"it needs {staged.needed:,} bytes per device, of {budget:,.0f}")
+
+
+def _options(options: Options) -> str:
+    kept = [field.name for field in dataclasses.fields(options) if field.name not in WITHOUT_EFFECT]
+    return "; ".join(f"{name}={_text(getattr(options, name))}" for name in sorted(kept))
+
+
+def _text(value: Any) -> str:
+    """A value of records, mappings and plain values as text that is equal in every process."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"{type(value).__name__}({', '.join(f'{name}={_text(item)}' for name, item in fields)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_text(key)}: {_text(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value)
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
