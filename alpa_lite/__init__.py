@@ -4,6 +4,7 @@ from alpa_lite.api import ParallelStep, make_plan, parallelize
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import (
     AlpaLiteError,
+    DonatedError,
     ExecutionError,
     InfeasibleError,
     MicrobatchError,
@@ -18,8 +19,7 @@ from alpa_lite.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Plan
 from alpa_lite.records import Collective
-
-__version__ = "0.1.0"
+from alpa_lite.version import __version__
 
 __all__ = [
     "AlpaLiteError",
@@ -27,6 +27,7 @@ __all__ = [
     "Cluster",
     "Collective",
     "DataParallel",
+    "DonatedError",
     "ExecutionError",
     "InfeasibleError",
     "Link",

@@ -54,7 +54,9 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
-      donate_argnums: as in `jax.jit`; "auto" donates the state, after the first call has copied what it places.
+      donate_argnums: as in `jax.jit`: these arguments are overwritten where they lie as planned. "auto" donates the
+        state, but only arrays that this step returned, or that `place` made to be given away: others are copied first,
+        so that a caller's own arrays, and results of another step, are never deleted. () donates nothing.
       like: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has them.
         For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
@@ -64,6 +66,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
         rematerialisation, is another step. Tracing, building the programs and verification are not counted.
       dump_dir: a directory for the value after each pass, as text.
+      cache_dir: a directory where plans are kept and found again without solving; by default that of the environment
+        variable `ALPA_LITE_CACHE_DIR`, if it is set.
 
     Returns:
       A `ParallelStep`, called like `fun`.

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax, collecting, kept, owned, replanning, schedules
+from alpa_lite import _jax, collecting, kept, owned, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options, Sharded
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
@@ -44,6 +44,7 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
+from alpa_lite.plan_cache import PlanCache
 from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 
@@ -117,24 +118,54 @@ def compile_step(
         said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
         asked = replace(asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context))
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
-        if asked.plan is not None:
-            staged = replayed(run, step, asked, asked.plan)
-        elif kept.is_given(asked):
-            staged = fitting(kept.divided_as_given(run, step, asked), asked)
-        else:
-            staged = best(run, step, asked)
-        staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
-        if options.donate_argnums != "auto":
-            staged = donating(staged, donated_leaves(traced, options.donate_argnums))
-        plan = run("plan", plans.write, staged, cluster, method=asked.described, budget=asked.budget)
+        cache = plan_cache.cache_of(step, asked)
+        known = None if cache is None else cached(run, step, asked, cache)
+        plan, staged = known or chosen(run, step, asked)
         if options.verify != "off":
-            plan = run("checks", checks.verified, plan, staged)
+            plan = run("checks", checks.verified, replace(plan, verification=()), staged)
         plan = replace(plan, planning_seconds=dict(run.seconds))
+        if cache is not None and known is None:
+            cache.save(plan)
     _check_memory(plan, options)
+    if known is not None:
+        why = f"{why}; found in the cache"
     if logger.isEnabledFor(logging.INFO):
         logger.info(sentences.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster))
     return Compiled(staged, plan, traced, pins)
+
+
+def chosen(run: Passes, step: Step, asked: Asked) -> tuple[Plan, Staged]:
+    """The plan, and the step in its stages: as a given plan or division says, or as the search finds."""
+    if asked.plan is not None:
+        staged = replayed(run, step, asked, asked.plan)
+    elif kept.is_given(asked):
+        staged = fitting(kept.divided_as_given(run, step, asked), asked)
+    else:
+        staged = best(run, step, asked)
+    staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
+    staged = donated(staged, step, asked)
+    return run("plan", plans.write, staged, asked.cluster, method=asked.described, budget=asked.budget), staged
+
+
+def cached(run: Passes, step: Step, asked: Asked, cache: PlanCache) -> tuple[Plan, Staged] | None:
+    """A plan of the cache and the step in the stages that it says; None if there is none that can be used."""
+    plan = cache.load()
+    if plan is None:
+        return None
+    try:
+        staged = donated(replayed(run, step, asked, plan), step, asked)
+        plan_cache.check_same(plan, staged, asked.budget)
+    except AlpaLiteError as error:
+        cache.refuse(str(error))
+        return None
+    return plan, staged
+
+
+def donated(staged: Staged, step: Step, asked: Asked) -> Staged:
+    """The same with what the user named donated."""
+    named = asked.options.donate_argnums
+    return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
 
 
 def tracer(

@@ -57,6 +57,9 @@ class Options:
         pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
         rematerialisation, is another step. Tracing, building the programs and verification are not counted.
       dump_dir: a directory for the value after each pass, as text; None writes nothing.
+      cache_dir: a directory where plans are kept, and found again without solving, for the same program, arguments,
+        options, cluster and versions; None stands for the environment variable `ALPA_LITE_CACHE_DIR`, and keeps
+        nothing where that is not set.
 
     Raises:
       OptionError: naming the argument, the value and the remedy.
@@ -80,6 +83,7 @@ class Options:
     verify: Literal["shardy", "hlo", "off"] = "shardy"
     solver_time_limit: float = 60.0
     dump_dir: str | os.PathLike[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -119,8 +123,9 @@ def _validate(options: Options) -> None:
         refuse("verify", 'use "shardy", "hlo" or "off"')
     if not _is_number(options.solver_time_limit) or not options.solver_time_limit > 0:
         refuse("solver_time_limit", "give seconds above 0")
-    if options.dump_dir is not None and not isinstance(options.dump_dir, str | os.PathLike):
-        refuse("dump_dir", "give the path of a directory, or None")
+    for name in ("dump_dir", "cache_dir"):
+        if getattr(options, name) is not None and not isinstance(getattr(options, name), str | os.PathLike):
+            refuse(name, "give the path of a directory, or None")
     for kind, join in (("argnums", set(options.static_argnums)), ("argnames", set(options.static_argnames))):
         batch, state = (set(() if named == "auto" else named) for named in (
             getattr(options, f"batch_{kind}"), getattr(options, f"state_{kind}")

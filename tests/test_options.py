@@ -99,6 +99,7 @@ def test_conversions():
         ("solver_time_limit", 0, "seconds"),
         ("solver_time_limit", float("nan"), "seconds"),
         ("dump_dir", 3, "directory"),
+        ("cache_dir", 3, "directory"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(name, value, remedy):

@@ -1,8 +1,9 @@
 """Replays a plan: finds each group's decision by its key, without solving.
 
 A plan holds the sharding of every argument by path, and a strategy for every class of groups by structural key, stage
-by stage; what the method left no choice is fixed by key likewise, since the program alone would allow more. Another JAX version may trace a step into other equations; then some groups have no decision, and the plan is
-refused with their names rather than completed by guessing.
+by stage; what the method left no choice is fixed by key, too, since the program alone would allow more. Another JAX
+version may trace a step into other equations; then some groups have no decision, and the plan is refused with their
+names rather than completed by guessing.
 """
 
 from __future__ import annotations

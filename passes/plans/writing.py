@@ -35,7 +35,18 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port
 from alpa_lite.plan import Plan
 from alpa_lite.program import Program
-from alpa_lite.records import Alternative, Collective, Decision, Division, Fixed, Leaf, Memory, Replicated, Solver, Stage
+from alpa_lite.records import (
+    Alternative,
+    Collective,
+    Decision,
+    Division,
+    Fixed,
+    Leaf,
+    Memory,
+    Replicated,
+    Solver,
+    Stage,
+)
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
