@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.errors import AlpaLiteError, DonatedError
@@ -19,7 +20,7 @@ from alpa_lite.runtime.ownership import Owned
 
 WIDTH, ROWS = 8, 16
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
-    "one mesh": lambda: {"method": alpa_lite.Zero(stage=3)},
+    "one mesh": lambda: {"method": alpa_lite.Manual({"state/*": P("x")}, mesh_shape=(8,), axis_names=("x",))},
     "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
 }
 
