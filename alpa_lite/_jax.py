@@ -27,6 +27,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
 from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule as _str_to_sdy_sharding_rule
 from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
+from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.nn import functions as _nn
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir as _mlir
@@ -127,7 +128,7 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 def _version_of(function: Callable[[], int]) -> Callable[[], int]:
     @functools.wraps(function)
     def version() -> int:
-        return _SOME_CUDNN if _cudnn.get() and _cudnn_attention.cuda_versions is None else function()
+        return _SOME_CUDNN if _cudnn.get() and _cuda_versions is None else function()
 
     return version
 

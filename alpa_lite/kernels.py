@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from jax.interpreters import ad, batching, mlir
 
 from alpa_lite import _jax, flops, notation
 from alpa_lite.errors import RuleError
-from alpa_lite.notation import Names, Notation, Tensor
+from alpa_lite.notation import Names, Notation, Reduction, Tensor
 
 Flat = Callable[..., Sequence[Any]]
 """A function from flat arrays to flat arrays."""
@@ -242,7 +243,7 @@ class _Tangent(_Linearised):
         given = rule.operands[: len(rule.operands) - len(self.wrt)]
         results = tuple(rule.operands[i] for i in self.wrt)
         lost = {n for n in rule.names() if any(all(n not in dim for dim in tensor) for tensor in results)}
-        reduce = tuple((n, "sum") for n in sorted(lost - set(rule.whole)))
+        reduce: tuple[tuple[str, Reduction], ...] = tuple((n, "sum") for n in sorted(lost - set(rule.whole)))
         made = Notation((*given, *rule.results), results, reduce, rule.whole, rule.text)
         fun = _Backward(self.fun, self.wrt, self.kept, self.arity, len(given))
         return Kernel(fun, made, f"backward of {self.name}", self.trusted)
@@ -438,7 +439,11 @@ _TARGETS: dict[str, Notation] = {}
 
 
 def register_rule(
-    target: Any, rule: str, *, reduce: str | Mapping[str, str] = (), replicate: str | Sequence[str] = ()
+    target: Any,
+    rule: str,
+    *,
+    reduce: str | Mapping[str, str] = MappingProxyType({}),
+    replicate: str | Sequence[str] = (),
 ) -> Any:
     """Says which dims of an operation belong together, so that plans may shard what they could not look into.
 

@@ -67,7 +67,7 @@ class Notation:
 
 
 def parse(
-    text: str, reduce: str | Mapping[str, str] = (), replicate: str | Sequence[str] = (), *, who: str
+    text: str, reduce: str | Mapping[str, str] = MappingProxyType({}), replicate: str | Sequence[str] = (), *, who: str
 ) -> Notation:  # fmt: skip
     """Reads a rule.
 
@@ -160,7 +160,7 @@ def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
     Raises:
       RuleError: number of tensors, ranks or sizes do not fit the rule.
     """
-    sides = []
+    sides: list[tuple[Tensor, ...]] = []
     for kind, tensors, shapes in (("operand", notation.operands, operands), ("result", notation.results, results)):
         if len(tensors) != len(shapes):
             raise RuleError(
@@ -174,11 +174,11 @@ def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
             )
         )
     leading = {n for tensor in (*sides[0], *sides[1]) for dim in tensor for n in dim if n.startswith(ELLIPSIS)}
-    reduce = tuple((n, how) for n, how in notation.reduce if n != ELLIPSIS)
+    reduce: tuple[tuple[str, Reduction], ...] = tuple((n, how) for n, how in notation.reduce if n != ELLIPSIS)
     reduce += tuple((n, how) for n in sorted(leading) for m, how in notation.reduce if m == ELLIPSIS)
     whole = tuple(n for n in notation.whole if n != ELLIPSIS)
     whole += tuple(sorted(leading)) if ELLIPSIS in notation.whole else ()
-    found = Notation(*sides, reduce, whole, notation.text)
+    found = Notation(sides[0], sides[1], reduce, whole, notation.text)
     sizes = sizes_of(found, operands, results, who)
     plain = tuple(
         tuple(() if n == 1 and _product(dim, sizes) > 1 else dim for dim, n in zip(tensor, shape, strict=True))

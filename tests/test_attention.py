@@ -146,7 +146,7 @@ def test_in_a_linen_module_with_micro_batches():
     w = model.init(jax.random.key(0), x)
 
     def step(w: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda w: (model.apply(w, x) ** 2).mean())(w)
+        value, grads = jax.value_and_grad(lambda w: (jnp.asarray(model.apply(w, x)) ** 2).mean())(w)
         return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
 
     run = alpa_lite.parallelize(step, num_microbatches=2, cluster=Cluster.local(jax.devices()[:2]))

@@ -72,7 +72,7 @@ def by_types(mesh: Any, operands: Any, results: Any) -> str:
 @pytest.mark.parametrize("rule", ["b d, b d -> b d", "... d, ... d -> ... d", by_types])
 def test_custom_partitioning_is_sharded_as_its_own_rule_says(rule: Any):
     fun = custom_partitioning(sorted_sum)
-    whole = {} if callable(rule) else {"need_replication_factors": ("d",)}
+    whole: Any = {} if callable(rule) else {"need_replication_factors": ("d",)}
     fun.def_partition(as_given, sharding_rule=rule, **whole)
     run, plan = planned(fun)
     assert strategies(plan, "custom_partitioning") == [(("x",), ())] and not plan.stages[0].replicated

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,6 +76,14 @@ def test_a_registered_attention_is_sharded_over_batch_and_heads_forward_and_back
     assert block in text and f"f32[{B // parts},{S},{H},{D}]" not in text
 
 
+def test_a_kernel_is_sharded_where_the_compiler_communicates():
+    step = step_with(ATTENTION)
+    run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)), communication="compiler")
+    w, x = weights(), inputs()
+    equal(jax.jit(step_with(flash))(w, x), run(w, x))
+    assert f"f32[{B},{S},{H},{D}]" not in run.hlo(w, x)[0]
+
+
 def test_an_unregistered_kernel_is_replicated_with_a_note_that_names_the_remedy():
     step = step_with(flash)
     run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)))
@@ -105,6 +115,14 @@ def test_kernels_in_the_stages_of_a_pipeline():
     run = alpa_lite.parallelize(step, method=Pipeline(num_stages=2), num_microbatches=2)
     assert len(run.plan(w, x).stages) == 2
     equal(jax.jit(step_with(flash))(w, x), run(w, x))
+
+
+def test_the_example_of_the_documentation_runs():
+    page = (Path(alpa_lite.__file__).parents[1] / "docs" / "kernels.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    space: dict[str, Any] = {}
+    exec(code, space)
+    assert space["w"].shape == (16,)
 
 
 # --- derivatives and vectorisation, without a plan --------------------------------------------------------------------

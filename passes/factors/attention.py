@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alpa_lite import notation
-from alpa_lite.notation import Notation, Tensor
+from alpa_lite.notation import Notation, Reduction, Tensor
 from alpa_lite.passes.factors.base import Call, opaque, shape
 from alpa_lite.strategy import Rule
 
@@ -40,7 +40,7 @@ def cudnn(call: Call) -> Rule:
     if backward:
         operands += [_STATISTICS, rows, rows]
     made = [rows, keys, keys] if backward else [rows, _STATISTICS][: len(results)]
-    sums = (("b", "sum"), ("g", "sum"), ("k", "sum"))
+    sums: tuple[tuple[str, Reduction], ...] = (("b", "sum"), ("g", "sum"), ("k", "sum"))
     rule = Notation(tuple(operands), tuple(made), sums, ("d", "s", "t"), call.name)
     rule = notation.expanded(rule, sizes, results[: len(made)], call.name)
     if len(results) > len(made):  # the gradient of a bias that all examples share is a sum over them

@@ -10,7 +10,8 @@ the same `bind`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax import lax
@@ -23,8 +24,17 @@ Place = Callable[[int, Any], Any]
 """Called with a value's number and its array, once it is computed; what it returns takes the array's place."""
 
 
+Own = Mapping[int, Callable[..., Sequence[Any]]]
+"""What to call with the operands of some ops, by their index, in place of binding them."""
+NOTHING: Own = MappingProxyType({})
+
+
 def evaluate(
-    graph: Graph, leaves: Sequence[Any], constants: Sequence[Any] | None = None, place: Place | None = None
+    graph: Graph,
+    leaves: Sequence[Any],
+    constants: Sequence[Any] | None = None,
+    place: Place | None = None,
+    own: Own = NOTHING,
 ) -> list[Any]:
     """The flat outputs of a graph.
 
@@ -33,15 +43,16 @@ def evaluate(
       leaves: one array for each argument, as in `Traced.arguments`.
       constants: in place of the graph's own.
       place: applied to every result, such as to constrain its sharding.
+      own: for ops that are computed in a way of their own.
 
     Returns:
       One array for each output of the block.
     """
     constants = graph.constants if constants is None else constants
-    return evaluate_block(graph.block, [*leaves, *constants], place)
+    return evaluate_block(graph.block, [*leaves, *constants], place, own)
 
 
-def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = None) -> list[Any]:
+def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = None, own: Own = NOTHING) -> list[Any]:
     """The outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
     env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
 
@@ -50,7 +61,7 @@ def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = No
 
     last = _last_uses(block)
     for op in block.ops:
-        results = bind(op, [read(atom) for atom in op.operands], place)
+        results = bind(op, [read(atom) for atom in op.operands], place, own)
         for value, result in zip(op.results, results, strict=True):
             env[value] = result if place is None else place(value, result)
         for value in last.get(op.index, ()):
@@ -58,17 +69,20 @@ def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = No
     return [read(atom) for atom in block.outputs]
 
 
-def bind(op: Op, operands: Sequence[Any], place: Place | None = None) -> list[Any]:
+def bind(op: Op, operands: Sequence[Any], place: Place | None = None, own: Own = NOTHING) -> list[Any]:
     """Emits one op: its results, under its own name stack and source line.
 
     Args:
       op: any op, control flow included.
       operands: one array or tracer for each operand, literals included.
       place: as for `evaluate`, for the ops inside control flow.
+      own: as for `evaluate`.
     """
+    if op.index in own:
+        return list(own[op.index](*operands))
     if not op.bodies:
         return _jax.emit(op.primitive, op.params, op.source, op.ctx, operands)
-    bodies = [functools.partial(evaluate_block, body, place=place) for body in op.bodies]
+    bodies = [functools.partial(evaluate_block, body, place=place, own=own) for body in op.bodies]
     with _jax.under(op.source):
         return control_flow(op, operands, bodies)
 

@@ -35,7 +35,7 @@ def form(s: Setting) -> LocalForm | None:
         jaxpr = jax.make_jaxpr(lower, axis_env=axes)(*params["in_tree"].unflatten(blocks))
     except Exception:  # whatever a user's function raises
         return None
-    shapes = [tuple(aval.shape) for aval in jaxpr.out_avals]
+    shapes = [tuple(getattr(aval, "shape", ())) for aval in jaxpr.out_avals]
     if shapes != [s.local_result(i) for i in range(len(results))] or _communicates(jaxpr):
         return None
     if not (_are(taken, operands) and _are(made, results)):

@@ -21,6 +21,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
+from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -148,8 +149,12 @@ def _crossing_spec(layout: Layout) -> PartitionSpec:
 
 
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """The same function with the plan's layouts as constraints, its collectives left to the compiler."""
+    """The same function with the plan's layouts as constraints, its collectives left to the compiler.
+
+    What the compiler cannot look into (kernels) is a region of its own.
+    """
     layouts: dict[int, Layout] = {}
+    own: dict[int, Callable[..., Sequence[Any]]] = {}
     said: set[int] = set()  # the user says where they lie, be it whole everywhere
 
     def visit(body: Body) -> None:
@@ -159,6 +164,8 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
                     layouts.update(zip(op.results, form.results, strict=False))
                     if op.name == primitives.CONSTRAINT:
                         said.update(op.results)
+                    if op.name in primitives.KERNELS:
+                        own[op.index] = _alone(form, mesh)
                 case Loop(bodies=bodies):
                     for inner in bodies:
                         visit(inner)
@@ -173,13 +180,29 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
 
     def fun(*leaves: Any) -> list[Any]:
         count = len(leaves) - len(traced.graph.constants)
-        outputs = evaluation.evaluate(traced.graph, leaves[:count], leaves[count:], place)
+        outputs = evaluation.evaluate(traced.graph, leaves[:count], leaves[count:], place, own)
         return [
             lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(layout)))
             for x, layout in zip(outputs, program.outputs, strict=True)
         ]
 
     return fun
+
+
+def _alone(form: LocalForm, mesh: AnyMesh) -> Callable[..., Sequence[Any]]:
+    """A local form as a region of its own, which leaves no partial sums."""
+
+    def run(*blocks: Any) -> list[Any]:
+        made = form.run(*blocks)
+        return [lax.psum(x, la.partial) if la.partial else x for x, la in zip(made, form.results, strict=True)]
+
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(spec_of(layout) for layout in form.operands),
+        out_specs=[spec_of(Layout(layout.dims)) for layout in form.results],
+        check_vma=False,
+    )
 
 
 def function_of(
