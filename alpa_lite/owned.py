@@ -7,13 +7,14 @@ parts first, and with it the loops over it.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import schedules
+from alpa_lite import _jax, schedules
 from alpa_lite.asked import Asked, Step
-from alpa_lite.errors import MicrobatchError, OptionError, PlanError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
@@ -31,7 +32,10 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
 from alpa_lite.pins import Pin, Pins, places
 from alpa_lite.plan import Plan
+from alpa_lite.report import units
 from alpa_lite.runner import Passes
+
+logger = logging.getLogger(__name__)
 
 PRICES = (0.0, 1.0, 4.0, 16.0)
 """Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
@@ -40,6 +44,10 @@ PRICES = (0.0, 1.0, 4.0, 16.0)
 LEAST = 2e-3
 """Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
 tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/pipeline_overhead.py`)."""
+
+
+MOVED = "in each call"
+"""What the notes on leaves that move have in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +81,11 @@ def owned(run: Passes, step: Step, asked: Asked) -> Staged:
     given = asked.num_microbatches
     if given is not None and given > 1:
         return _planned(run, _in_turns(run, step, asked, given), asked)
-    staged = _planned(run, _at_once(run, step, asked), asked)
+    parts = _at_once(run, step, asked)
+    for line in (*step.traced.notes, *parts.loop.notes):
+        if MOVED in line:
+            logger.warning("%s: %s", step.traced.name, line)
+    staged = _planned(run, parts, asked)
     count = _worth(step, asked) if given is None and staged.seconds >= LEAST else 1
     if count == 1:
         return staged
@@ -159,7 +171,7 @@ def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
             size = traced.graph.values[value].nbytes
             notes.append(
                 f"{shown(traced.arguments[leaf.numbers[0]].path)} lies in parts on {len(some)} submeshes, but an "
-                f"operation reads all of it: it is moved in each call ({size} bytes)"
+                f"operation reads all of it: it is moved in each call ({units.nbytes(size)})"
             )
     traced = replace(traced, notes=(*traced.notes, *notes))
     rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
@@ -177,7 +189,8 @@ def _at_once(run: Passes, step: Step, asked: Asked) -> Parts:
     pinned, count = _pinned(asked)
     found = run("stages", stages.ownership, step.traced, pinned, count)
     graphs = run("stages", stages.owned_graphs, step.traced, found, count)
-    return Parts(Accumulated(step.traced, -1, 1, moves(step.traced, graphs, asked.pins)), graphs, tuple(range(count)))
+    notes = (reason(asked.pins), *moves(step.traced, graphs, asked.pins))
+    return Parts(Accumulated(step.traced, -1, 1, notes), graphs, tuple(range(count)))
 
 
 def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
@@ -199,7 +212,7 @@ def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
                     f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
                     f"another submesh; use num_microbatches=1"
                 )
-    return Parts(loop, graphs, found.submeshes)
+    return Parts(replace(loop, notes=(reason(asked.pins), *loop.notes)), graphs, found.submeshes)
 
 
 def _program(
@@ -221,11 +234,22 @@ def _program(
 
 
 def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
-    """The parts planned, memory more and more expensive until all fit, or at the highest price."""
+    """The parts planned, memory more and more expensive until all fit, or at the highest price.
+
+    Raises:
+      InfeasibleError: they do not fit, and leaves are copied between submeshes.
+    """
     for price in PRICES:
         staged = _program(run, parts, asked, _solved(run, parts, asked, price))
         if staged.needed <= asked.budget:
             return staged
+    copied = [line for line in parts.loop.notes if MOVED in line]
+    if copied:
+        raise InfeasibleError(
+            f"{parts.loop.traced.name} needs {units.nbytes(staged.needed)} per device where its state lies, of "
+            f"{units.nbytes(int(asked.budget))}, and leaves are copied: {copied[0]}. Take the loop over them out of "
+            "the step, and call it once for each iteration, or give more memory_per_device"
+        )
     return staged
 
 
@@ -286,11 +310,24 @@ def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str
     """What a plan says of leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
     for number, where in moved(traced, graphs).items():
-        value = traced.graph.values[traced.graph.block.inputs[number]]
+        leaf = traced.graph.block.inputs[number]
+        value = traced.graph.values[leaf]
         if number in pins.arguments and not is_small(value):
-            size = value.nbytes * len(where)
+            reader = next((op for op in graphs[where[0]].traced.graph.block.ops if leaf in reads(op)), None)
+            what = (
+                "a result" if reader is None else f"{reader.name} at {_jax.where(reader.source) or 'an unknown line'}"
+            )
             lines.append(
                 f"{shown(traced.arguments[number].path)} stays where it is, and is copied in each call to submesh "
-                f"{', '.join(map(str, where))} ({size} bytes), where an operation reads it with leaves of that submesh"
+                f"{', '.join(map(str, where))} ({units.nbytes(value.nbytes * len(where))}): {what} needs it there"
             )
     return tuple(lines)
+
+
+def reason(pins: Pins) -> str:
+    """What a plan says of the division."""
+    why = dict.fromkeys(pin.why for pin in pins.arguments.values())
+    return (
+        f"divided by where {len(pins.arguments)} arguments lie ({'; '.join(why)}): an operation runs on the submesh "
+        "that has the leaves that it reads"
+    )

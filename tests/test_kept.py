@@ -15,7 +15,7 @@ import alpa_lite
 from alpa_lite import compiler, models
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled
-from alpa_lite.errors import AlpaLiteError, OptionError, PlanError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError, PlanError
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Options, Pipeline
 from alpa_lite.passes.tracing.tracing import trace
@@ -309,3 +309,20 @@ def test_pins_that_no_cluster_has_are_refused(places, message: str) -> None:
     options = Options(cluster=cluster(4), batch_argnums=(), batch_argnames=("x",))
     with pytest.raises(OptionError, match=message):
         compiler.compile_step(evaluate, (parameters(2), examples(8)), {}, options, cluster(4), pins=Pins(pinned))
+
+
+def test_what_is_copied_is_said_and_logged(caplog) -> None:
+    """A loop over all layers runs on one submesh: the plan names the loop's line and the bytes that it pulls there."""
+
+    def sampled(p, x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: forward(p, x), x)
+
+    first, args = trained(), (parameters(), examples(4))
+    compiled = planned(first, sampled, args, ("x",))
+    notes = [note for note in compiled.plan.notes if "copied in each call" in note]
+    assert len(notes) == len(sent_arguments(compiled)) and "1.00 KiB" in notes[0] and "test_kept.py" in notes[0]
+    assert [record.message.partition(": ")[2] for record in caplog.records if "copied" in record.message] == notes
+    placed = loading.load(first.staged, first.plan).place(parameters(), examples(8))[0]
+    np.testing.assert_allclose(loading.load(compiled.staged, compiled.plan)(placed, args[1]), sampled(*args), rtol=1e-5)
+    with pytest.raises(InfeasibleError, match="Take the loop"):
+        planned(first, sampled, args, ("x",), memory_per_device=3000)

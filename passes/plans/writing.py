@@ -150,7 +150,9 @@ def _stage(
     parts = ingredients(traced, groups, planned.cluster, found.mesh, planned.communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
     memory = _memory(traced, groups, found.space, solution.choice)
-    if planned.segments.items[0].kind != "step":  # buffers wait between runs: the program knows how many
+    if all(
+        segment.kind != "step" for segment in planned.segments.items
+    ):  # buffers wait between runs: the program knows how many
         memory = replace(memory, gathered=0)  # copies of weights live within a run: they are among its temporaries
         rest = max(0, sum(used) - sum(memory.kinds.values()) + memory.activations)
         memory = replace(memory, activations=rest, total=sum(used))
