@@ -33,7 +33,8 @@ def same_but_weak(one: Signature, other: Signature) -> bool:
 def same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces of one step compute the same results from their arguments; weak dtypes do not count."""
     return (
-        (one.arguments, one.outputs, one.state) == (other.arguments, other.outputs, other.state)
+        (one.arguments, one.outputs, one.state, one.through)
+        == (other.arguments, other.outputs, other.state, other.through)
         and one.in_tree == other.in_tree
         and one.out_tree == other.out_tree
         and one.through == other.through

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
@@ -173,3 +175,43 @@ def test_known_arrays_are_not_kept_alive():
     arrays.clear()
     gc.collect()
     assert not any(ref() is not None for ref in alive)
+
+
+class Adapted(nnx.Module):
+    """A frozen layer and one that is trained."""
+
+    def __init__(self) -> None:
+        self.frozen = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.trained = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.trained(jnp.tanh(self.frozen(x)))
+
+
+def adapt(model: Adapted, batch: Any) -> jax.Array:
+    def loss(trained: nnx.Linear) -> jax.Array:
+        return ((trained(jnp.tanh(model.frozen(batch["x"]))) - batch["y"]) ** 2).mean()
+
+    value, grads = nnx.value_and_grad(loss)(model.trained)
+    nnx.update(model.trained, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model.trained), grads))
+    return value
+
+
+@pytest.mark.parametrize("where", SLOW_PIPELINE)
+def test_variables_that_a_step_does_not_update_stay_the_callers(where, copied):
+    options = METHODS[where]() if where == "pipeline" else {"method": alpa_lite.DataParallel()}
+    run, jitted = alpa_lite.parallelize(adapt, **options), nnx.jit(adapt)
+    (model, plain), (_, batch, _) = (Adapted(), Adapted()), make()
+    before = jax.tree.leaves(nnx.state(model.frozen))
+    for number in range(3):
+        if number == 1:
+            copied.clear()
+        old = jax.tree.leaves(nnx.state(model.trained))
+        close(run(model, batch), jitted(plain, batch))
+        after = jax.tree.leaves(nnx.state(model.frozen))
+        assert all(map(operator.is_, after, before)) and deleted(before) == {False}
+        assert not set(map(id, old)) & set(map(id, jax.tree.leaves(nnx.state(model.trained))))
+        assert deleted(old) == {number > 0}
+    assert sum(copied) == 0  # copies of what is frozen stay
+    jax.block_until_ready(model.frozen(batch["x"]))
+    close(nnx.state(model), nnx.state(plain))
