@@ -532,3 +532,23 @@ def materialised(x: jax.Array) -> jax.Array:
 
 def _behind_condition(x: jax.Array) -> jax.Array:
     return jax.lax.cond(jax.lax.optimization_barrier(jnp.bool_(True)), lambda y: y, lambda y: -y, x)
+
+
+# --- invalid values --------------------------------------------------------------------------------------------------
+
+
+def checked_values() -> tuple[str, ...]:
+    """The kinds of values that JAX raises for: "nan" with `jax_debug_nans`, "inf" with `jax_debug_infs`."""
+    return ("nan",) * bool(jax.config.jax_debug_nans) + ("inf",) * bool(jax.config.jax_debug_infs)
+
+
+def checks_values() -> bool:
+    """Whether JAX looks for invalid values in results."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
+@contextlib.contextmanager
+def values_unchecked() -> Iterator[None]:
+    """Within it, JAX does not look at results."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield

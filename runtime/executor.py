@@ -54,7 +54,7 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, moves, ownership, placement
+from alpa_lite.runtime import callbacks, invalid, moves, ownership, placement
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
@@ -351,6 +351,11 @@ class Executable:
 
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
+        if _jax.checks_values():
+            return invalid.watched(self._computed, leaves, self._traced, self._owned)
+        return self._computed(leaves)
+
+    def _computed(self, leaves: list[Any]) -> list[Any]:
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         if self._frozen is not None:
             kept = self._frozen.placed(kept)

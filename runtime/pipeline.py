@@ -42,7 +42,7 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.program import Free, Program, Run, Send, describe, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, moves, ownership, placement
+from alpa_lite.runtime import callbacks, invalid, moves, ownership, placement
 from alpa_lite.runtime.executor import mesh_of
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.ownership import Owned
@@ -513,6 +513,13 @@ class PipelineExecutable:
 
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs."""
+        if not _jax.checks_values():
+            return self._computed(leaves)
+        stacked = self._stacked
+        apart = list if stacked is None else lambda whole: stacked.apart(whole, lambda array: False)
+        return invalid.watched(self._computed, leaves, self._traced, self._owned, apart)
+
+    def _computed(self, leaves: list[Any]) -> list[Any]:
         self.compile()
         last = self._stacked is None and len(leaves) == len(self._arguments) and self._is_last(leaves)
         if last:
@@ -562,8 +569,6 @@ class PipelineExecutable:
         if callbacks.MARKER in text:  # a callback said it, in the last line of the trace that JAX made of it
             return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
         item = self._items[number]
-        if type(error).__name__ == "InternalFloatingPointError":  # of `jax_debug_nans`; its text says nothing
-            return FloatingPointError(f"{describe(self._program, item)} made an invalid value (nan or inf)")
         lines = ""
         if isinstance(item, Run):
             found = [_line_of(i) for i in self._segment(item.executable).instructions]

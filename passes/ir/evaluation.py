@@ -59,7 +59,7 @@ def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = No
     def read(atom: int | Lit) -> Any:
         return atom.value if isinstance(atom, Lit) else env[atom]
 
-    last = _last_uses(block)
+    last = last_uses(block)
     for op in block.ops:
         results = bind(op, [read(atom) for atom in op.operands], place, own)
         for value, result in zip(op.results, results, strict=True):
@@ -128,7 +128,7 @@ def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[
     return [*carry, *ys]
 
 
-def _last_uses(block: Block) -> dict[int, list[int]]:
+def last_uses(block: Block) -> dict[int, list[int]]:
     """For each op, by its index, the values of the block that nothing reads after it; outputs are never among them."""
     seen = {atom for atom in block.outputs if isinstance(atom, int)}
     last: dict[int, list[int]] = {}

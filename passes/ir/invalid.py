@@ -1,0 +1,126 @@
+"""Where an invalid value (nan, inf) comes from: a graph evaluated one operation at a time.
+
+An operation *makes* an invalid value if a result has one and no operand has. Many do and hurt nobody, such as what
+`jnp.where` throws away afterwards. So evaluation only notes which values are invalid; then the way is walked back from
+an invalid output: from each operation to an operand that is invalid, until there is none. Loops and branches are
+followed inside: a scan iteration by iteration, up to the first one that returns an invalid value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.graph import Block, Graph, Lit, Op
+from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.ir.loops import ScanView, WhileView
+
+Invalid = Callable[[Any], bool]
+"""Whether an array holds an invalid value."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an invalid value comes from.
+
+    Attributes:
+      op: what made it; None if it was given.
+      argument: of the graph, by number, if it was given; else -1.
+      output: of the graph, by number, that it reaches.
+      iterations: of the loops around the operation, the outermost first.
+    """
+
+    op: Op | None
+    argument: int
+    output: int
+    iterations: tuple[int, ...] = ()
+
+
+def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | None:
+    """Where the first invalid output of a graph comes from; None if all are valid.
+
+    Args:
+      leaves: one array for each argument.
+      invalid: tells arrays that hold an invalid value.
+    """
+    found = _in_block(graph.block, [*leaves, *graph.constants], invalid)
+    return None if found is None else found[0]
+
+
+def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> tuple[Origin, list[Any]] | None:
+    """The origin of a block's first invalid output, and its outputs; None if all are valid.
+
+    The origin's argument is an input of the block, its output one of the block.
+    """
+    env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
+    bad = {value for value, array in env.items() if invalid(array)}
+    origins: dict[int, Origin] = {}
+
+    def read(atom: int | Lit) -> Any:
+        return atom.value if isinstance(atom, Lit) else env[atom]
+
+    last = evaluation.last_uses(block)
+    for op in block.ops:
+        operands = [read(atom) for atom in op.operands]
+        results = evaluation.bind(op, operands)
+        made = [value for value, result in zip(op.results, results, strict=True) if invalid(result)]
+        given = next((atom for atom in op.operands if isinstance(atom, int) and atom in bad), None)
+        if made:
+            known = origins.get(given) if given is not None else _inside(op, operands, invalid)
+            number = block.inputs.index(given) if given in block.inputs else -1  # -1 where `known` says more
+            origins.update(dict.fromkeys(made, known or Origin(None, number, -1)))
+            bad.update(made)
+        env.update(zip(op.results, results, strict=True))
+        for value in last.get(op.index, ()):
+            del env[value]
+    outputs = [read(atom) for atom in block.outputs]
+    for number, atom in enumerate(block.outputs):
+        if isinstance(atom, int) and atom in bad:
+            known = origins.get(atom) or Origin(None, block.inputs.index(atom), -1)
+            return Origin(known.op, known.argument, number, known.iterations), outputs
+    return None
+
+
+def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
+    """The origin of what an operation makes of valid operands: the operation itself, or one within it."""
+    found = None
+    if op.name == "scan":
+        found = _in_scan(op, operands, invalid)
+    elif op.name == "while":
+        found = _in_while(op, operands, invalid)
+    elif op.name == "cond":
+        branch = op.bodies[min(max(int(operands[0]), 0), len(op.bodies) - 1)]
+        result = _in_block(branch, operands[1:], invalid)
+        found = None if result is None else result[0]
+    if found is None or found.op is None:
+        return Origin(op, -1, -1)
+    return found
+
+
+def _in_scan(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin | None:
+    view = ScanView(op)
+    consts, carry, xs = view.taken(operands)
+    length = int(op.params["length"])
+    order = reversed(range(length)) if op.params["reverse"] else range(length)
+    for number, i in enumerate(order):
+        inputs = [*consts, *carry, *(x[i] for x in xs)]
+        found = _in_block(view.body, inputs, invalid)
+        if found is not None:
+            return Origin(found[0].op, -1, -1, (number, *found[0].iterations))
+        carry = view.given(evaluation.evaluate_block(view.body, inputs)).carry
+    return None
+
+
+def _in_while(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin | None:
+    condition, body = op.bodies
+    cond_consts, body_consts, carry = WhileView(op).taken(operands)
+    number = 0
+    while bool(evaluation.evaluate_block(condition, [*cond_consts, *carry])[0]):
+        inputs = [*body_consts, *carry]
+        found = _in_block(body, inputs, invalid)
+        if found is not None:
+            return Origin(found[0].op, -1, -1, (number, *found[0].iterations))
+        carry = tuple(evaluation.evaluate_block(body, inputs))
+        number += 1
+    return None

@@ -1,0 +1,108 @@
+"""`jax_debug_nans` and `jax_debug_infs` for planned steps: the source line and the operation that made the value.
+
+JAX looks at the results of each executable and, under `jax.jit`, runs the user's function again without compiling it.
+It cannot for ours, which it did not make from that function, and of a pipeline it would look at what stages give to
+each other. So the results of the step are looked at here, and the traced step is evaluated one operation at a time
+(`passes.ir.invalid`), on the arguments of the call. They must still be there: with one of these settings, a step works
+on copies of its arguments, so that it holds its state twice, and nothing that the caller has is donated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Traced
+from alpa_lite.passes.ir.invalid import Origin, origin
+from alpa_lite.paths import shown
+from alpa_lite.runtime.ownership import Owned
+
+
+def watched(
+    run: Callable[[list[Any]], list[Any]],
+    leaves: Sequence[Any],
+    traced: Traced,
+    owned: Owned,
+    apart: Callable[[list[Any]], list[Any]] = list,
+) -> list[Any]:
+    """The flat results of a step, computed from copies of its arguments.
+
+    Args:
+      run: the step on flat arguments.
+      leaves: them.
+      traced: the step.
+      owned: what the step may overwrite, to which the copies are added.
+      apart: from the flat arguments of a call to those of the traced step.
+
+    Raises:
+      FloatingPointError: a result is invalid; names the source line and the operation that made it so.
+    """
+    kind = " or ".join(_jax.checked_values())
+    invalid = _test(kind)
+    with _jax.values_unchecked():
+        copies = [jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        owned.add(copies)
+        results = run(copies)
+        if any(map(invalid, results)):
+            raise FloatingPointError(_said(traced, apart(list(leaves)), kind))
+    return results
+
+
+def _said(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
+    """Where the invalid value comes from, in words."""
+    try:
+        found = origin(traced.graph, _together(leaves), _test(kind))
+    except Exception as error:  # of an operation that cannot run by itself
+        return f"{traced.name} made an invalid value ({kind}); evaluating it by operations failed: {error}"
+    if found is None:
+        return f"{traced.name} made an invalid value ({kind}), which it does not if evaluated one operation at a time"
+    reached = f"It reaches {shown(traced.outputs[found.output].path)}" if traced.outputs else ""
+    if found.op is None:
+        path = shown(traced.arguments[found.argument].path) if found.argument >= 0 else "a constant"
+        return f"{path} was given to {traced.name} with an invalid value ({kind}). {reached}"
+    line = _jax.where(found.op.source) or "an unknown line"
+    return f"invalid value ({kind}) encountered in {found.op.name} at {line}{_loops(found)}. {reached}"
+
+
+def _loops(found: Origin) -> str:
+    if not found.iterations:
+        return ""
+    return f", in iteration {', '.join(map(str, found.iterations))} of the loop{'s' * (len(found.iterations) > 1)}"
+
+
+def _test(kind: str) -> Callable[[Any], bool]:
+    """Whether an array has values of this kind."""
+
+    def invalid(array: Any) -> bool:
+        if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return False
+        bad = jnp.isnan(array) if kind == "nan" else jnp.isinf(array) if kind == "inf" else ~jnp.isfinite(array)
+        return bool(bad.any())
+
+    return invalid
+
+
+def _together(leaves: Sequence[Any]) -> list[Any]:
+    """Arrays that one operation can take together: those on submeshes are spread over all of their devices."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    sets = {frozenset(array.sharding.device_set) for array in arrays}
+    if len(sets) <= 1:
+        return list(leaves)
+    devices = sorted({device for one in sets for device in one}, key=lambda device: device.id)
+    mesh = Mesh(np.array(devices), ("all",))
+
+    def spread(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        dim = next((i for i, size in enumerate(leaf.shape) if size and size % math.prod(mesh.devices.shape) == 0), None)
+        spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "all")
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return list(map(spread, leaves))
