@@ -145,7 +145,7 @@ def test_invalid_numbers_of_a_stage_are_floating_point_errors() -> None:
     run = parallel(num_stages=2)
     run(*jax.tree.map(jnp.copy, (state, batch)))
     invalid = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="x was given to .* with an invalid value"):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"x was given to .* with an invalid value"):
         run(state, invalid)
 
 
