@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from alpa_lite import replanning
+from alpa_lite import around, replanning
+from alpa_lite.around import Call, Shardings
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, same_program
 from alpa_lite.errors import OptionError
@@ -27,6 +28,8 @@ from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
 from alpa_lite.report import timeline
 from alpa_lite.runtime import executor, loading
+from alpa_lite.runtime.births import Birth
+from alpa_lite.runtime.feeding import Prefetch
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.loading import AnyExecutable
 from alpa_lite.runtime.ownership import Owned
@@ -173,8 +176,78 @@ class ParallelStep:
         return self._compiled(args, kwargs).plan
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments as arrays sharded as the plan wants them. Never aliases the caller's buffers."""
-        return self._executable(args, kwargs).place(*args, **kwargs)
+        """The arguments as arrays sharded as the plan wants them. Never aliases the caller's buffers.
+
+        Takes the batch alone, too, once the step is planned: `batch = step.place(batch)`. One argument is returned as
+        it is, several as a tuple.
+        """
+        known = [] if kwargs else self._calls()
+        if not around.is_batch_alone(known, args):
+            return self._executable(args, kwargs).place(*args, **kwargs)
+        placed = around.place_batch(known, args, self._call)
+        return placed[0] if len(placed) == 1 else placed
+
+    def prefetch(self, batches: Iterable[Any], size: int = 2) -> Prefetch:
+        """The batches, put where the plan reads them by a thread of its own while the step computes.
+
+        Batches of other shapes (a short last one) are planned for when they come. Until the step is planned, batches
+        come as they are. An error of `batches` is raised where its batch would have come; `close()` ends the thread.
+
+        Args:
+          batches: each the argument that is the batch, or the tuple of these if there are several.
+          size: how many placed batches may wait.
+
+        Example:
+          for batch in step.prefetch(loader):
+              state, loss = step(state, batch)
+        """
+
+        def place(batch: Any) -> Any:
+            known = self._calls()
+            if not known:
+                return batch
+            several = len(known[0].batch()) > 1
+            return self.place(*batch) if several else self.place(batch)
+
+        return Prefetch(batches, place, size)
+
+    def shardings(self, *args: Any, **kwargs: Any) -> Shardings:
+        """Where arguments and results lie: pytrees with a `NamedSharding` for each array. Nothing is executed.
+
+        For restores, data loaders, and `jax.jit`, whose `in_shardings` and `out_shardings` they can be.
+
+        Args:
+          args, kwargs: arrays or `jax.ShapeDtypeStruct`s.
+        """
+        call = self._call(args, kwargs)
+        return around.shardings_of(call, self._compiled(args, kwargs).traced.out_tree)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, rest: Any = None) -> Any:
+        """State that is born sharded as the plan wants it: `init_fn(*args)`, no device or host of which has the whole.
+
+        The numbers are those of `jax.jit(init_fn)(*args)`, bit for bit: each mesh of the plan makes its own leaves,
+        some at a time, and each device keeps its blocks. A leaf that takes more than a quarter of a device's memory is
+        made in blocks, equal up to rounding.
+
+        Args:
+          init_fn: makes an argument of the step, or a tuple of arguments: `TrainState.create` in a function, the `init`
+            of a linen module or of an Optax optimizer, a constructor of NNX modules.
+          args: of `init_fn`, such as a random key.
+          rest: if the step is not planned yet, its arguments after those that `init_fn` makes, or a dict of all others
+            by name; arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          OptionError: the step has no plan and `rest` is not given, or the step does not take what `init_fn` makes.
+
+        Example:
+          state = train_step.init(create_train_state, jax.random.key(0), rest=(batch,))
+        """
+        birth = Birth(init_fn, args)
+        known = self._calls()
+        call = known[-1] if known else self._call(*around.completed(self._fun, birth.shapes, rest))
+        state, arrays = around.born(birth, call, room=self.cluster.usable_memory / 4)
+        self._owned.add(arrays)
+        return state
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
@@ -216,6 +289,27 @@ class ParallelStep:
         with self._lock:
             return tuple(self._plans)
 
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A call, planned for."""
+        with self._entry(args, dict(kwargs)) as entry:
+            compiled = self._planned_step(entry, args, dict(kwargs))
+            return self._as_call(entry, compiled)
+
+    def _calls(self) -> list[Call]:
+        """The calls that were planned for and are kept, the one used last first."""
+        with self._lock:
+            entries = list(dict.fromkeys(reversed(self._planned.values())))
+        return [self._as_call(entry, entry.compiled) for entry in entries if entry.compiled is not None]
+
+    def _as_call(self, entry: _Planned, compiled: Compiled) -> Call:
+        def executable() -> AnyExecutable:
+            with entry.lock:
+                return entry.load(self._options, self._owned, self._copies)
+
+        roles = {argument.path: argument.role for argument in compiled.source.arguments}
+        assert compiled.source.calling is not None
+        return Call(compiled.source.calling, *entry.shapes, executable, roles)
+
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """The planned step for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
@@ -231,7 +325,10 @@ class ParallelStep:
         if entry.compiled is None:
             own = self.plans
             why = "another signature of its arguments" if own else "first signature of its arguments"
-            entry.compiled = compile_alike(self._fun, args, kwargs, self._options, self.cluster, own, why)
+            compiled = compile_alike(self._fun, args, kwargs, self._options, self.cluster, own, why)
+            assert compiled.source.calling is not None
+            entry.shapes = around.abstract(compiled.source.calling, args, kwargs)
+            entry.compiled = compiled
             with self._lock:
                 self._plans.append(entry.compiled.plan)
                 del self._plans[1:-SIGNATURES]
@@ -299,6 +396,7 @@ class _Planned:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.compiled: Compiled | None = None
+        self.shapes: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}  # of the call that was planned for
         self.executable: AnyExecutable | None = None
         self._weak: list[tuple[bool, ...]] = []  # patterns of weak dtypes beyond the planned one
 

@@ -14,9 +14,9 @@ Paths are compared key by key from their ends, so that `params['dense']['kernel'
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,6 +35,8 @@ from alpa_lite.records import spec_axes
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Kind = tuple[tuple[int, ...], str]
 """Shape, and the dtype's name."""
 
@@ -44,18 +46,63 @@ class Place:
     """Where a plan has one leaf that is no batch.
 
     Attributes:
-      keys: of its path, the last one first.
+      path: its stored path.
       kind: its shape and dtype.
       where: its pin, or the parts of a stacked leaf that several submeshes have.
     """
 
-    keys: tuple[str, ...]
+    path: str
     kind: Kind
     where: Pin | tuple[Piece, ...]
 
 
+class Ends(Generic[T]):
+    """Leaves by the ends of their paths: where each is, for leaves of other pytrees that stand for the same."""
+
+    def __init__(self, leaves: Iterable[tuple[str, Kind, T]]) -> None:
+        """Args:
+        leaves: path, kind, and where each leaf is; of equal paths and kinds the first counts.
+        """
+        self._ends: dict[tuple[Kind, tuple[str, ...]], tuple[T, ...]] = {}  # several: no place can be told
+        whole: dict[tuple[Kind, tuple[str, ...]], T] = {}
+        for path, kind, where in leaves:
+            last_first = _last_first(keys(path))
+            if (kind, last_first) in whole:
+                continue
+            whole[kind, last_first] = where
+            for length in range(1, len(last_first) + 1):
+                end = kind, last_first[:length]
+                known = self._ends.get(end, ())
+                self._ends[end] = known if where in known else (*known, where)
+        self._ends.update((end, (where,)) for end, where in whole.items())
+
+    def find(self, path: str, kind: Kind) -> T | None:
+        """Where the leaf is that a path most likely stands for; None if there is none, or if there are several."""
+        return self.find_keys(keys(path), kind)
+
+    def find_keys(self, path: Sequence[str], kind: Kind) -> T | None:
+        """The same for a path in keys."""
+        found = self.candidates(path, kind)
+        return found[0] if len(found) == 1 else None
+
+    def candidates(self, path: Sequence[str], kind: Kind) -> tuple[T, ...]:
+        """All places that the longest common end of a path leads to."""
+        last_first = _last_first(path)
+        for length in range(len(last_first), 0, -1):
+            found = self._ends.get((kind, last_first[:length]))
+            if found is not None:
+                return found
+        return ()
+
+
+def _last_first(path: Sequence[str]) -> tuple[str, ...]:
+    """The keys of a path from its end. Flax writes the array of a Variable as its `value` in some pytrees alone."""
+    kept = path[:-1] if len(path) > 1 and path[-1] == "value" else path
+    return tuple(reversed(kept))
+
+
 class Likeness:
-    """The leaves of some plans, found by the ends of their paths."""
+    """Where some plans have their state."""
 
     def __init__(self, plans: Sequence[Plan], why: str) -> None:
         """Args:
@@ -65,27 +112,7 @@ class Likeness:
         self.why = why
         self._plans = plans
         self.places = [place for plan in plans for place in places_of(plan, why)]
-        self._ends: dict[tuple[Kind, tuple[str, ...]], Place | None] = {}  # None: several places
-        whole: set[tuple[Kind, tuple[str, ...]]] = set()
-        for place in self.places:
-            if (place.kind, place.keys) in whole:
-                continue  # another stage, or another plan, has the same leaf: the first one counts
-            whole.add((place.kind, place.keys))
-            for length in range(1, len(place.keys) + 1):
-                end = place.kind, place.keys[:length]
-                other = self._ends.setdefault(end, place)
-                if other is not None and other.where != place.where:
-                    self._ends[end] = None
-        self._ends.update(((p.kind, p.keys), p) for p in reversed(self.places))
-
-    def find(self, path: str, kind: Kind) -> Place | None:
-        """The place of the leaf that a path most likely stands for; None if there is none, or several."""
-        last_first = tuple(reversed(keys(path)))
-        for length in range(len(last_first), 0, -1):
-            end = kind, last_first[:length]
-            if end in self._ends:
-                return self._ends[end]
-        return None
+        self._ends = Ends((place.path, place.kind, place.where) for place in self.places)
 
     def pins(self, flat: Sequence[tuple[str, Any]], *, state_alone: bool = False) -> Pins:
         """The pins of a call.
@@ -100,25 +127,25 @@ class Likeness:
         state = set()
         for number, (path, leaf) in enumerate(flat):
             kind = kind_of(leaf)
-            place = None if kind is None else self.find(path, kind)
-            if place is not None:
+            where = None if kind is None else self._ends.find(path, kind)
+            if where is not None:
                 state.add(number)
             elif state_alone:
                 continue
             there = _lies(leaf, meshes)
             if there is not None:
                 found[number] = Pin(*there, self.why)
-            elif place is not None and isinstance(place.where, Pin):
-                found[number] = place.where
-            elif place is not None:
-                pieces[number] = place.where
+            elif isinstance(where, Pin):
+                found[number] = where
+            elif where is not None:
+                pieces[number] = where
         return Pins(found, pieces, frozenset(state))
 
     def covers(self, flat: Sequence[tuple[str, Any]]) -> bool:
         """Whether a call has all state of the plans, in the same shapes."""
-        here = {(tuple(reversed(keys(path))), kind_of(leaf)) for path, leaf in flat}
+        here = {(path, kind_of(leaf)) for path, leaf in flat}
         state = [place for place in self.places if place.kind[0]]
-        return bool(state) and all((place.keys, place.kind) in here for place in state)
+        return bool(state) and all((place.path, place.kind) in here for place in state)
 
     def _meshes(self) -> Mapping[Any, tuple[LogicalMesh, int]]:
         """The meshes of the plans, by the devices that they are here."""
@@ -137,13 +164,12 @@ def places_of(plan: Plan, why: str) -> list[Place]:
     leaves = {leaf.path: leaf for stage in plan.stages for leaf in stage.arguments}
     out = []
     for path, where in pins.places(plan, why).items():
-        last_first = tuple(reversed(keys(path)))
         if isinstance(where, Pin):
             leaf = leaves[path]
-            out.append(Place(last_first, (tuple(leaf.shape), leaf.dtype), where))
+            out.append(Place(path, (tuple(leaf.shape), leaf.dtype), where))
         else:
             first = leaves[f"{path}[{where[0].low}:{where[0].high}]"]
-            out.append(Place(last_first, ((where[-1].high, *first.shape[1:]), first.dtype), where))
+            out.append(Place(path, ((where[-1].high, *first.shape[1:]), first.dtype), where))
     return out
 
 

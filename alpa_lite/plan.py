@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,26 @@ class Plan(PlanRecord):
         from alpa_lite.report import timeline
 
         timeline.write(path, self.division.timeline)
+
+    def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
+        """Where the plan has the leaves of a pytree: the same pytree with a `NamedSharding` for each.
+
+        A leaf is found by the end of its path, its shape and its dtype, so that `params`, a whole `TrainState`, an NNX
+        module or its state, and what a checkpoint holds all do. A leaf that the plan does not have is replicated on the
+        mesh of the first stage. For restores (Orbax), data loaders, and `jax.jit`.
+
+        Args:
+          tree: arrays or `jax.ShapeDtypeStruct`s.
+          devices: in the order of the cluster; by default `jax.devices()`.
+
+        Raises:
+          PlanError: there are too few devices, or several leaves of the plan may be meant that lie differently.
+        """
+        import jax
+
+        from alpa_lite import around
+
+        return around.planned_shardings(self, tree, jax.devices() if devices is None else devices)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version."""

@@ -238,6 +238,14 @@ class Executable:
         positional = tuple(whole[i] for i in range(len(args)))
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
 
+    @property
+    def shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Where the flat arguments and the flat results of the user's step lie."""
+        results = list(self._out_shardings)
+        for place, argument in self._traced.through:
+            results.insert(place, self._in_shardings[argument])
+        return list(self._in_shardings), results
+
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step. Its inputs are (donated arguments, other arguments, constants), each flat."""
         with self._compiling:

@@ -147,6 +147,21 @@ class PipelineExecutable:
         positional = tuple(whole[i] for i in range(len(args)))
         return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
 
+    @property
+    def shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Where the flat arguments are read first, and where the flat results of the user's step lie.
+
+        What no stage reads may lie anywhere: it is replicated on the first submesh.
+        """
+        anywhere = NamedSharding(self._meshes[0], jax.sharding.PartitionSpec())
+        arguments = [self._sharding(group[0]) if group else anywhere for group in self._program.inputs]
+        results = [self._sharding(number) for number in self._program.outputs]
+        if self._stacked is not None:
+            arguments, results = self._stacked.shardings(arguments, results, anywhere)
+        for place, argument in self._traced.through:
+            results.insert(place, arguments[argument])
+        return arguments, results
+
     def hlo(self) -> tuple[str, ...]:
         """The optimised HLO text of each executable, in the program's order."""
         return tuple(compiled.as_text() for compiled in self.compile())

@@ -95,6 +95,16 @@ class StackedLeaves:
                 out[place] = array
         return out
 
+    def shardings(
+        self, arguments: Sequence[NamedSharding], results: Sequence[NamedSharding], anywhere: NamedSharding
+    ) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Those of the user's leaves, of those of the cut step; `anywhere` for leaves that lie nowhere."""
+
+        def whole(leaves: Sequence[_Leaf], parts: Sequence[NamedSharding]) -> list[NamedSharding]:
+            return [(one.whole or anywhere) if one.bounds else parts[one.numbers[0]] for one in leaves]
+
+        return whole(self._arguments, arguments), whole(self._results, results)
+
     def together(self, outputs: Sequence[Any], *, arguments: bool = False) -> list[Any]:
         """The user's results, of those of the cut step; or the arguments, of its arguments."""
         out: list[Any] = []

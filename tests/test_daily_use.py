@@ -50,9 +50,11 @@ def distance(predictions: jax.Array, batch: Any) -> jax.Array:
     return ((predictions - batch["y"]) ** 2).mean()
 
 
+APPLY = Net().apply
+
+
 def create(key: Any) -> TrainState:
-    net = Net()
-    return TrainState.create(apply_fn=net.apply, params=net.init(key, jnp.ones((1, WIDTH))), tx=OPTIMIZER)
+    return TrainState.create(apply_fn=APPLY, params=Net().init(key, jnp.ones((1, WIDTH))), tx=OPTIMIZER)
 
 
 @functools.cache
@@ -74,6 +76,7 @@ def norm_of(params: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(params)))
 
 
+SLOW = pytest.param("pipeline", marks=pytest.mark.slow)
 METHODS = {
     "zero": (alpa_lite.Zero(3), "auto"),
     "mesh": (alpa_lite.Sharded((4, 2)), "auto"),
@@ -103,7 +106,7 @@ def pointers(tree: Any) -> list[int]:
 # -- like= ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["zero", "mesh", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["zero", pytest.param("mesh", marks=pytest.mark.slow), SLOW])
 def test_evaluation_keeps_the_state_where_the_train_step_has_it(method: str, caplog: Any) -> None:
     step = parallel(train, method)
     test = alpa_lite.parallelize(evaluate, like=step)
@@ -132,7 +135,7 @@ def test_abstract_and_host_leaves_are_matched_by_the_ends_of_their_paths() -> No
     step = parallel(train, "zero")
     plan = step.plan(initial(), examples(16))
     trained = {leaf.path: leaf.spec for leaf in plan.stages[0].arguments}
-    shapes = jax.eval_shape(lambda: initial().params)
+    shapes = jax.eval_shape(create, jax.random.key(0)).params
 
     def predict(params: Any, x: jax.Array) -> jax.Array:
         return Net().apply(params, x)
@@ -185,7 +188,7 @@ def test_what_only_derives_values_from_the_state_does_not_donate_it() -> None:
 # -- other signatures -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["zero", "mesh"])
+@pytest.mark.parametrize("method", ["zero", pytest.param("mesh", marks=pytest.mark.slow)])
 def test_a_short_batch_is_planned_once_and_moves_nothing(method: str, caplog: Any) -> None:
     step = parallel(train, method)
     state, reference = initial(), initial()
@@ -233,7 +236,7 @@ def lora(adapters: Any, base: Any, batch: Any) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda p, g: p - 0.1 * g, adapters, grads), loss
 
 
-@pytest.mark.parametrize("where", ["device", "read-only", "host"])
+@pytest.mark.parametrize("where", [pytest.param("device", marks=pytest.mark.slow), "read-only", "host"])
 def test_frozen_weights_are_placed_once_and_stay(where: str, caplog: Any) -> None:
     draw = np.random.default_rng(0)
     base = {"in": draw.normal(size=(WIDTH, 32)), "out": draw.normal(size=(32, OUT))}

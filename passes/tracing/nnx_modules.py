@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,29 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
       tree: a pytree that may hold NNX objects.
       function: from the flat leaves, those of NNX objects included, to as many others.
     """
+    leaves, treedef = flattened(tree)
     if not present(tree):
-        leaves, treedef = jax.tree_util.tree_flatten(tree)
         return jax.tree_util.tree_unflatten(treedef, function(leaves))
+    return unflattened(treedef, function(leaves))
+
+
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The flat leaves of a pytree that may hold NNX objects, and what `unflattened` makes the same of."""
+    if not present(tree):
+        return jax.tree_util.tree_flatten(tree)
     from flax import nnx
 
-    pure = nnx.extract.to_tree(tree, split_fn=_split)
-    leaves, treedef = jax.tree_util.tree_flatten(pure)
-    return nnx.extract.from_tree(jax.tree_util.tree_unflatten(treedef, function(leaves)), merge_fn=_merge)
+    return jax.tree_util.tree_flatten(nnx.extract.to_tree(tree, split_fn=_split))
+
+
+def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """The pytree of some leaves, with new NNX objects where `flattened` met some."""
+    tree = jax.tree_util.tree_unflatten(treedef, leaves)
+    if "flax.nnx" not in sys.modules:
+        return tree
+    from flax import nnx
+
+    return nnx.extract.from_tree(tree, merge_fn=_merge)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,287 @@
+"""Around a step: its state born where the plan wants it, its batches put there, and where everything lies.
+
+A step remembers the calls that it was planned for, without their arrays. From such a call follow the shardings of all
+flat arguments, and with them what state and batches need that come later: `step.init`, `step.place` of a batch alone,
+`step.shardings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from alpa_lite.calling import Calling
+from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.likeness import Ends, Kind, kind_of, places_of
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.paths import keys, shown
+from alpa_lite.pins import Pin, pin_of
+from alpa_lite.plan import Plan
+from alpa_lite.runtime import placement
+from alpa_lite.runtime.births import Birth
+from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.loading import AnyExecutable
+
+
+class Shardings(NamedTuple):
+    """Where the arguments and the results of a step lie: pytrees like theirs with a `NamedSharding` for each array.
+
+    Attributes:
+      arguments: the tuple of positional arguments; with keywords, that tuple and a dict of the keywords.
+      results: what the step returns. What NNX objects hold after the call lies as before it.
+    """
+
+    arguments: Any
+    results: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call that a step was planned for, with shapes in place of arrays.
+
+    Attributes:
+      calling: its form.
+      args, kwargs: as the step takes them.
+      executable: gives the executable, which need not be compiled.
+      roles: stored path of each flat argument -> its role.
+    """
+
+    calling: Calling
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    executable: Callable[[], AnyExecutable]
+    roles: Mapping[str, str]
+
+    def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
+        """Path, kind and sharding of each flat argument."""
+        flat, _ = nnx_modules.flattened(self.calling.traced(self.args, self.kwargs))
+        paths = calls.paths(self.calling, self.args, self.kwargs)
+        where, _ = self.executable().shardings
+        return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, where, strict=True)]
+
+    def batch(self) -> list[tuple[str, int | str]]:
+        """Name and place of each argument that has the batch, or a part of it."""
+        roots = {keys(path)[0] for path, role in self.roles.items() if role == "batch"}
+        places = [*zip(self.calling.names, range(len(self.args)), strict=True), *((n, n) for n in self.kwargs)]
+        return [(name, place) for name, place in places if name in roots]
+
+    def given(self, places: Sequence[int | str], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with other arguments in some places."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for place, value in zip(places, values, strict=True):
+            if isinstance(place, int):
+                args[place] = value
+            else:
+                kwargs[place] = value
+        return tuple(args), kwargs
+
+
+def abstract(
+    calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype, weak = calls.leaf_type(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+
+    new_args, new_kwargs = nnx_modules.replace_arrays(
+        calling.traced(args, kwargs), lambda leaves: list(map(spec, leaves))
+    )
+    whole = dict(zip(calling.dynamic, new_args, strict=True)) | dict(calling.static_positions)
+    return tuple(whole[i] for i in range(len(args))), {**calling.static_keywords, **new_kwargs}
+
+
+def shardings_of(call: Call, out_tree: Any) -> Shardings:
+    """Where arguments and results of a call lie.
+
+    Args:
+      out_tree: of the traced step.
+    """
+    where, results = call.executable().shardings
+    args, kwargs = nnx_modules.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
+    whole = dict(zip(call.calling.dynamic, args, strict=True)) | dict(call.calling.static_positions)
+    positional = tuple(whole[i] for i in range(len(call.args)))
+    out = jax.tree_util.tree_unflatten(out_tree, results)
+    if call.calling.modules:
+        out = out[1]
+    return Shardings((positional, {**call.calling.static_keywords, **kwargs}) if call.kwargs else positional, out)
+
+
+def planned_shardings(plan: Plan, tree: Any, devices: Sequence[Any]) -> Any:
+    """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
+    leaves, _ = nnx_modules.flattened(tree)
+    kinds = list(map(kind_of, leaves))
+    # Only the ends of paths are compared, so any name stands for the pytree itself.
+    paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in nnx_modules.leaf_paths(tree)]
+    meshes: dict[Any, NamedSharding] = {}
+
+    def sharding(pin: Pin) -> NamedSharding:
+        if pin not in meshes:
+            own = list(devices)[pin.first_device : pin.first_device + pin.mesh.size]
+            meshes[pin] = NamedSharding(mesh_of(pin.mesh, own), spec_of(pin.layout))
+        return meshes[pin]
+
+    batches = [
+        (leaf.path, (tuple(leaf.shape), leaf.dtype), pin_of(stage, plan.division.first_devices[mesh], leaf, ""))
+        for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True)
+        for leaf in stage.arguments
+        if leaf.role == "batch"
+    ]
+    ends = Ends([*((place.path, place.kind, place.where) for place in places_of(plan, "")), *batches])
+    stage = plan.stages[0]
+    first = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), plan.division.first_devices[0]
+    found = []
+    for path, kind in zip(paths, kinds, strict=True):
+        where = () if kind is None else ends.candidates(keys(path)[1:], kind)
+        if len(where) > 1 or (where and not isinstance(where[0], Pin)):
+            what = f"{len(where)} leaves that lie differently may be meant" if len(where) > 1 else "submeshes share it"
+            raise PlanError(
+                f"the plan has no single sharding for {shown(path)}: {what}; give a tree with more of its path, or use "
+                "step.shardings(...)"
+            )
+        found.append(sharding(where[0] if where and isinstance(where[0], Pin) else Pin(*first, Layout(()), "")))
+    return nnx_modules.replace_arrays(tree, lambda _: found)
+
+
+# -- the batch alone ------------------------------------------------------------------------------------------------
+
+
+def is_batch_alone(known: Sequence[Call], args: tuple[Any, ...]) -> bool:
+    """Whether some arguments are too few for the step, and as many as its batch has."""
+    return bool(known) and len(args) < len(known[0].args) + len(known[0].kwargs) and len(args) == len(known[0].batch())
+
+
+def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[..., Call]) -> tuple[Any, ...]:
+    """The arguments that are the batch, where the plan reads them, in buffers of their own.
+
+    Args:
+      known: the planned calls, the one used last first. A batch of another shape is planned for with the state of that.
+      args: the batch.
+      planned: the call of some arguments, which is planned if it is new.
+    """
+    names, places = zip(*known[0].batch(), strict=True)
+    call = planned(*known[0].given(places, args))
+    where = {path: sharding for path, _, sharding in call.leaves()}
+    paths = calls.paths(call.calling, call.args, call.kwargs)
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    mine = [path for name in names for path in paths if keys(path)[0] == name]
+    return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [where[path] for path in mine]))
+
+
+# -- initialisation -------------------------------------------------------------------------------------------------
+
+
+def completed(fun: Callable[..., Any], shapes: Any, rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step whose state is initialised before anything was planned.
+
+    Args:
+      shapes: the result of the initialisation: the first argument, or a tuple of the first ones.
+      rest: the arguments that follow, or all others by name.
+
+    Raises:
+      OptionError: `rest` is missing, or there are too many or too few arguments.
+    """
+    name = getattr(fun, "__name__", "the step")
+    if rest is None:
+        raise OptionError(
+            f"{name} has no plan yet, so it is not known where its state is to lie: give the step's other arguments, "
+            f"or their shapes, as in {name}.init(create, key, rest=(batch,)), or call {name}.plan(...) before"
+        )
+    more = dict(rest) if isinstance(rest, Mapping) else {}
+    after = () if isinstance(rest, Mapping) else tuple(rest) if isinstance(rest, tuple | list) else (rest,)
+    several = tuple(shapes) if type(shapes) in (tuple, list) else ()
+    for first in (several, (shapes,)):
+        if first and _binds(fun, (*first, *after), more):
+            return (*first, *after), more
+    raise OptionError(
+        f"{name}.init: what the initialisation makes and the {len(after) + len(more)} arguments of rest= are not the "
+        f"arguments of {name}{inspect.signature(fun)}; give all that follow, or all others by name, as in "
+        "rest={'batch': batch}"
+    )
+
+
+def _binds(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def born(birth: Birth, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
+    """The state that an initialisation makes, as a planned call reads it, and its flat arrays.
+
+    The result is the argument, or the tuple of arguments, whose leaves it has most of in common: path, shape and dtype.
+    Leaves that no argument has are found by the ends of their paths; if there is none, they are replicated.
+
+    Args:
+      room: bytes of a device that one leaf may take whole.
+
+    Raises:
+      OptionError: nothing of it is an argument.
+    """
+    leaves = call.leaves()
+    exact = {(keys(path), kind): sharding for path, kind, sharding in leaves}
+    ends = Ends(leaves)
+    made = [
+        (tuple(map(_key, path.keys)), keys(path.inner), (tuple(kind.shape), str(kind.dtype)))
+        for path, kind in zip(birth.paths, birth.types, strict=True)
+    ]
+    roots = _roots(made, list(dict.fromkeys(keys(path)[0] for path, _, _ in leaves)), exact)
+    shardings, found = [], 0
+    anywhere = NamedSharding(leaves[0][2].mesh, jax.sharding.PartitionSpec())
+    for (outer, inner, kind), (root, skip) in zip(made, roots, strict=True):
+        place = exact.get(((root, *outer[skip:], *inner), kind)) or ends.find_keys((*outer, *inner), kind)
+        found += place is not None
+        shardings.append(place or anywhere)
+    if not found:
+        raise OptionError(
+            "init: nothing that the initialisation makes has the path, shape and dtype of an argument of the step: it "
+            f"makes {', '.join(f'{kind[1]}{list(kind[0])}' for _, _, kind in made[:3])}, and the step takes "
+            f"{', '.join(f'{shown(path)} {kind[1]}{list(kind[0])}' for path, kind, _ in leaves[:3])}"
+        )
+    return birth.run(shardings, room)
+
+
+def _roots(
+    made: Sequence[tuple[tuple[str, ...], tuple[str, ...], Kind]], names: Sequence[str], exact: Mapping[Any, Any]
+) -> list[tuple[str, int]]:
+    """For each result the argument that it is a part of, and how many keys of its path stand for the argument.
+
+    Args:
+      made: for each result the keys to it, those within an NNX object, and its kind.
+      names: of the arguments.
+      exact: what the arguments have, by path in keys and kind.
+    """
+
+    def hits(numbers: Sequence[int], name: str, skip: int) -> int:
+        return sum(((name, *made[n][0][skip:], *made[n][1]), made[n][2]) in exact for n in numbers)
+
+    def best(numbers: Sequence[int], skip: int) -> str:
+        return max(names, key=lambda name: hits(numbers, name, skip))
+
+    everything = range(len(made))
+    parts: dict[str, list[int]] = {}
+    for n in everything:
+        parts.setdefault(made[n][0][0] if made[n][0] else "", []).append(n)
+    whole = best(everything, 0)
+    each = {part: best(some, 1) for part, some in parts.items()}
+    if sum(hits(some, each[part], 1) for part, some in parts.items()) > hits(everything, whole, 0):
+        chosen = {n: (each[part], 1) for part, some in parts.items() for n in some}
+        return [chosen[n] for n in everything]
+    return [(whole, 0)] * len(made)
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

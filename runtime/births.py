@@ -1,0 +1,126 @@
+"""State that is born sharded: an initialisation runs where its results belong, and nobody ever holds the whole.
+
+The initialisation is traced once, and its results are made some at a time, on the mesh of each: all devices for a plan
+on one mesh, a submesh for each group of stages of a pipeline. What these results do not need is left out.
+
+*Bit for bit.* A program that makes a block of a random array computes the same random bits (threefry), but not the same
+numbers: the CPU compiler vectorises other loops, and some elements of a normal distribution differ in the last bit
+(measured on JAX 0.12: 14 of 512). Generators that are not counter-based (`rbg`) make other bits. So a group of results
+is computed whole, by every device of its mesh, as the unsharded program computes it, and each device keeps its block.
+Groups have an eighth of the bytes of all, or one result: that is what a device holds beyond its blocks. Only a result
+that has no room is computed in blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from alpa_lite.graph import Graph, Lit
+from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.evaluation import evaluate
+from alpa_lite.passes.tracing import conversion, nnx_modules
+from alpa_lite.runtime import placement
+
+logger = logging.getLogger(__name__)
+
+GROUPS = 8
+"""About so many programs make the state of a mesh: each costs a compilation, and has a share of the state whole."""
+
+
+class Birth:
+    """A traced initialisation.
+
+    Attributes:
+      shapes: the result with a `jax.ShapeDtypeStruct` for each array; NNX objects hold them in their Variables.
+      paths: for each flat result JAX's keys, and the path within an NNX object, as `nnx_modules.LeafPath`.
+      types: for each flat result its shape and dtype.
+    """
+
+    def __init__(self, init: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Traces `init(*args)`. Nothing is executed."""
+        self._leaves, in_tree = jax.tree_util.tree_flatten(args)
+        self._tree: Any = None
+        self.paths: list[nnx_modules.LeafPath] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            out = init(*jax.tree_util.tree_unflatten(in_tree, leaves))
+            self.paths = nnx_modules.leaf_paths(out)
+            arrays, self._tree = nnx_modules.flattened(out)
+            return arrays
+
+        traced = jax.jit(flat).trace(*self._leaves)
+        self._graph: Graph = conversion.graph_of(traced.jaxpr)
+        self.types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.jaxpr.out_avals]
+        self.shapes = nnx_modules.unflattened(self._tree, self.types)
+
+    def run(self, shardings: Sequence[NamedSharding], room: float) -> tuple[Any, list[jax.Array]]:
+        """The result with arrays that lie as `shardings` say, one for each flat result, and these arrays.
+
+        Args:
+          room: bytes of a device that one whole result may take.
+        """
+        sizes = [int(np.prod(one.shape)) * getattr(one.dtype, "itemsize", 4) for one in self.types]
+        meshes: dict[Any, list[int]] = {}
+        for number, sharding in enumerate(shardings):
+            meshes.setdefault(sharding.mesh, []).append(number)
+        made: list[Any] = [None] * len(shardings)
+        for numbers in meshes.values():
+            large = [n for n in numbers if sizes[n] > room]
+            if large:
+                logger.info("%s results have no room whole: they are made in blocks, equal up to rounding", len(large))
+            groups = [(large, False)] if large else []
+            groups += [(group, True) for group in _grouped([n for n in numbers if sizes[n] <= room], sizes)]
+            for group, whole in groups:
+                wanted = [shardings[n] for n in group]
+                for number, array in zip(group, self._group(group, wanted, whole=whole), strict=True):
+                    made[number] = array
+        return nnx_modules.unflattened(self._tree, made), made
+
+    def _group(self, numbers: Sequence[int], shardings: Sequence[NamedSharding], *, whole: bool) -> list[jax.Array]:
+        """Some results on one mesh."""
+        block = self._graph.block
+        block = pruning.live_block(replace(block, outputs=tuple(block.outputs[n] for n in numbers)))
+        graph = replace(self._graph, block=block)
+        read = {a for op in block.ops for a in op.operands if not isinstance(a, Lit)} | set(block.outputs)
+        used = [n for n, value in enumerate(block.inputs[: len(self._leaves)]) if value in read]
+        everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())
+        inputs = [self._on(self._leaves[n], everywhere) for n in used]
+        # What is not read is not passed: it may lie on other devices.
+        absent = [None] * len(self._leaves)
+
+        def part(arrays: Sequence[Any]) -> list[Any]:
+            leaves = list(absent)
+            for n, array in zip(used, arrays, strict=True):
+                leaves[n] = array
+            return list(evaluate(graph, leaves))
+
+        out = [everywhere] * len(numbers) if whole else list(shardings)
+        arrays = jax.jit(part, out_shardings=out)(inputs)
+        return placement.copies(arrays, shardings) if whole else arrays
+
+    def _on(self, leaf: Any, everywhere: NamedSharding) -> Any:
+        """An argument on the devices of a mesh: as it is, if that is where it lies."""
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
+            return leaf
+        return jax.device_put(leaf, everywhere)
+
+
+def _grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """The numbers in groups of about equal sizes, in order."""
+    limit = sum(sizes[n] for n in numbers) / GROUPS
+    out: list[list[int]] = []
+    held = 0
+    for number in numbers:
+        if not out or held + sizes[number] > limit:
+            out.append([])
+            held = 0
+        out[-1].append(number)
+        held += sizes[number]
+    return out
