@@ -16,17 +16,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.calling import Calling
-from alpa_lite.errors import OptionError, PlanError
-from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.likeness import Ends, Kind, kind_of, places_of
-from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.errors import OptionError
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import keys, shown
-from alpa_lite.pins import Pin, pin_of
-from alpa_lite.plan import Plan
+from alpa_lite.placing import Ends, Kind, kind_of
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.births import Birth
-from alpa_lite.runtime.executor import mesh_of
 from alpa_lite.runtime.loading import AnyExecutable
 
 
@@ -113,42 +108,6 @@ def shardings_of(call: Call, out_tree: Any) -> Shardings:
     if call.calling.modules:
         out = out[1]
     return Shardings((positional, {**call.calling.static_keywords, **kwargs}) if call.kwargs else positional, out)
-
-
-def planned_shardings(plan: Plan, tree: Any, devices: Sequence[Any]) -> Any:
-    """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
-    leaves, _ = nnx_modules.flattened(tree)
-    kinds = list(map(kind_of, leaves))
-    # Only the ends of paths are compared, so any name stands for the pytree itself.
-    paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in nnx_modules.leaf_paths(tree)]
-    meshes: dict[Any, NamedSharding] = {}
-
-    def sharding(pin: Pin) -> NamedSharding:
-        if pin not in meshes:
-            own = list(devices)[pin.first_device : pin.first_device + pin.mesh.size]
-            meshes[pin] = NamedSharding(mesh_of(pin.mesh, own), spec_of(pin.layout))
-        return meshes[pin]
-
-    batches = [
-        (leaf.path, (tuple(leaf.shape), leaf.dtype), pin_of(stage, plan.division.first_devices[mesh], leaf, ""))
-        for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True)
-        for leaf in stage.arguments
-        if leaf.role == "batch"
-    ]
-    ends = Ends([*((place.path, place.kind, place.where) for place in places_of(plan, "")), *batches])
-    stage = plan.stages[0]
-    first = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), plan.division.first_devices[0]
-    found = []
-    for path, kind in zip(paths, kinds, strict=True):
-        where = () if kind is None else ends.candidates(keys(path)[1:], kind)
-        if len(where) > 1 or (where and not isinstance(where[0], Pin)):
-            what = f"{len(where)} leaves that lie differently may be meant" if len(where) > 1 else "submeshes share it"
-            raise PlanError(
-                f"the plan has no single sharding for {shown(path)}: {what}; give a tree with more of its path, or use "
-                "step.shardings(...)"
-            )
-        found.append(sharding(where[0] if where and isinstance(where[0], Pin) else Pin(*first, Layout(()), "")))
-    return nnx_modules.replace_arrays(tree, lambda _: found)
 
 
 # -- the batch alone ------------------------------------------------------------------------------------------------

@@ -6,99 +6,30 @@ Evaluation after training (`like=train_step`), the short last batch and another 
 1. An array that lies on a mesh of that plan keeps its sharding, which is read from the array.
 2. Any other leaf (abstract, on the host, on one device) is matched with the leaf of the plan that has the longest
    common end of its path, and the same shape and dtype. Leaves that tie must lie in one place, or nothing is pinned.
-
-Paths are compared key by key from their ends, so that `params['dense']['kernel']` of an evaluation matches
-`state.params['dense']['kernel']` of the train step rather than `state.opt_state[0].mu['dense']['kernel']`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_lite import pins
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
-from alpa_lite.paths import keys
 from alpa_lite.pins import Piece, Pin, Pins
+from alpa_lite.placing import Ends, kind_of, places_of
 from alpa_lite.plan import Plan
 from alpa_lite.records import spec_axes
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-Kind = tuple[tuple[int, ...], str]
-"""Shape, and the dtype's name."""
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where a plan has one leaf that is no batch.
-
-    Attributes:
-      path: its stored path.
-      kind: its shape and dtype.
-      where: its pin, or the parts of a stacked leaf that several submeshes have.
-    """
-
-    path: str
-    kind: Kind
-    where: Pin | tuple[Piece, ...]
-
-
-class Ends(Generic[T]):
-    """Leaves by the ends of their paths: where each is, for leaves of other pytrees that stand for the same."""
-
-    def __init__(self, leaves: Iterable[tuple[str, Kind, T]]) -> None:
-        """Args:
-        leaves: path, kind, and where each leaf is; of equal paths and kinds the first counts.
-        """
-        self._ends: dict[tuple[Kind, tuple[str, ...]], tuple[T, ...]] = {}  # several: no place can be told
-        whole: dict[tuple[Kind, tuple[str, ...]], T] = {}
-        for path, kind, where in leaves:
-            last_first = _last_first(keys(path))
-            if (kind, last_first) in whole:
-                continue
-            whole[kind, last_first] = where
-            for length in range(1, len(last_first) + 1):
-                end = kind, last_first[:length]
-                known = self._ends.get(end, ())
-                self._ends[end] = known if where in known else (*known, where)
-        self._ends.update((end, (where,)) for end, where in whole.items())
-
-    def find(self, path: str, kind: Kind) -> T | None:
-        """Where the leaf is that a path most likely stands for; None if there is none, or if there are several."""
-        return self.find_keys(keys(path), kind)
-
-    def find_keys(self, path: Sequence[str], kind: Kind) -> T | None:
-        """The same for a path in keys."""
-        found = self.candidates(path, kind)
-        return found[0] if len(found) == 1 else None
-
-    def candidates(self, path: Sequence[str], kind: Kind) -> tuple[T, ...]:
-        """All places that the longest common end of a path leads to."""
-        last_first = _last_first(path)
-        for length in range(len(last_first), 0, -1):
-            found = self._ends.get((kind, last_first[:length]))
-            if found is not None:
-                return found
-        return ()
-
-
-def _last_first(path: Sequence[str]) -> tuple[str, ...]:
-    """The keys of a path from its end. Flax writes the array of a Variable as its `value` in some pytrees alone."""
-    kept = path[:-1] if len(path) > 1 and path[-1] == "value" else path
-    return tuple(reversed(kept))
 
 
 class Likeness:
@@ -157,29 +88,6 @@ class Likeness:
                 ids = tuple(device.id for device in devices[first : first + mesh.size])
                 out[mesh.axis_names, mesh.shape, ids] = mesh, first
         return out
-
-
-def places_of(plan: Plan, why: str) -> list[Place]:
-    """Where a plan has the leaves of the arguments that are no batch."""
-    leaves = {leaf.path: leaf for stage in plan.stages for leaf in stage.arguments}
-    out = []
-    for path, where in pins.places(plan, why).items():
-        if isinstance(where, Pin):
-            leaf = leaves[path]
-            out.append(Place(path, (tuple(leaf.shape), leaf.dtype), where))
-        else:
-            first = leaves[f"{path}[{where[0].low}:{where[0].high}]"]
-            out.append(Place(path, ((where[-1].high, *first.shape[1:]), first.dtype), where))
-    return out
-
-
-def kind_of(leaf: Any) -> Kind | None:
-    """Shape and dtype of a leaf; None if it is no array."""
-    try:
-        shape, dtype, *_ = calls.leaf_type(leaf)
-    except (TypeError, OverflowError):
-        return None
-    return shape, str(dtype)
 
 
 def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[Any, ...] | None:

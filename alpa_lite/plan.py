@@ -146,9 +146,9 @@ class Plan(PlanRecord):
         """
         import jax
 
-        from alpa_lite import around
+        from alpa_lite import placing
 
-        return around.planned_shardings(self, tree, jax.devices() if devices is None else devices)
+        return placing.planned_shardings(self, tree, jax.devices() if devices is None else devices)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version."""

@@ -1,0 +1,155 @@
+"""Where a plan has its leaves, and which of them a leaf of another pytree stands for.
+
+Leaves are compared by shape, dtype, and the longest common end of their paths, key by key, so that
+`params['dense']['kernel']` matches `state.params['dense']['kernel']` rather than
+`state.opt_state[0].mu['dense']['kernel']`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import pins
+from alpa_lite.errors import PlanError
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.paths import keys, shown
+from alpa_lite.pins import Piece, Pin, pin_of
+from alpa_lite.records import PlanRecord
+
+T = TypeVar("T")
+
+Kind = tuple[tuple[int, ...], str]
+"""Shape, and the dtype's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a plan has one leaf that is no batch.
+
+    Attributes:
+      path: its stored path.
+      kind: its shape and dtype.
+      where: its pin, or the parts of a stacked leaf that several submeshes have.
+    """
+
+    path: str
+    kind: Kind
+    where: Pin | tuple[Piece, ...]
+
+
+class Ends(Generic[T]):
+    """Leaves by the ends of their paths: where each is, for leaves of other pytrees that stand for the same."""
+
+    def __init__(self, leaves: Iterable[tuple[str, Kind, T]]) -> None:
+        """Args:
+        leaves: path, kind, and where each leaf is; of equal paths and kinds the first counts.
+        """
+        self._ends: dict[tuple[Kind, tuple[str, ...]], tuple[T, ...]] = {}  # several: no place can be told
+        whole: dict[tuple[Kind, tuple[str, ...]], T] = {}
+        for path, kind, where in leaves:
+            last_first = _last_first(keys(path))
+            if (kind, last_first) in whole:
+                continue
+            whole[kind, last_first] = where
+            for length in range(1, len(last_first) + 1):
+                end = kind, last_first[:length]
+                known = self._ends.get(end, ())
+                self._ends[end] = known if where in known else (*known, where)
+        self._ends.update((end, (where,)) for end, where in whole.items())
+
+    def find(self, path: str, kind: Kind) -> T | None:
+        """Where the leaf is that a path most likely stands for; None if there is none, or if there are several."""
+        return self.find_keys(keys(path), kind)
+
+    def find_keys(self, path: Sequence[str], kind: Kind) -> T | None:
+        """The same for a path in keys."""
+        found = self.candidates(path, kind)
+        return found[0] if len(found) == 1 else None
+
+    def candidates(self, path: Sequence[str], kind: Kind) -> tuple[T, ...]:
+        """All places that the longest common end of a path leads to."""
+        last_first = _last_first(path)
+        for length in range(len(last_first), 0, -1):
+            found = self._ends.get((kind, last_first[:length]))
+            if found is not None:
+                return found
+        return ()
+
+
+def _last_first(path: Sequence[str]) -> tuple[str, ...]:
+    """The keys of a path from its end. Flax writes the array of a Variable as its `value` in some pytrees alone."""
+    kept = path[:-1] if len(path) > 1 and path[-1] == "value" else path
+    return tuple(reversed(kept))
+
+
+def places_of(plan: PlanRecord, why: str) -> list[Place]:
+    """Where a plan has the leaves of the arguments that are no batch."""
+    leaves = {leaf.path: leaf for stage in plan.stages for leaf in stage.arguments}
+    out = []
+    for path, where in pins.places(plan, why).items():
+        if isinstance(where, Pin):
+            leaf = leaves[path]
+            out.append(Place(path, (tuple(leaf.shape), leaf.dtype), where))
+        else:
+            first = leaves[f"{path}[{where[0].low}:{where[0].high}]"]
+            out.append(Place(path, ((where[-1].high, *first.shape[1:]), first.dtype), where))
+    return out
+
+
+def kind_of(leaf: Any) -> Kind | None:
+    """Shape and dtype of a leaf; None if it is no array."""
+    try:
+        shape, dtype, *_ = calls.leaf_type(leaf)
+    except (TypeError, OverflowError):
+        return None
+    return shape, str(dtype)
+
+
+def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any]) -> Any:
+    """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
+    leaves, _ = nnx_modules.flattened(tree)
+    kinds = list(map(kind_of, leaves))
+    # Only the ends of paths are compared, so any name stands for the pytree itself.
+    paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in nnx_modules.leaf_paths(tree)]
+    meshes: dict[Any, NamedSharding] = {}
+
+    def sharding(pin: Pin) -> NamedSharding:
+        if pin not in meshes:
+            own = list(devices)[pin.first_device : pin.first_device + pin.mesh.size]
+            if len(own) < pin.mesh.size:
+                raise PlanError(
+                    f"the plan is for {plan.num_devices} devices, but there are {len(devices)}; give that many, or "
+                    "plan for these"
+                )
+            grid, names = np.array(own).reshape(pin.mesh.shape), pin.mesh.axis_names
+            mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+            meshes[pin] = NamedSharding(mesh, PartitionSpec(*pin.layout.dims))
+        return meshes[pin]
+
+    batches = [
+        (leaf.path, (tuple(leaf.shape), leaf.dtype), pin_of(stage, plan.division.first_devices[mesh], leaf, ""))
+        for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True)
+        for leaf in stage.arguments
+        if leaf.role == "batch"
+    ]
+    ends = Ends([*((place.path, place.kind, place.where) for place in places_of(plan, "")), *batches])
+    stage = plan.stages[0]
+    first = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), plan.division.first_devices[0]
+    found = []
+    for path, kind in zip(paths, kinds, strict=True):
+        where = () if kind is None else ends.candidates(keys(path)[1:], kind)
+        if len(where) > 1 or (where and not isinstance(where[0], Pin)):
+            what = f"{len(where)} leaves that lie differently may be meant" if len(where) > 1 else "submeshes share it"
+            raise PlanError(
+                f"the plan has no single sharding for {shown(path)}: {what}; give a tree with more of its path, or use "
+                "step.shardings(...)"
+            )
+        found.append(sharding(where[0] if where and isinstance(where[0], Pin) else Pin(*first, Layout(()), "")))
+    return nnx_modules.replace_arrays(tree, lambda _: found)
