@@ -57,6 +57,9 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
+      constrain: globs on scopes of Flax modules and `jax.named_scope`, with the `PartitionSpec` of the scope's output:
+        `{"*/h_0/mlp": P("x", None)}`.
+      allow, forbid: strategies that are searched, or that are not: "data parallel", "fsdp", "zero", "tensor parallel".
       donate_argnums: as in `jax.jit`: these arguments are overwritten where they lie as planned. "auto" donates the
         state, but only arrays that this step returned, or that `place` made to be given away: others are copied first,
         so that a caller's own arrays, and results of another step, are never deleted. () donates nothing.

@@ -128,7 +128,10 @@ class Asked:
                 )
             return False
         return isinstance(self.base, Pipeline) or (
-            isinstance(self.method, Auto) and self.cluster.num_devices > 1 and self.wishes.mesh is None
+            isinstance(self.method, Auto)
+            and self.cluster.num_devices > 1
+            and self.wishes.mesh is None
+            and not self.wishes.forbidden
         )
 
     @property

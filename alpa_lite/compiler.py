@@ -116,7 +116,9 @@ def compile_step(
     with collecting.seldom(), _jax.without_mesh(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
-        asked = replace(asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context))
+        asked = replace(
+            asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden)
+        )
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         cache = plan_cache.cache_of(step, asked)
         known = None if cache is None else cached(run, step, asked, cache)
@@ -183,6 +185,7 @@ def tracer(
         state_argnums=options.state_argnums, state_argnames=options.state_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
         platform=platform,
+        constrain=dict(options.constrain),
     )  # fmt: skip
     return tracing.under(_jax.context_mesh(), trace)
 

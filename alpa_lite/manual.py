@@ -109,7 +109,7 @@ class Manual(Method):
         if names is not None and shape is not None and len(shape) != len(names):
             raise OptionError(f"Manual axis_names={names!r}: give one name for each axis of mesh_shape={shape}")
         for key, spec in entries:
-            _check_spec(key, spec, names)
+            check_spec("Manual specs", key, spec, names)
         object.__setattr__(self, "specs", entries)
         object.__setattr__(self, "mesh_shape", shape)
         object.__setattr__(self, "axis_names", names)
@@ -213,14 +213,16 @@ def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
         yield (f"{paths.spellings(key)[-1]}/{inner}" if inner else key), spec
 
 
-def _check_spec(key: str, spec: PartitionSpec, names: tuple[str, ...] | None) -> None:
-    """Raises OptionError unless `spec` is a partition spec over `names`."""
+def check_spec(option: str, key: str, spec: Any, names: tuple[str, ...] | None = None) -> None:
+    """Raises OptionError unless `spec` is a partition spec, and over `names` if these are given."""
+    if not isinstance(spec, PartitionSpec):
+        raise OptionError(f"{option}[{key!r}]={spec!r}: give a jax.sharding.PartitionSpec")
     used = [axis for axes in dims_of(spec) for axis in axes or ()]
     for axis in used:
         if names is not None and axis not in names:
-            raise OptionError(f"Manual specs[{key!r}]={spec}: no axis is named {axis!r}; axis_names={names}")
+            raise OptionError(f"{option}[{key!r}]={spec}: no axis is named {axis!r}; axis_names={names}")
     if len(set(used)) != len(used):
-        raise OptionError(f"Manual specs[{key!r}]={spec}: an axis may shard one dim only")
+        raise OptionError(f"{option}[{key!r}]={spec}: an axis may shard one dim only")
 
 
 _BY_NAME: Mapping[str, type[Method]] = {

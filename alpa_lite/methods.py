@@ -5,12 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpa_lite.errors import OptionError
 
 MeshShape = tuple[int, ...]
+
+
+STRATEGIES: Mapping[str, str] = {
+    "data parallel": "the examples of the batch are cut over devices",
+    "fsdp": "parameters are stored in blocks and gathered for use (ZeRO-3)",
+    "zero": "updates are cut over devices, and new parameters gathered after them (ZeRO-1 and 2)",
+    "tensor parallel": "products work on blocks of parameters",
+}
+"""The strategies that `allow` and `forbid` name, and what each is."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,18 @@ step's plans can be cached under them.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.manual import Manual, method_from_json
-from alpa_lite.methods import Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.manual import Manual, check_spec, method_from_json
+from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
 
 if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
     from alpa_lite.plan import Plan
 
 __all__ = [
@@ -48,6 +51,12 @@ class Options:
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
       state_argnums, state_argnames: the arguments that are state, which the step returns; "auto" finds them.
       static_argnums, static_argnames: the arguments that are constants of the program; they must be hashable.
+      constrain: glob on scopes -> `PartitionSpec` of the scope's output: of the last value of a scope's forward
+        operations that another scope reads. Scopes are those of Flax modules and `jax.named_scope`, with slashes:
+        `{"*/h_0/mlp": P("x", None)}`; `*` stands for any text, slashes included. Held as pairs.
+      allow, forbid: names of strategies: "data parallel", "fsdp", "zero", "tensor parallel" (`methods.STRATEGIES` says
+        what each is). Whatever is not allowed, if any is, and whatever is forbidden is left out of the search, which is
+        that of one mesh. Both are held as tuples.
       donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
       like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
@@ -76,6 +85,9 @@ class Options:
     state_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    constrain: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
+    allow: tuple[str, ...] | None = None
+    forbid: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
     like: tuple[Any, ...] = ()
     communication: Literal["explicit", "compiler"] = "explicit"
@@ -96,7 +108,16 @@ class Options:
         for name in ("batch_argnames", "state_argnames", "static_argnames"):
             put(name, _names(name, getattr(self, name)))
         put("like", _like(self.like))
+        put("constrain", _constrain(self.constrain))
+        put("allow", None if self.allow is None else _strategies("allow", self.allow))
+        put("forbid", _strategies("forbid", self.forbid))
         _validate(self)
+
+    @property
+    def forbidden(self) -> frozenset[str]:
+        """The strategies that are left out."""
+        unasked = () if self.allow is None else set(STRATEGIES) - set(self.allow)
+        return frozenset((*self.forbid, *unasked))
 
 
 def _validate(options: Options) -> None:
@@ -115,6 +136,9 @@ def _validate(options: Options) -> None:
         refuse("num_microbatches", 'give a positive number, or "auto"')
     if isinstance(options.method, Off) and count not in ("auto", 1):
         refuse("num_microbatches", 'method="off" runs the step as it is; leave one of the two out')
+    rest = options.method.rest if isinstance(options.method, Manual) else options.method
+    if options.forbidden and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
+        refuse("forbid" if options.forbid else "allow", 'use method="auto", Sharded() or Manual(...), without plan=')
     if not isinstance(options.allow_inexact, bool):
         refuse("allow_inexact", "give True or False")
     if options.communication not in ("explicit", "compiler"):
@@ -147,6 +171,26 @@ def _like(value: Any) -> tuple[Any, ...]:
         if not hasattr(item, "plans") and not hasattr(item, "division"):
             raise OptionError(f"like={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
     return items
+
+
+def _strategies(option: str, value: Any) -> tuple[str, ...]:
+    """Names of strategies as a tuple."""
+    items = (value,) if isinstance(value, str) else tuple(value)
+    for name in items:
+        if name not in STRATEGIES:
+            known = "; ".join(f"{name!r}: {what}" for name, what in STRATEGIES.items())
+            raise OptionError(f"{option}={value!r}: there is no strategy {name!r}; there are {known}")
+    return items
+
+
+def _constrain(value: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """The pairs of `constrain`."""
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise OptionError(f"constrain={value!r}: give a mapping from globs on scopes to PartitionSpecs")
+        check_spec("constrain", *pair)
+    return pairs
 
 
 def _method(value: object) -> Method:

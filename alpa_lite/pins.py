@@ -128,6 +128,7 @@ class Wishes:
       leaves: stored path of an argument -> what is said of it.
       given: stored paths of those leaves that the method itself names: they come before the rest of the method.
       notes: what is not heeded, and why.
+      forbidden: names of `methods.STRATEGIES`.
     """
 
     mesh: LogicalMesh | None = None
@@ -137,6 +138,7 @@ class Wishes:
     leaves: Mapping[str, Wish] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    forbidden: frozenset[str] = frozenset()
 
     def leaf(self, path: str) -> Wish | None:
         """What is said of a leaf, or of the whole that it is a slice of."""

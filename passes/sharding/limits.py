@@ -21,11 +21,12 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
+from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
 from alpa_lite.paths import shown
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
 
 Limits = dict[int, tuple[Layout, ...]]
 """Group -> the layouts that it may have."""
@@ -134,6 +135,12 @@ def limits(
     """
     out: Limits = {}
     rest = base(method)
+    for op in traced.graph.ops():
+        if op.name == CONSTRAINT and op.params["mesh"] is None:  # of the option `constrain`
+            shape = traced.graph.values[op.results[0]].shape
+            wrong = fits(Wish(op.params["dims"], op.params["why"]), shape, mesh)
+            if wrong is not None:
+                raise OptionError(f"{op.params['why']} does not fit a value of shape {shape}: {wrong}.")
     for number, argument in enumerate(traced.arguments):
         wish = wishes.leaf(argument.path)
         group = grouping.leaves[number]

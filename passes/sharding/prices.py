@@ -152,6 +152,12 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     return table
 
 
+def gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray:
+    """[P, Q] whether getting from one layout to the other gathers blocks."""
+    moves = [[reshard_moves(src, dst) or [] for dst in wanted] for src in produced]
+    return np.array([[any(move[0] == "all_gather" for move in some) for some in row] for row in moves])
+
+
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     """Whether every dim divides over the devices that shard it."""
     return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))

@@ -27,7 +27,7 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.sharding import limits, strategies, tables
+from alpa_lite.passes.sharding import bans, limits, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
@@ -91,7 +91,8 @@ def search(
     for position, (mesh, allowed) in enumerate(shapes):
         progress("mesh shapes bounded", position, len(shapes))
         cost = MeshCost(cluster, mesh)
-        known = {"budget": budget, "allowed": allowed, "shared": shared}
+        banned = bans.bans(traced, grouping, wishes.forbidden)
+        known = {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
         problem = _Problem(mesh, cluster.platform, build)
         space = problem.build()

@@ -29,9 +29,10 @@ from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, work
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.sharding.bans import NO_BANS, Bans
 from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
-from alpa_lite.passes.sharding.prices import divides, pairs
+from alpa_lite.passes.sharding.prices import divides, gathers, pairs
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
 from alpa_lite.pins import Wish
@@ -46,6 +47,7 @@ def build(
     *,
     budget: float | None = None,
     allowed: Mapping[int, Sequence[Layout]] | None = None,
+    bans: Bans = NO_BANS,
     regather: bool = False,
     shared: Shared | None = None,
 ) -> Space:
@@ -54,11 +56,12 @@ def build(
     Args:
       budget: bytes per device, or None.
       allowed: group -> the layouts that it may have, for leaves that a method fixes.
+      bans: what must not be cut or gathered.
       regather: state that is used before and after the fullest point of the program is resharded twice instead of being
         kept, so that its whole copy does not live between.
       shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
     """
-    return _Builder(rules, cost, allowed or {}, shared or Shared(traced, grouping)).space(budget, regather)
+    return _Builder(rules, cost, allowed or {}, bans, shared or Shared(traced, grouping)).space(budget, regather)
 
 
 def _busiest(found: list[Strategy]) -> list[Strategy]:
@@ -101,13 +104,14 @@ def _classify(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray
 class _Builder:
     """Collects strategies, costs, transfers and buffers, class by class."""
 
-    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, allowed: Mapping, shared: Shared):
+    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, allowed: Mapping, bans: Bans, shared: Shared):
         self.traced, self.grouping, self.shared = shared.traced, shared.grouping, shared
         self.values: tuple[Value, ...] = self.traced.graph.values
         self.rules = rules
         self.cost = cost
         self.mesh: LogicalMesh = cost.mesh
         self.allowed = allowed
+        self.bans = bans
         self.forms: dict[object, LocalForm | None] = {}
         self.part_counts: dict[Layout, int] = {}
         self.inputs = set(self.traced.graph.block.inputs)
@@ -136,7 +140,8 @@ class _Builder:
             parts: dict[object, list[int]] = {}
             for member in members:
                 limit = self.allowed.get(member)
-                parts.setdefault(None if limit is None else tuple(limit), []).append(member)
+                key = None if limit is None else tuple(limit), self.bans.factors.get(member)
+                parts.setdefault(key, []).append(member)
             yield from (tuple(part) for part in parts.values())
 
     # -- strategies -----------------------------------------------------------------------------------------------
@@ -151,7 +156,7 @@ class _Builder:
         if group.kind == "heavy":
             found = self.heavy_strategies(group)
             return self.spaces.setdefault(("heavy", *found), _Choices(found, len(group.factors), self.mesh))
-        key = (group.kind, group.factors)
+        key = (group.kind, self.factors(group))
         if key not in self.spaces:
             self.spaces[key] = _Choices(self.free_strategies(group), len(group.factors), self.mesh)
         limit = self.allowed.get(group.index)
@@ -163,6 +168,13 @@ class _Builder:
         found += [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
         return _Choices(found, len(group.factors), self.mesh)
 
+    def factors(self, group: Group) -> tuple[Factor, ...]:
+        """The factors of a group; those that must not be cut are marked so."""
+        banned = self.bans.factors.get(group.index)
+        if not banned:
+            return group.factors
+        return tuple(Factor(f.size, "replicate") if i in banned else f for i, f in enumerate(group.factors))
+
     def heavy_strategies(self, group: Group) -> list[Strategy]:
         """The assignments that have a local form; for products, those that leave the fewest axes idle.
 
@@ -170,7 +182,7 @@ class _Builder:
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
-        found = [Strategy(a) for a in assignments(group.factors, self.mesh) if self.form(group, a) is not None]
+        found = [Strategy(a) for a in assignments(self.factors(group), self.mesh) if self.form(group, a) is not None]
         product = self.grouping.ops[group.ops[0]].name in PRODUCTS
         return _busiest(found) if product else found
 
@@ -188,10 +200,10 @@ class _Builder:
     def free_strategies(self, group: Group) -> list[Strategy]:
         """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
         if group.kind == "linear":
-            return list(self.linear_strategies(group.factors))
+            return list(self.linear_strategies(self.factors(group)))
         cube = sum(size > 1 for size in self.mesh.shape) > 2
         orders = cube and len(group.factors) <= 2
-        found = [Strategy(axes) for axes in assignments(group.factors, self.mesh, orders=orders)]
+        found = [Strategy(axes) for axes in assignments(self.factors(group), self.mesh, orders=orders)]
         return _busiest(found) if cube and group.kind == "light" and len(group.factors) > 2 else found
 
     def linear_strategies(self, factors: tuple[Factor, ...]) -> Iterator[Strategy]:
@@ -338,6 +350,8 @@ class _Builder:
             wanted = tuple(layouts)
             trips = passage.demands[0].trips
             matrix = self.matrix(self.values[first], made, wanted, passage.share)
+            if not self.bans.gathers.isdisjoint(passage.values):
+                matrix = np.where(gathers(made, wanted), math.inf, matrix)
             if not matrix.any():
                 continue
             count = len(passage.values)

@@ -16,7 +16,7 @@ from alpa_lite import _jax, paths
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.manual import REGEX, Manual, dims_of, matches
+from alpa_lite.manual import NAMES, REGEX, Manual, dims_of, matches
 from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.fulfilling import described
@@ -58,8 +58,9 @@ def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
 
 
 def of(
-    traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None
-) -> Wishes:
+    traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None,
+    forbidden: frozenset[str] = frozenset(),
+) -> Wishes:  # fmt: skip
     """All that the user says of a step.
 
     The mesh is that of the context, of the constraints in the step, of annotations, or of arrays that arrive sharded,
@@ -69,6 +70,7 @@ def of(
     Args:
       said: what the arguments say of themselves.
       context: the JAX mesh of the context; None without one.
+      forbidden: names of strategies.
 
     Raises:
       OptionError: an entry of `Manual` names no argument, or a path is ambiguous.
@@ -97,10 +99,13 @@ def of(
             notes.append(f"{one.why} ({shown(path)}): the method {method.describe()} comes before it")
             continue
         leaves[path] = Wish(one.dims, one.why)
-    more = mesh is None and not names and bool(leaves)
+    scopes = [op.params["dims"] for op in traced.graph.ops() if op.name == CONSTRAINT and op.params["mesh"] is None]
+    dims = [*scopes, *(wish.dims for wish in leaves.values())]
+    more = mesh is None and not names and bool(dims)
     if more and not (isinstance(method, Sharded) and method.mesh_shape is not None):
-        names = tuple(dict.fromkeys(a for wish in leaves.values() for axes in wish.dims for a in axes or ()))
-    return Wishes(mesh, names, more, why, leaves | found, frozenset(found), tuple(dict.fromkeys(notes)))
+        names = tuple(dict.fromkeys(a for some in dims for axes in some for a in axes or ()))
+        more = not set(names) <= set(NAMES)
+    return Wishes(mesh, names, more, why, leaves | found, frozenset(found), tuple(dict.fromkeys(notes)), forbidden)
 
 
 _ARRAYS = "an array that arrives sharded"

@@ -91,11 +91,11 @@ def _box(box: Any) -> Said:
     why = f"nn.{type(box).__name__}{tuple(box.names)}"
     if type(box).__name__ != "LogicallyPartitioned":
         return why, PartitionSpec(*box.names), box.mesh
-    from flax import linen as nn
+    from flax.linen import spmd
 
-    if not box.rules and not nn.get_logical_axis_rules():
+    if not box.rules and not spmd.get_logical_axis_rules():
         return f"{why} without nn.logical_axis_rules", None, None
-    return why, nn.logical_to_mesh_axes(box.names, box.rules), box.mesh
+    return why, spmd.logical_to_mesh_axes(box.names, box.rules), box.mesh
 
 
 def _variables(node: Any) -> Iterator[tuple[Any, Said | None]]:

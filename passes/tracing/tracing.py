@@ -21,6 +21,7 @@ from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Traced
 from alpa_lite.passes.tracing import arguments, attention, batches, calls, conversion, nnx_modules
 from alpa_lite.passes.tracing.arguments import Argnums
+from alpa_lite.passes.tracing.constraints import constrained
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
 from alpa_lite.paths import shown
@@ -40,6 +41,7 @@ def trace(
     known: Collection[int] = (),
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     platform: str = "",
+    constrain: Mapping[str, Any] = MappingProxyType({}),
 ) -> Traced:
     """Traces `fun(*args, **kwargs)`.
 
@@ -53,6 +55,7 @@ def trace(
       known: the flat arguments that are state of another step: never the batch.
       shapes: for the flat arguments with these numbers, in place of their own.
       platform: that the step is planned for.
+      constrain: glob on scopes -> `PartitionSpec` of their outputs (`constraints`).
 
     Returns:
       The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
@@ -62,13 +65,14 @@ def trace(
     Raises:
       SignatureError: the batch of a step with state is ambiguous, a named argument is not there or does not come back,
         or an argument is no array.
+      OptionError: `constrain` names no scope.
       TracingError: the step uses the value of a traced array in Python.
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     with _jax.attention_given_to(attention.whole, platform):
         jaxpr = run.jaxpr()
-    graph = conversion.graph_of(jaxpr)
+    graph = constrained(conversion.graph_of(jaxpr), constrain)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)

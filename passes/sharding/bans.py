@@ -1,0 +1,91 @@
+"""Named strategies that a user forbids, as what the integer program leaves out.
+
+data parallel     a dim that hangs together with the first dim of a batch argument is cut, in any operation
+fsdp              a parameter, or a copy of it in another form, is gathered for the operations that read it
+zero              a new parameter is gathered after its update, which was cut
+tensor parallel   a product or a gather works on blocks of a parameter
+
+Factors hang together if a value passes between them: what the batch's examples become, micro-batches included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from alpa_lite.graph import Traced
+from alpa_lite.methods import STRATEGIES
+from alpa_lite.passes.ir.primitives import PRODUCTS
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.kinds import state_kinds, weights
+
+
+@dataclass(frozen=True)
+class Bans:
+    """What is left out.
+
+    Attributes:
+      factors: group -> those of its factors that must not be cut.
+      gathers: values that must not be gathered.
+    """
+
+    factors: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    gathers: frozenset[int] = frozenset()
+
+
+NO_BANS = Bans()
+
+
+def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans:
+    """What forbidding some of `STRATEGIES` leaves out of the program of a step."""
+    assert set(forbidden) <= set(STRATEGIES)
+    block = traced.graph.block
+    kinds = state_kinds(traced)
+    parameters = [block.inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or _frozen(a)]
+    read = {*parameters, *weights(block, parameters)}
+    factors: dict[int, set[int]] = {}
+    gathers: set[int] = set()
+    if "data parallel" in forbidden:
+        for group, factor in _of_the_batch(traced, grouping):
+            factors.setdefault(group, set()).add(factor)
+    if "tensor parallel" in forbidden:
+        for demand in grouping.demands:
+            if demand.value in read and demand.op >= 0 and grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
+                factors.setdefault(demand.group, set()).update(f for dim in demand.dims for f in dim)
+    if "fsdp" in forbidden:
+        gathers |= read
+    if "zero" in forbidden:
+        new = (block.outputs[out] for out, argument in traced.state if kinds.get(argument) == "params")
+        gathers.update(a for a in new if isinstance(a, int) and a not in block.inputs)
+    return Bans({group: frozenset(some) for group, some in factors.items()}, frozenset(gathers))
+
+
+def _frozen(argument: object) -> bool:
+    return getattr(argument, "role", "") == "frozen"
+
+
+def _of_the_batch(traced: Traced, grouping: Grouping) -> set[tuple[int, int]]:
+    """The pairs (group, factor) that hang together with the first dim of a batch argument."""
+    near: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for demand in grouping.demands:
+        home = grouping.homes.get(demand.value)
+        if home is None or not home.group or not demand.group:
+            continue
+        for made, used in zip(home.dims, demand.dims, strict=True):
+            for a in made:
+                for b in used:
+                    near.setdefault((home.group, a), set()).add((demand.group, b))
+                    near.setdefault((demand.group, b), set()).add((home.group, a))
+    found: set[tuple[int, int]] = set()
+    waiting = [
+        (grouping.homes[value].group, factor)
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "batch" and grouping.homes[value].group
+        for factor in grouping.homes[value].dims[0]
+    ]
+    while waiting:
+        pair = waiting.pop()
+        if pair not in found:
+            found.add(pair)
+            waiting += near.get(pair, ())
+    return found

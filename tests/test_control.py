@@ -1,0 +1,185 @@
+"""`constrain`, `allow` and `forbid`: what they fix and leave out, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite
+from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
+from alpa_lite.methods import STRATEGIES
+from alpa_lite.paths import shown
+
+X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8, name="down")(jnp.tanh(nn.Dense(16, name="up")(x)))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Layer(name=f"h_{i}")(x)
+        return x
+
+
+def linen_step(params, batch):
+    value, grads = jax.value_and_grad(lambda p: ((Net().apply({"params": p}, batch) - 1) ** 2).mean())(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+def linen_state() -> Any:
+    return Net().init(jax.random.key(0), X)["params"]
+
+
+def fixed(plan: alpa_lite.Plan) -> list[str]:
+    return [note for note in plan.notes if note.startswith("constrain[")]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_output_of_a_scope_is_fixed(count):
+    specs = {"*/h_*/up": P("data", "model"), "Net/h_1": P(None, "model")}
+    step = alpa_lite.parallelize(linen_step, constrain=specs, num_microbatches=count, verify="hlo")
+    plan = step.plan(linen_state(), X)
+    assert plan.stages[0].axis_names == ("data", "model")
+    rows = 16 // count
+    up, last = fixed(plan)
+    assert up.endswith(f"fixes [{rows}, 16] to P('data', 'model'): heeded (2 times)")
+    assert "constrain['Net/h_1']" in last and last.endswith(f"fixes [{rows}, 8] to P(None, 'model'): heeded")
+    (new, loss), (wanted, expected) = step(linen_state(), X), jax.jit(linen_step)(linen_state(), X)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new, wanted)
+
+
+def test_scopes_of_nnx_are_those_of_named_scope():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            with jax.named_scope("mlp"):
+                h = jnp.tanh(self.up(x))
+            return self.down(h)
+
+    def step(model, batch):
+        loss, grads = nnx.value_and_grad(lambda model: ((model(batch) - 1) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads))
+        return loss
+
+    run = alpa_lite.parallelize(step, constrain={"*mlp": P(None, "x")})
+    (note,) = fixed(run.plan(Model(nnx.Rngs(0)), X))
+    assert note.endswith("fixes [16, 16] to P(None, 'x'): heeded")
+    np.testing.assert_allclose(run(Model(nnx.Rngs(0)), X), nnx.jit(step)(Model(nnx.Rngs(0)), X), rtol=1e-6)
+
+
+def test_the_output_in_a_scan_over_layers_is_fixed():
+    def step(weights, batch):
+        def loss(weights):
+            def layer(x, w):
+                with jax.named_scope("layer"):
+                    return jnp.tanh(x @ w), None
+
+            return (jax.lax.scan(layer, batch, weights)[0] ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * grads, value
+
+    weights = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3
+    run = alpa_lite.parallelize(step, constrain={"*layer": P("x")}, method=Sharded((8,)))
+    (note,) = fixed(run.plan(weights, X))
+    assert note.endswith("fixes [16, 8] to P('x', None): heeded")
+    np.testing.assert_allclose(run(weights, X)[1], jax.jit(step)(weights, X)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"constrain": {"*/h_7": P("x")}}, ["constrain['*/h_7']", "there are", "Net/h_1"]),
+        ({"constrain": {"Net": P("x", None, None)}}, ["constrain['Net']", "no output", "3 dims"]),
+        ({"constrain": {"Net": P("z")}, "method": Sharded((4, 2))}, ["constrain['Net']", "no axis 'z'"]),
+        ({"constrain": {"Net": ("x",)}}, ["constrain['Net']", "PartitionSpec"]),
+        ({"constrain": {"Net": P("x", "x")}}, ["one dim only"]),
+        ({"constrain": [P("x")]}, ["constrain=", "mapping"]),
+        ({"forbid": "magic"}, ["forbid='magic'", *STRATEGIES]),
+        ({"allow": ("fsdp", "pipeline")}, ["allow=", "'pipeline'", *STRATEGIES]),
+        ({"forbid": "fsdp", "method": DataParallel()}, ["forbid=('fsdp',)", "Sharded()"]),
+        ({"allow": "fsdp", "method": Manual({"batch": P()}, rest=Pipeline(2))}, ["allow=('fsdp',)", "Sharded()"]),
+    ],
+)
+def test_what_cannot_be_is_an_error(options, parts):
+    with pytest.raises(OptionError) as error:
+        alpa_lite.parallelize(linen_step, **options).plan(linen_state(), X)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def momentum_step(state, batch):
+    def loss(params):
+        h = batch
+        for p in params:
+            h = h + jnp.tanh(h @ p["a"]) @ p["b"]
+        return (h**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, value
+
+
+def chosen(batch: int, **options: Any) -> tuple[dict[str, P], collections.Counter[str], float]:
+    """Specs by printed path, collectives by kind, and seconds, on eight H100s."""
+    params = [{"a": shape(1024, 4096), "b": shape(4096, 1024)}]
+    plan = alpa_lite.make_plan(
+        momentum_step, {"params": params, "mu": params}, shape(batch, 1024),
+        cluster=alpa_lite.Cluster.preset("h100", nodes=1), method=Sharded((8,), remat="none"), num_microbatches=1,
+        verify="off", **options,
+    )  # fmt: skip
+    specs = {shown(path): spec for path, spec in plan.stages[0].inputs.items()}
+    return specs, collections.Counter(c.kind for c in plan.collectives), plan.step_seconds
+
+
+SMALL, LARGE = 64, 65536
+
+
+def test_without_tensor_parallelism_parameters_are_whole_in_products():
+    free, _, seconds = chosen(SMALL)
+    assert free["state/params/0/a"] == P(None, "x")  # the Megatron pattern
+    specs, kinds, more = chosen(SMALL, forbid="tensor parallel")
+    assert kinds["all_gather"] and more > seconds
+    specs, kinds, most = chosen(SMALL, forbid=("tensor parallel", "fsdp"))
+    assert specs["state/params/0/a"] == specs["state/params/0/b"] == P() and most >= more
+
+
+def test_without_data_parallelism_the_batch_is_never_cut():
+    assert chosen(LARGE)[0]["batch"] == P("x")
+    specs, _, _ = chosen(LARGE, forbid="data parallel")
+    assert specs["batch"] == P() and specs["state/params/0/a"] == P(None, "x")
+
+
+def test_without_zero_and_fsdp_gradients_are_all_reduced():
+    assert chosen(LARGE)[1]["reduce_scatter"]
+    specs, kinds, _ = chosen(LARGE, forbid=("zero", "fsdp"))
+    assert specs["batch"] == P("x") and set(kinds) == {"all_reduce"}
+    assert not any(any(spec) for path, spec in specs.items() if path.startswith("state"))
+
+
+def test_what_alone_is_allowed():
+    specs, kinds, seconds = chosen(LARGE, allow=("data parallel",))
+    assert set(kinds) == {"all_reduce"} and seconds >= chosen(LARGE)[2]
+    specs, kinds, _ = chosen(LARGE, allow=("data parallel", "fsdp"))
+    assert kinds["all_gather"] and specs["state/params/0/a"] != P()
