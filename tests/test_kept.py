@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.training import train_state
 
 import alpa_lite
 from alpa_lite import compiler, models
@@ -228,7 +231,6 @@ def gpt(**config):
 @pytest.mark.parametrize(
     ("stages", "devices", "schedule", "config"),
     [
-        (2, 4, "1f1b", {"tied": True}),
         (4, 8, "1f1b", {"tied": True}),
         (2, 4, "interleaved-1f1b", {"tied": False}),
         (2, 4, "1f1b", {"scan": True}),
@@ -326,3 +328,96 @@ def test_what_is_copied_is_said_and_logged(caplog) -> None:
     np.testing.assert_allclose(loading.load(compiled.staged, compiled.plan)(placed, args[1]), sampled(*args), rtol=1e-5)
     with pytest.raises(InfeasibleError, match="Take the loop"):
         planned(first, sampled, args, ("x",), memory_per_device=3000)
+
+
+class Net(linen.Module):
+    """Dense layers with batch norm and dropout."""
+
+    @linen.compact
+    def __call__(self, x, train: bool = False):
+        for _ in range(4):
+            x = linen.BatchNorm(use_running_average=not train)(linen.Dense(16)(x))
+            x = linen.Dropout(0.1, deterministic=not train)(linen.relu(x))
+        return linen.Dense(4)(x)
+
+
+class NetState(train_state.TrainState):
+    batch_stats: Any = None
+
+
+@pytest.mark.slow
+def test_a_linen_train_state_is_evaluated_predicted_with_and_counted(tmp_path) -> None:
+    net, here = Net(), cluster(8)
+    batch = {"x": examples(8), "y": jnp.arange(8) % 4}
+    v = net.init(jax.random.key(0), batch["x"])
+    state = NetState.create(
+        apply_fn=net.apply, params=v["params"], tx=optax.adam(1e-3), batch_stats=v["batch_stats"]
+    )  # fmt: skip
+
+    def train(state, batch, key):
+        def loss(p):
+            given = {"params": p, "batch_stats": state.batch_stats}
+            out, new = net.apply(given, batch["x"], train=True, mutable=["batch_stats"], rngs={"dropout": key})
+            return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"]).mean(), new["batch_stats"]
+
+        (loss, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).replace(batch_stats=stats), loss
+
+    def evaluate(state, batch):
+        out = net.apply({"params": state.params, "batch_stats": state.batch_stats}, batch["x"])
+        return {"accuracy": (out.argmax(-1) == batch["y"]).mean(), "mean": out.mean()}
+
+    def predict(params, stats, x):
+        return net.apply({"params": params, "batch_stats": stats}, x)
+
+    def count(params):
+        return sum(p.size for p in jax.tree.leaves(params)), optax.tree.norm(params)
+
+    step = alpa_lite.parallelize(train, method=Pipeline(num_stages=4), cluster=here, num_microbatches=1)
+    state, _ = step(state, batch, jax.random.key(3))
+    before = jax.tree.map(lambda x: x.sharding, state)
+    host = jax.device_get(state)
+    for fun, args, plain in (
+        (evaluate, (state, batch), (host, batch)),
+        (predict, (state.params, state.batch_stats, batch["x"]), (host.params, host.batch_stats, batch["x"])),
+        (count, (state.params,), (host.params,)),
+    ):
+        like = alpa_lite.parallelize(fun, like=step, cluster=here, verify="hlo")
+        for a, b in zip(jax.tree.leaves(like(*args)), jax.tree.leaves(jax.jit(fun)(*plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert not any("in each call" in note for note in like.plan(*args).notes)
+        like.trace(tmp_path / "trace.json", *args)
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+@pytest.mark.slow
+def test_an_nnx_model_is_evaluated_in_place() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    def train(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def evaluate(model, x):
+        return (model(x) ** 2).mean()
+
+    here, x = cluster(4), examples(8)
+    step = alpa_lite.parallelize(train, method=Pipeline(num_stages=2), cluster=here, num_microbatches=2)
+    evaluation = alpa_lite.parallelize(evaluate, like=step, cluster=here)
+    model, plain = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    optimizer, other = (nnx.Optimizer(m, optax.adam(1e-3), wrt=nnx.Param) for m in (model, plain))
+    step(model, optimizer, x)
+    train(plain, other, x)
+    before = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model))
+    for _ in range(2):
+        np.testing.assert_allclose(evaluation(model, x), evaluate(plain, x), rtol=1e-5)
+    assert jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model)) == before
+    np.testing.assert_allclose(step(model, optimizer, x), train(plain, other, x), rtol=1e-5)

@@ -150,9 +150,8 @@ def _stage(
     parts = ingredients(traced, groups, planned.cluster, found.mesh, planned.communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
     memory = _memory(traced, groups, found.space, solution.choice)
-    if all(
-        segment.kind != "step" for segment in planned.segments.items
-    ):  # buffers wait between runs: the program knows how many
+    is_whole = any(segment.kind == "step" for segment in planned.segments.items)
+    if not is_whole:  # buffers wait between runs: the program knows how many
         memory = replace(memory, gathered=0)  # copies of weights live within a run: they are among its temporaries
         rest = max(0, sum(used) - sum(memory.kinds.values()) + memory.activations)
         memory = replace(memory, activations=rest, total=sum(used))
