@@ -1,6 +1,7 @@
 """alpa_lite: automatic parallelisation of JAX train steps on stock JAX."""
 
 from alpa_lite.api import ParallelStep, make_plan, parallelize
+from alpa_lite.checking import Checked, check
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import (
     AlpaLiteError,
@@ -24,6 +25,7 @@ from alpa_lite.version import __version__
 __all__ = [
     "AlpaLiteError",
     "Auto",
+    "Checked",
     "Cluster",
     "Collective",
     "DataParallel",
@@ -47,6 +49,7 @@ __all__ = [
     "VerificationError",
     "Zero",
     "__version__",
+    "check",
     "make_plan",
     "parallelize",
     "register_rule",

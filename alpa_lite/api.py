@@ -22,7 +22,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, same_program
 from alpa_lite.errors import OptionError
 from alpa_lite.likeness import compile_alike
-from alpa_lite.options import Off, Options
+from alpa_lite.options import Method, Off, Options
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
@@ -280,6 +280,23 @@ class ParallelStep:
         if path is not None:
             timeline.write(path, executed, plan.division.timeline)
         return executed
+
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, AnyExecutable]:
+        """The planned step and its executable, for tools such as `alpa_lite.check`."""
+        return self._compiled(args, kwargs), self._executable(args, kwargs)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        with self._lock:
+            count = sum(entry.compiled is not None for entry in self._planned.values())
+        method = self._options.method
+        said = method.describe() if isinstance(method, Method) else str(method)
+        return f"<ParallelStep {name}: {said}, {count} signature{'s' * (count != 1)} planned>"
+
+    @property
+    def options(self) -> Options:
+        """What `parallelize` was given."""
+        return self._options
 
     @property
     def cluster(self) -> Cluster:

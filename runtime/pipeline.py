@@ -181,6 +181,13 @@ class PipelineExecutable:
             self._dispatch(env, watch)
         return watch.timeline()
 
+    def results(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The flat results of the step on copies of the arguments, which are neither donated nor updated."""
+        env = self._copied(args, kwargs)
+        self._dispatch(env)
+        outputs = [env[i] for i in self._program.outputs]
+        return outputs if self._stacked is None else self._stacked.together(outputs)
+
     def measure_peak(self, *args: Any, **kwargs: Any) -> tuple[int, ...]:
         """Runs the step once on copies of the arguments, and returns the most bytes that live arrays took of it.
 

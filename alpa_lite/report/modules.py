@@ -57,10 +57,10 @@ def of(plan: Plan) -> list[Module]:
         for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
             if collective.kind != "transfer":
                 add(collective.where, collective.kind, share[collective.stage] * seconds, 2)
-    rows = [
-        Module(name, *seconds, tuple(sorted(operations[name].items(), key=lambda item: -item[1])))
-        for name, seconds in times.items()
-    ]
+    rows = []
+    for name, (forward, backward, communication) in times.items():
+        mine = tuple(sorted(operations[name].items(), key=lambda item: -item[1]))
+        rows.append(Module(name, forward, backward, communication, mine))
     return sorted(rows, key=lambda row: -row.seconds)
 
 

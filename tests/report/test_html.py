@@ -71,7 +71,7 @@ def test_is_one_wellformed_file_that_loads_nothing(plan: Plan) -> None:
     assert not [
         name for name, value in reader.attributes if name in ("src", "srcset") or (value or "").startswith("//")
     ]
-    links = [value for name, value in reader.attributes if name == "href"]
+    links = [value or "" for name, value in reader.attributes if name == "href"]
     assert {link[1:] for link in links} <= set(reader.ids) and all(link.startswith("#") for link in links)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from alpa_lite.paths import shown
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import modules, stages, summary, text, units, words
@@ -93,7 +95,8 @@ def _compared(plan: Plan) -> Markup | None:
     if not plan.comparisons:
         return None
     own = (plan.num_stages,) if plan.pipelined else plan.stages[0].mesh_shape
-    rows = [("this plan", summary.shape_text(own, plan.pipelined), plan.step_seconds, summary.peak(plan), "chosen")]
+    rows: list[tuple[str, str, float | None, float | None, str]] = []
+    rows += [("this plan", summary.shape_text(own, plan.pipelined), plan.step_seconds, summary.peak(plan), "chosen")]
     for row in plan.comparisons:
         shape = summary.shape_text(row.mesh_shape, row.name == "pipeline")
         rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, summary.why_not(plan, row)))
@@ -105,8 +108,8 @@ def _compared(plan: Plan) -> Markup | None:
     return table("methods", columns, cells)
 
 
-def _number(value: float | None, write: object) -> object:
-    return (float("inf"), "") if value is None else (value, write(value))  # type: ignore[operator]
+def _number(value: float | None, write: Callable[[float], str]) -> tuple[float, str]:
+    return (float("inf"), "") if value is None else (value, write(value))
 
 
 def _meshes(plan: Plan) -> Markup:

@@ -29,7 +29,7 @@ def mesh(stage: Stage, first: int) -> Markup:
     Args:
       first: the number of the mesh's first device.
     """
-    shape = tuple(stage.mesh_shape)
+    shape: tuple[int, ...] = tuple(stage.mesh_shape)
     planes = math.prod(shape[:-2])
     rows, columns = (shape[-2] if len(shape) > 1 else 1), shape[-1]
     size, gap, left, top = 30, 4, 34, 20

@@ -31,7 +31,8 @@ def plain() -> Case:
         loss, grads = jax.value_and_grad(lambda p: ((x @ p["w"] - y) ** 2).mean())(params)
         updates, opt = optimizer.update(grads, opt, params)
         # A metric of the update: moments influence a result that is no state, and are no parameters all the same.
-        return optax.apply_updates(params, updates), opt, {"loss": loss, "norm": jnp.abs(updates["w"]).sum()}
+        norm = sum(jnp.abs(update).sum() for update in jax.tree.leaves(updates))
+        return optax.apply_updates(params, updates), opt, {"loss": loss, "norm": norm}
 
     return step, (params, jax.eval_shape(optimizer.init, params), X, Y)
 

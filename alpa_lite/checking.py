@@ -1,0 +1,150 @@
+"""`check`: whether a planned step computes what the step as written computes, and if not, where it begins to differ.
+
+The planned step and the step as written, on one device, run once each on copies of the arguments. Every leaf of the
+results is compared on every device, by
+
+    error = max |planned - written| / max |written|.
+
+Two runs that are both right differ by rounding, and a step may enlarge it without bound: Adam divides a gradient by its
+own size, so a gradient that is zero but for rounding moves its weight by the learning rate in either direction. So the
+step as written also runs on arguments that are changed in their last place, and a leaf that this changes may differ by
+thirty times as much. Where a leaf differs by more, operations are compared too, each *on the inputs that the planned
+step gives it*: the first one whose result is not that of the operation as written, on one device, is named with its
+place and its layouts. Collectives between operations are compared in the same way: they must not change the value that
+they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alpa_lite.api import ParallelStep
+from alpa_lite.errors import OptionError
+from alpa_lite.options import Off
+from alpa_lite.paths import shown
+from alpa_lite.runtime import comparing
+from alpa_lite.runtime.operations import Difference
+
+_MOST_LEAVES = 12
+_ENLARGED = 30.0
+"""How much more than a change of the arguments in their last place may change a leaf, rounding within the step may."""
+
+
+@dataclass(frozen=True)
+class LeafError:
+    """One leaf of the results.
+
+    Attributes:
+      path: as plans print it.
+      dtype, shape: of it.
+      error: relative, as of the module; inf where one of the two is not finite and the other is.
+      tolerance: what counts as rounding.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is rounding."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` found.
+
+    Attributes:
+      leaves: of the results, in their order.
+      difference: the first operation, or collective, that differs on the inputs that it gets; None if there is none, or
+        if all leaves are equal, so that none was looked for.
+      unchecked: why operations could not be compared, where they should have been; else empty.
+    """
+
+    leaves: tuple[LeafError, ...]
+    difference: Difference | None = None
+    unchecked: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the planned step computes what the step as written computes."""
+        return self.difference is None and all(leaf.ok for leaf in self.leaves)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)
+        wrong = [leaf for leaf in worst if not leaf.ok]
+        if not wrong:
+            said = f"; the largest error is {worst[0].error:.2g}, in {worst[0].path}" if worst else ""
+            return f"equal: all {len(self.leaves)} leaves{said}"
+        lines = [f"{len(wrong)} of {len(self.leaves)} leaves differ"]
+        for leaf in wrong[:_MOST_LEAVES]:
+            shape = ",".join(map(str, leaf.shape))
+            lines.append(f"  {leaf.path}  {leaf.dtype}[{shape}]  error {leaf.error:.2g}, of {leaf.tolerance:.2g}")
+        if len(wrong) > _MOST_LEAVES:
+            lines.append(f"  and {len(wrong) - _MOST_LEAVES} more")
+        if self.difference is not None:
+            return "\n".join([*lines, f"first to differ: {self.difference}"])
+        if self.unchecked:
+            return "\n".join([*lines, f"operations were not compared: {self.unchecked}"])
+        explained = "no operation differs on the inputs that it gets: operations enlarge the rounding of those before"
+        return "\n".join([*lines, explained])
+
+
+def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: Any) -> Checked:
+    """Runs a planned step and the step as written once, on copies of the arguments, and compares every leaf.
+
+    Nothing is donated, and NNX objects are not updated. Where leaves differ, the first operation that differs is looked
+    for, which compiles each kind of operation once and holds the values of the step that it compares in memory.
+    Functions that the step calls on the host are called by both runs.
+
+    Args:
+      step: of `parallelize`.
+      args, kwargs: of the step.
+      rtol: the relative error that counts as rounding; by default 1e-9 for float64, 1e-3 for float32, 1e-2 for float16
+        and 5e-2 for bfloat16, of the coarsest that the step computes in. Integers must be equal.
+
+    Returns:
+      A `Checked`, which is true if nothing differs, and prints what does.
+
+    Raises:
+      OptionError: `step` is no planned step.
+    """
+    if not isinstance(step, ParallelStep) or isinstance(step.options.method, Off):
+        raise OptionError(f"step={step!r}: give a step of parallelize that is planned, so without method='off'")
+    compiled, executable = step.planned(args, kwargs)
+    written = comparing.written(compiled.source, args, kwargs)
+    planned = comparing.planned(executable, compiled.staged, args, kwargs)
+    limit = comparing.coarsest(compiled.source) if rtol is None else rtol
+    pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))
+    leaves = tuple(
+        LeafError(
+            path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=comparing.error(b, a),
+            tolerance=comparing.tolerance(a, limit),
+        )
+        for output, a, b in pairs
+    )  # fmt: skip
+    if not all(leaf.ok for leaf in leaves):
+        changes = written.conditioning()
+        leaves = tuple(
+            replace(leaf, tolerance=max(leaf.tolerance, _ENLARGED * change)) if leaf.tolerance else leaf
+            for leaf, change in zip(leaves, changes, strict=True)
+        )
+    if all(leaf.ok for leaf in leaves):
+        return Checked(leaves)
+    return _searched(leaves, compiled.staged, comparing.flat(compiled.source, args, kwargs), limit)
+
+
+def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[Any], limit: float) -> Checked:
+    try:
+        found = comparing.first_difference(staged, arguments, limit)
+    except comparing.NotComparable as reason:
+        return Checked(leaves, unchecked=str(reason))
+    return Checked(leaves, found)

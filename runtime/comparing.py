@@ -1,0 +1,266 @@
+"""Runs a step as planned and as written, and looks for the first operation that differs (`operations`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.ir.flow import needed, producers
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.runtime import operations
+from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime.operations import Difference, error
+from alpa_lite.runtime.pipeline import PipelineExecutable
+
+ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
+"""The relative error of leaves that counts as rounding, by dtype; 1e-3 for what is not listed, 5e-2 below 16 bits."""
+
+__all__ = ["coarsest", "error", "first_difference", "flat", "planned", "tolerance", "written"]
+
+
+class NotComparable(Exception):
+    """Operations cannot be compared one by one; the message says why."""
+
+
+def flat(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The flat arguments of a call, in the order of `Traced.arguments`."""
+    assert traced.calling is not None
+    pure = traced.calling.traced(args, kwargs)
+    if not traced.calling.modules:
+        return jax.tree.leaves(pure)
+    tag = object()
+    with nnx_modules.updating(tag):
+        return jax.tree.leaves(nnx_modules.split_arguments(pure, tag))
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """The step as written, on the first device.
+
+    Attributes:
+      traced: the step.
+      leaves: its flat arguments.
+      run: from flat arguments to flat results.
+    """
+
+    traced: Traced
+    leaves: list[Any]
+    run: Callable[[Sequence[Any]], list[Any]]
+
+    @functools.cached_property
+    def results(self) -> list[Any]:
+        """The flat results."""
+        return self.run(self.leaves)
+
+    def conditioning(self) -> list[float]:
+        """For each flat result, by how much it changes if every float of the arguments changes in its last place."""
+        dtypes = [v.dtype for v in self.traced.graph.values if jnp.issubdtype(v.dtype, jnp.floating)]
+        unit = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+        rng = np.random.default_rng(0)
+        changed = []
+        for leaf in self.leaves:
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
+                leaf = (leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * signs).astype(leaf.dtype)
+            changed.append(leaf)
+        others = self.run(changed)
+        return [error(b, a) for a, b in zip(self.results, others, strict=True)]
+
+
+def written(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
+    """The step as written, with these arguments."""
+    leaves = [_alone(leaf) for leaf in flat(traced, args, kwargs)]
+    return Written(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
+
+
+def planned(executable: AnyExecutable, staged: Staged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The flat results of the step as planned, on copies of the arguments."""
+    if isinstance(executable, PipelineExecutable):
+        return executable.results(*args, **kwargs)
+    (stage,) = staged.stages
+    program, traced = stage.program, stage.graph.traced
+    mesh = mesh_of(program.mesh)
+    leaves = [*flat(traced, args, kwargs), *traced.graph.constants]
+    shardings = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.inputs]
+    taken = [jax.device_put(_alone(leaf), sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    outputs = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.outputs]
+    function = emission.function_of(program, traced, mesh, stage.communication)
+    return jax.jit(lambda *leaves: list(function(*leaves)), out_shardings=outputs)(*taken)
+
+
+def _alone(leaf: Any) -> Any:
+    """A leaf whole on the first device, in a buffer of its own if it is a JAX array."""
+    if not isinstance(leaf, jax.Array):
+        leaf = jnp.asarray(leaf)
+    if len(leaf.sharding.device_set) > 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = np.asarray(leaf)  # from any set of devices
+    return jax.device_put(leaf, jax.devices()[0])
+
+
+def coarsest(traced: Traced) -> float:
+    """The tolerance of the coarsest dtype that a step computes in."""
+    dtypes = {str(v.dtype) for v in traced.graph.values if jnp.issubdtype(v.dtype, jnp.inexact)}
+    return max((_rounding(dtype) for dtype in dtypes), default=1e-3)
+
+
+def _rounding(dtype: str) -> float:
+    return ROUNDING.get(dtype, 5e-2 if "float8" in dtype or "float4" in dtype else 1e-3)
+
+
+def tolerance(leaf: Any, limit: float) -> float:
+    """What counts as rounding in a leaf: nothing, where it holds no floats."""
+    return limit if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0.0
+
+
+def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> Difference | None:
+    """The first operation that differs on the inputs that it gets, stage by stage.
+
+    Args:
+      arguments: the flat arguments of the user's step.
+      limit: the relative error that counts as rounding.
+
+    Raises:
+      NotComparable: the collectives are left to the compiler, or a stage's inputs cannot be found.
+    """
+    if staged.stages[0].communication != "explicit":
+        raise NotComparable("communication='compiler' leaves the operations to it")
+    leaves = [_alone(leaf) for leaf in arguments]
+    if staged.program.schedule == "none":
+        (stage,) = staged.stages
+        return _of_stage(stage, [*leaves, *stage.graph.traced.graph.constants], mesh_of(stage.program.mesh), limit)
+    known = _values(staged, _pieces(staged.traced, leaves))
+    devices = jax.devices()
+    for number, stage in enumerate(staged.stages):
+        submesh = staged.program.submeshes[staged.written.mesh_of[number]]
+        mesh = mesh_of(submesh.mesh, devices[submesh.first : submesh.first + submesh.mesh.size])
+        inputs = _inputs(stage, number, known)
+        found = _of_stage(stage, [*inputs, *stage.graph.traced.graph.constants], mesh, limit)
+        if found is not None:
+            return replace(found, stage=number)
+    return None
+
+
+def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: float) -> Difference | None:
+    if mesh.size == 1:
+        return None  # it runs as it is written
+    return operations.first_difference(stage.program, stage.graph.traced, mesh, leaves, limit)
+
+
+def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of a cut step: stacked ones in the pieces of their stages."""
+    if traced.stacked is None:
+        return list(leaves)
+    out: dict[int, Any] = {}
+    for leaf, pieces in zip(leaves, traced.stacked.arguments, strict=True):
+        if not pieces.bounds:
+            out[pieces.numbers[0]] = leaf
+            continue
+        for number, first, stop in zip(pieces.numbers, pieces.bounds, pieces.bounds[1:], strict=False):
+            out[number] = leaf[first:stop]
+    return [out[number] for number in sorted(out)]
+
+
+def _inputs(stage: PlannedStage, number: int, known: Mapping[tuple[str, int], Any]) -> list[Any]:
+    """The arguments of a stage, what other stages send it as the step as written has it."""
+    out = []
+    for port in stage.graph.inputs:
+        kind = "argument" if port.kind in ("argument", "copy") else port.kind
+        if (kind, port.number) not in known:
+            raise NotComparable(f"stage {number} reads a value that the step as written does not have ({port.kind})")
+        out.append(known[kind, port.number])
+    return out
+
+
+def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
+    """(port kind, number) -> value, on one device: arguments, values of the loop stacked over micro-batches, and values
+    of the update."""
+    traced = staged.traced
+    ports = [port for stage in staged.stages for port in stage.graph.inputs]
+    inside = sorted({port.number for port in ports if port.kind == "crossing"})
+    late = {port.number for port in ports if port.kind == "late"}
+
+    def run(leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        env: dict[int, Any] = dict(zip(traced.graph.block.inputs, [*leaves, *traced.graph.constants], strict=True))
+        crossing: dict[int, Any] = {}
+        for op in traced.graph.block.ops:
+            operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
+            if op.index == staged.loop.scan:
+                results, crossing = _micro_batches(ScanView(op), operands, inside)
+            else:
+                results = evaluation.bind(op, operands)
+            env.update(zip(op.results, results, strict=True))
+        return {v: env[v] for v in late if v in env}, crossing
+
+    updates, crossing = jax.jit(run)(leaves)
+    found = {("argument", i): leaf for i, leaf in enumerate(leaves)}
+    found |= {("late", v): value for v, value in updates.items()}
+    found |= {("crossing", v): value for v, value in crossing.items()}
+    while any(_exchanged(stage, found) for stage in staged.stages):
+        pass
+    return found
+
+
+def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
+    """Adds the late results of a stage that follow from what is known, such as its summand of a sum over stages.
+
+    Returns:
+      Whether there were any.
+    """
+    traced = stage.graph.traced
+    block, values = traced.graph.block, traced.graph.values
+    ports = [("argument" if p.kind == "copy" else p.kind, p.number) for p in stage.graph.inputs]
+    missing = {v for v, port in zip(block.inputs, ports, strict=False) if port not in known}
+    makers = producers(block.ops)
+    wanted = {
+        ("late", port.number): number
+        for number, (port, atom) in enumerate(zip(stage.graph.outputs, block.outputs, strict=True))
+        if port.kind == "late" and ("late", port.number) not in known and isinstance(atom, int)
+        and missing.isdisjoint(needed([atom], makers))
+    }  # fmt: skip
+    if not wanted:
+        return False
+    inputs = [
+        jnp.zeros(values[v].shape, values[v].dtype) if v in missing else known[port]
+        for v, port in zip(block.inputs, ports, strict=False)
+    ]
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        outputs = evaluation.evaluate(traced.graph, inputs)
+        return [outputs[number] for number in wanted.values()]
+
+    known.update(zip(wanted, jax.jit(run)(inputs), strict=True))
+    return True
+
+
+def _micro_batches(view: ScanView, operands: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], dict[int, Any]]:
+    """The results of the loop over micro-batches, and some values of its body, stacked."""
+    consts, start, xs = view.taken(operands)
+    made = set(wanted) & {v for op in view.body.ops for v in op.results}
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        env: dict[int, Any] = {}
+
+        def place(value: int, array: Any) -> Any:
+            if value in made:
+                env[value] = array
+            return array
+
+        out = view.given(evaluation.evaluate_block(view.body, [*consts, *carry, *xs], place))
+        return out.carry, (out.ys, env)
+
+    carry, (ys, stacked) = jax.lax.scan(step, start, xs, length=view.length, reverse=view.op.params["reverse"])
+    return [*carry, *ys], stacked

@@ -1,0 +1,298 @@
+"""The first operation of a planned step that differs from the same operation on one device, on the same inputs.
+
+The planned program runs with more results: the registers of some instructions, a chunk of so many bytes at a time.
+Then each instruction is judged by itself. An operation, applied on one device to what the planned program had in its
+operands' registers, must give what is in its results' registers, on every device. A change of layout must not change
+the value. A loop is judged as one operation, and if it differs, iteration by iteration by the instructions of its body.
+
+The error of a sum is measured by the sum of the absolute values (the bound of its rounding), that of other operations
+by their largest result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.layout import Layout
+from alpa_lite.passes.ir import evaluation, primitives
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.lowering.program import (
+    Body,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    Outside,
+    Reshard,
+    read_before,
+    reads,
+    spec_of,
+    writes,
+)
+
+CHUNK = 2**30
+"""Bytes of registers that are looked at in one run."""
+ITERATIONS = 16
+"""Iterations of a loop that are judged."""
+_SUMS = primitives.LINEAR_IN_EACH | primitives.LINEAR_IN_ALL | primitives.ADDITIONS | {
+    "reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any", "psum",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An operation whose planned result is not that of the operation as written.
+
+    Attributes:
+      operation: the primitive, or the collectives of a change of layout.
+      where: source line and name scope.
+      layouts: of operands and results, as text.
+      error: relative, of the largest result.
+      stage: the pipeline stage, -1 on one mesh.
+      iteration: of the loops around it, outermost first.
+    """
+
+    operation: str
+    where: str
+    layouts: str
+    error: float
+    stage: int = -1
+    iteration: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        stage = f"stage {self.stage}: " if self.stage >= 0 else ""
+        loops = f", iteration {'.'.join(map(str, self.iteration))}" if self.iteration else ""
+        return f"{stage}{self.operation} at {self.where}{loops}: {self.layouts}, error {self.error:.2g}"
+
+
+def error(planned: Any, written: Any, scale: float | None = None) -> float:
+    """max |planned - written| / scale over all devices' blocks; scale is by default max |written|.
+
+    Infinite where one of the two is not finite and the other is; 0 where both are equal, and for 0 / 0. Of integers,
+    keys and booleans 0 or infinite.
+    """
+    if jnp.issubdtype(written.dtype, jax.dtypes.prng_key):
+        planned, written = jax.random.key_data(planned), jax.random.key_data(written)
+    whole = np.asarray(written)
+    wide = np.complex128 if np.issubdtype(whole.dtype, np.complexfloating) else np.float64
+    worst = 0.0
+    for shard in planned.addressable_shards:
+        mine, other = np.asarray(shard.data), whole[shard.index]
+        if not jnp.issubdtype(whole.dtype, jnp.inexact):
+            worst = max(worst, 0.0 if np.array_equal(mine, other) else np.inf)
+            continue
+        mine, other = mine.astype(wide), other.astype(wide)
+        finite = np.isfinite(mine) & np.isfinite(other)
+        if not np.array_equal(mine[~finite], other[~finite], equal_nan=True):
+            return np.inf
+        worst = max(worst, float(np.max(np.abs(mine - other), where=finite, initial=0.0)))
+    if worst in (0.0, np.inf):
+        return worst
+    if scale is None:
+        values = np.abs(whole.astype(wide))
+        scale = float(np.max(values, where=np.isfinite(values), initial=0.0))
+    return worst / scale if scale else np.inf
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """One stage under examination."""
+
+    program: LocalProgram
+    traced: Traced
+    mesh: Mesh
+    limit: float
+    functions: dict[Any, Callable[..., Any]]
+
+    def body(self, body: Body, raw: dict[int, Any]) -> Difference | None:
+        """The first instruction of a body that differs.
+
+        Args:
+          raw: the arrays of its inputs, and of what it reads beside them; a partial sum has a dim of its summands.
+        """
+        done = 0
+        while done < len(body.instructions):
+            stop, wanted = self._chunk(body, done, raw)
+            found = dict(raw)
+            found.update(zip(wanted, self.run(body, stop, wanted, raw), strict=True))
+            for item in body.instructions[done:stop]:
+                difference = self.judge(item, found)
+                if difference is not None:
+                    return difference
+            done = stop
+        return None
+
+    def _chunk(self, body: Body, first: int, known: dict[int, Any]) -> tuple[int, list[int]]:
+        """The end of the next chunk, and the registers that judging it takes."""
+        wanted: dict[int, None] = {}
+        size, stop = 0, first
+        while stop < len(body.instructions) and (size < CHUNK or stop == first):
+            item = body.instructions[stop]
+            for register in (*reads(item), *writes(item)):
+                if register not in wanted and register not in known:
+                    wanted[register] = None
+                    size += self._bytes(item, register)
+            stop += 1
+        return stop, list(wanted)
+
+    def _bytes(self, item: Instruction, register: int) -> int:
+        values = self.traced.graph.values
+        if isinstance(item, Reshard):
+            return values[item.value].nbytes
+        pairs = [*zip(item.operands, item.op.operands, strict=True), *zip(item.results, item.op.results, strict=True)]
+        return next((values[v].nbytes for r, v in pairs if r == register and isinstance(v, int)), 0)
+
+    def run(self, body: Body, stop: int, wanted: Sequence[int], raw: dict[int, Any]) -> list[Any]:
+        """Some registers after the first `stop` instructions of a body."""
+        names = tuple(raw)
+        key = id(body), stop, tuple(wanted), names
+        if key not in self.functions:
+            part = Body(names, body.instructions[:stop], tuple(wanted))
+            self.functions[key] = jax.jit(emission.emit(replace(self.program, body=part), self.traced, self.mesh))
+        return self.functions[key](*raw.values())
+
+    def judge(self, item: Instruction, found: dict[int, Any]) -> Difference | None:
+        """Whether an instruction differs."""
+        match item:
+            case Reshard(source=source, result=result):
+                wrong = error(self.whole(result, found[result]), self.alone(source, found[source]))
+                if wrong <= self.limit:
+                    return None
+                kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
+                where = _jax.where(item.used_by.source) if item.used_by is not None else "a result of the step"
+                layouts = f"{self.program.registers[source]} -> {self.program.registers[result]}"
+                return Difference(kinds, where, layouts, wrong)
+            case Outside():
+                return None
+            case Compute(op=op) | Loop(op=op):
+                if op.has_effects:
+                    return None
+                return self.operation(item, op, found)
+
+    def operation(self, item: Compute | Loop, op: Op, found: dict[int, Any]) -> Difference | None:
+        """Whether an operation gives something else than on one device."""
+        operands = [o.value if isinstance(o, Lit) else self.alone(o, found[o]) for o in item.operands]
+        results = self.apply(op, operands)
+        wrong = 0.0
+        for number, (register, written) in enumerate(zip(item.results, results, strict=True)):
+            planned = self.whole(register, found[register])
+            one = error(planned, written)
+            if self.limit < one < np.inf and op.name in _SUMS:
+                one = error(planned, written, self.bound(op, operands, number))
+            wrong = max(wrong, one)
+        if wrong <= self.limit:
+            return None
+        if isinstance(item, Loop):
+            return self.loop(item, found, wrong)
+        return self.difference(item, op, wrong)
+
+    def difference(self, item: Compute | Loop, op: Op, wrong: float) -> Difference:
+        """An operation that differs, in words."""
+        layouts = self.program.registers
+        taken = " x ".join(str(layouts[o]) for o in item.operands if isinstance(o, int))
+        given = ", ".join(str(layouts[r]) for r in item.results)
+        return Difference(op.name, _jax.where(op.source), f"{taken} -> {given}", wrong)
+
+    def apply(self, op: Op, operands: Sequence[Any]) -> list[Any]:
+        """The operation as written, on one device."""
+        key = op.key, tuple(i for i, a in enumerate(op.operands) if isinstance(a, Lit))
+        if key not in self.functions:
+            self.functions[key] = jax.jit(functools.partial(_bind, op))
+        return self.functions[key](*operands)
+
+    def bound(self, op: Op, operands: Sequence[Any], number: int) -> float | None:
+        """The largest sum of absolute values of a sum."""
+        if op.name in ("sub", "add", "add_any"):
+            return sum(float(np.max(np.abs(np.asarray(x, np.float64)), initial=0.0)) for x in operands)
+        sizes = [abs(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x for x in operands]
+        return float(np.max(np.asarray(self.apply(op, sizes)[number], np.float64), initial=0.0))
+
+    def loop(self, item: Loop, found: dict[int, Any], wrong: float) -> Difference | None:
+        """The first instruction of a scan's body that differs, in the first iteration in which any does.
+
+        A loop of which no instruction differs is right: what its sums are off by is the rounding of their terms.
+        """
+        if item.op.name != "scan":
+            return self.difference(item, item.op, wrong)
+        view, body = ScanView(item.op), item.bodies[0]
+        registers = view.taken(item.operands)
+        inputs = view.taken(body.inputs)
+
+        def array(operand: int | Lit, register: int) -> Any:
+            if not isinstance(operand, Lit):
+                return found[operand]
+            layout, value = self.program.registers[register], jnp.asarray(operand.value, operand.aval.dtype)
+            parts = self.program.mesh.product(layout.partial)  # every device holds the literal as its summand
+            return jnp.broadcast_to(value, (parts, *value.shape)) if layout.partial else value
+
+        outer = {r: found[r] for r in sorted(read_before(body.instructions) - set(body.inputs)) if r in found}
+        carry = list(map(array, registers.carry, inputs.carry))
+        order = range(view.length)[::-1] if item.op.params["reverse"] else range(view.length)
+        for iteration in order[:ITERATIONS]:
+            raw = dict(outer)
+            raw.update(zip(inputs.consts, map(array, registers.consts, inputs.consts), strict=True))
+            raw.update(zip(inputs.carry, carry, strict=True))
+            for operand, register in zip(registers.xs, inputs.xs, strict=True):
+                partial = isinstance(operand, int) and bool(self.program.registers[operand].partial)
+                stacked = array(operand, register)
+                raw[register] = self.placed(register, stacked[:, iteration] if partial else stacked[iteration])
+            difference = self.body(body, raw)
+            if difference is not None:
+                return replace(difference, iteration=(iteration, *difference.iteration))
+            outputs = view.given(body.outputs).carry
+            wanted = [o for o in outputs if isinstance(o, int)]
+            made = dict(zip(wanted, self.run(body, len(body.instructions), wanted, raw), strict=True))
+            carry = [array(o, r) if isinstance(o, Lit) else made[o] for o, r in zip(outputs, inputs.carry, strict=True)]
+        return self.difference(item, item.op, wrong) if view.length > ITERATIONS and wrong > _COARSE else None
+
+    def placed(self, register: int, array: Any) -> Any:
+        """An array as the register has it."""
+        return jax.device_put(array, NamedSharding(self.mesh, crossing_spec(self.program.registers[register])))
+
+    def whole(self, register: int, raw: Any) -> Any:
+        """The value of a register on its devices; of a partial sum, the sum."""
+        return raw.sum(0) if self.program.registers[register].partial else raw
+
+    def alone(self, register: int, raw: Any) -> Any:
+        """The value of a register on one device."""
+        return jax.device_put(self.whole(register, raw), self.mesh.devices.flat[0])
+
+
+_COARSE = 0.1
+"""The error from which on a loop is called wrong of which only the first iterations were judged, and are right."""
+
+
+def _bind(op: Op, *operands: Any) -> list[Any]:
+    return evaluation.bind(op, list(operands))
+
+
+def crossing_spec(layout: Layout) -> PartitionSpec:
+    """The spec of a register as an array: a partial sum has a leading dim for its summands."""
+    return spec_of(Layout((layout.partial, *layout.dims))) if layout.partial else spec_of(layout)
+
+
+def first_difference(
+    program: LocalProgram, traced: Traced, mesh: Mesh, leaves: Sequence[Any], limit: float
+) -> Difference | None:
+    """The first instruction of a local program that differs.
+
+    Args:
+      program, traced: of one stage.
+      mesh: its devices.
+      leaves: its flat arguments and constants, whole.
+      limit: the relative error that counts as rounding.
+    """
+    search = _Search(program, traced, mesh, limit, {})
+    raw = {r: search.placed(r, leaf) for r, leaf in zip(program.body.inputs, leaves, strict=True)}
+    return search.body(program.body, raw)
