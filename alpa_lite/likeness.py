@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster
@@ -65,7 +66,7 @@ class Likeness:
                 continue
             there = _lies(leaf, meshes)
             if there is not None:
-                found[number] = Pin(*there, self.why)
+                found[number] = Pin(there[0], there[1], there[2], self.why)
             elif isinstance(where, Pin):
                 found[number] = where
             elif where is not None:
@@ -90,14 +91,13 @@ class Likeness:
         return out
 
 
-def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[Any, ...] | None:
+def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[LogicalMesh, int, Layout] | None:
     """Mesh, first device and layout of an array that lies on one of some meshes."""
     sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return None
-    mesh = sharding.mesh
-    ids = tuple(device.id for device in mesh.devices.flat)
-    found = meshes.get((tuple(mesh.axis_names), tuple(mesh.devices.shape), ids))
+    mesh, grid = sharding.mesh, np.array(sharding.mesh.devices)
+    found = meshes.get((tuple(mesh.axis_names), grid.shape, tuple(device.id for device in grid.flat)))
     return None if found is None else (*found, layout_of(sharding.spec, leaf.ndim))
 
 

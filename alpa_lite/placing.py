@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_lite import pins
 from alpa_lite.errors import PlanError
 from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import keys, shown
 from alpa_lite.pins import Piece, Pin, pin_of
@@ -130,7 +131,7 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any]) -> An
                 )
             grid, names = np.array(own).reshape(pin.mesh.shape), pin.mesh.axis_names
             mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-            meshes[pin] = NamedSharding(mesh, PartitionSpec(*pin.layout.dims))
+            meshes[pin] = NamedSharding(mesh, spec_of(pin.layout))
         return meshes[pin]
 
     batches = [

@@ -75,7 +75,10 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
             total += sizes[stop]
             stop += 1
         put = [jax.device_put(leaves[i], shardings[i]) for i in range(start, stop)]
-        out.extend(_fresh(put))
+        fresh = _fresh(put)
+        if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
+            jax.block_until_ready(fresh)  # what was put may be the caller's memory, which the caller may write next
+        out.extend(fresh)
         del put
         start = stop
     return out
