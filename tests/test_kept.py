@@ -364,7 +364,7 @@ def test_a_linen_train_state_is_evaluated_predicted_with_and_counted(tmp_path) -
         return state.apply_gradients(grads=grads).replace(batch_stats=stats), loss
 
     def evaluate(state, batch):
-        out = net.apply({"params": state.params, "batch_stats": state.batch_stats}, batch["x"])
+        out: Any = net.apply({"params": state.params, "batch_stats": state.batch_stats}, batch["x"])
         return {"accuracy": (out.argmax(-1) == batch["y"]).mean(), "mean": out.mean()}
 
     def predict(params, stats, x):

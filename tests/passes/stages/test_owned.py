@@ -78,8 +78,7 @@ def sent(parts: Sequence[StageGraph]) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def trace(fun: Any, *args: Any, batch: Sequence[str] = (), state: Sequence[str] = ()) -> Traced:
-    named = {"state_argnames": state} if state else {}
-    return tracing.trace(fun, args, {}, batch_argnums=(), batch_argnames=batch, **named)
+    return tracing.trace(fun, args, {}, batch_argnums=(), batch_argnames=batch, state_argnames=state)
 
 
 @pytest.mark.parametrize("name", ["nnx_gpt_tied", "linen_unet", "linen_user_train_state"])
