@@ -1,7 +1,8 @@
-"""The train loops of `tests/loops/` compute on eight devices what plain `jit` computes."""
+"""The train loops of `tests/loops/` compute on eight devices what plain `jit` computes, and move no state to do so."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,30 @@ FAST = ("nnx_optimizer", "equinox_partition")
 """Those whose models compile quickest; the others are of the same shape."""
 
 
-def compare(name: str, steps: int, epoch: int, **options: Any) -> None:
+def compare(caplog: pytest.LogCaptureFixture, name: str, steps: int, epoch: int, **options: Any) -> None:
     one = loop(name)
     train_step, eval_step = base.plain(one)
     want = base.run(one, train_step, eval_step, steps, epoch)
     step = alpa_lite.parallelize(one.train_step, **one.options, **options)
-    errors = base.errors(base.run(one, step, eval_step, steps, epoch), want)
+    evaluation = alpa_lite.parallelize(one.eval_step, like=step, **one.eval_options)
+    with caplog.at_level(logging.WARNING, logger="alpa_lite"):
+        errors = base.errors(base.run(one, step, evaluation, steps, epoch), want)
+    assert "moves" not in caplog.text, caplog.text
     wrong = {path: error for path, error in errors.items() if error > base.TOLERANCE}
     assert not wrong, wrong
     assert len(want.metrics) == steps and len(want.evaluations) == steps // epoch
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_two_steps_and_a_short_batch_equal_plain_jit(name: str) -> None:
-    compare(name, 2, 2)
+def test_two_steps_and_a_short_batch_equal_plain_jit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    compare(caplog, name, 2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_equal_plain_jit(name: str) -> None:
-    compare(name, base.STEPS, base.EPOCH)
+def test_twenty_steps_equal_plain_jit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    compare(caplog, name, base.STEPS, base.EPOCH)
 
 
 def test_every_module_is_a_loop_with_its_name() -> None:
