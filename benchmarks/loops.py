@@ -151,7 +151,7 @@ def table(rows: dict[str, Any]) -> str:
         "# Train loops from public practice",
         "",
         f"`{COMMAND}`: 20 steps, two short last batches and two evaluations on 8 virtual CPU",
-        "devices; each loop against plain `jit` on one device. Signatures are a full batch, a short one, and evaluation.",
+        "devices; each loop against plain `jit` on one device. Signatures: a full batch, a short one, evaluation.",
         "Compilations are all of XLA's, those of copies included. An error of at most 1e-5 passes.",
         "",
         "| loop | signatures | planning s, all | planning s, first | compilations | of plain `jit` | state | moved "

@@ -27,6 +27,7 @@ BY_INSTANCE = {
     "nn": "flax.linen",
     "nnx": "flax.nnx",
     "ocp": "orbax.checkpoint",
+    "model": "flax.nnx.Module",
 }
 """The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
 FOREIGN = frozenset(
