@@ -495,8 +495,9 @@ def fitting(staged: Staged, asked: Asked) -> Staged:
     if staged.needed > asked.budget:
         worst = int(np.argmax(list(map(sum, staged.bytes))))
         raise InfeasibleError(
-            f"the pipeline of {len(staged.stages)} stages needs {staged.needed:,} bytes per device on submesh "
-            f"{worst}, of {asked.budget:,.0f}; allow more memory, more micro-batches or more stages"
+            f"the pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed)} per device on "
+            f"submesh {worst}, of {units.exact_bytes(asked.budget)}; allow more memory, more micro-batches or "
+            "more stages"
         )
     return staged
 
@@ -511,6 +512,6 @@ def _check_memory(plan: Plan, options: Options) -> None:
     needed = max(stage.memory.total for stage in plan.stages)
     if options.plan is not None and options.memory_per_device is not None and needed > options.memory_per_device:
         raise InfeasibleError(
-            f"the given plan needs {needed:,} bytes per device, more than memory_per_device="
-            f"{options.memory_per_device:,}; leave that out, or plan again without plan="
+            f"the given plan needs {units.exact_bytes(needed)} per device, more than memory_per_device="
+            f"{units.exact_bytes(options.memory_per_device)}; leave that out, or plan again without plan="
         )

@@ -7,6 +7,7 @@ step's plans can be cached under them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +44,8 @@ class Options:
     Attributes:
       method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
       cluster: the devices to plan for, or the name of a preset; None stands for `Cluster.local()`.
-      memory_per_device: bytes that a plan may use on each device; None stands for the cluster's usable memory.
+      memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; None stands for the
+        cluster's usable memory.
       num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
         one mesh 1, or if that does not fit the memory, the least power of two that does.
       allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm,
@@ -102,6 +104,7 @@ class Options:
             object.__setattr__(self, name, value)
 
         put("method", _method(self.method))
+        put("memory_per_device", _memory(self.memory_per_device))
         put("cluster", Cluster.preset(self.cluster) if isinstance(self.cluster, str) else self.cluster)
         for name in ("batch_argnums", "state_argnums", "static_argnums", "donate_argnums"):
             put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
@@ -130,7 +133,7 @@ def _validate(options: Options) -> None:
         refuse("cluster", "give a Cluster, the name of a preset, or None for the devices here")
     memory = options.memory_per_device
     if memory is not None and (not _is_number(memory) or memory <= 0):
-        refuse("memory_per_device", "give bytes above 0, such as 16 * 2**30, or None for the device's memory")
+        refuse("memory_per_device", 'give bytes above 0, as 16 * 2**30 or "16 GiB", or None for the device\'s memory')
     count = options.num_microbatches
     if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         refuse("num_microbatches", 'give a positive number, or "auto"')
@@ -204,6 +207,17 @@ def _method(value: object) -> Method:
     )
     hint = f"; {value.__name__} is a class, call it" if isinstance(value, type) else ""
     raise OptionError(f"method={value!r}: use {choices}{hint}")
+
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _memory(value: Any) -> Any:
+    """Bytes that a text such as "16 GiB" names; anything else, and a text that names none, as it is."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", value.lower()) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        return value
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _is_number(value: object) -> bool:

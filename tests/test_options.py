@@ -79,7 +79,7 @@ def test_conversions():
         ("cluster", "h1000", "p3.16xlarge"),
         ("cluster", 8, "preset"),
         ("memory_per_device", 0, "bytes above 0"),
-        ("memory_per_device", "16GB", "bytes above 0"),
+        ("memory_per_device", "16", "bytes above 0"),
         ("num_microbatches", 0, "positive number"),
         ("num_microbatches", -1, "positive number"),
         ("num_microbatches", 2.0, "positive number"),
@@ -161,3 +161,16 @@ def test_damaged_methods_are_refused(data):
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().method = Off()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 16 * 2**30), ("1.5 gib", 3 * 2**29), ("80 GB", 80 * 10**9), ("512MiB", 2**29)]
+)
+def test_memory_as_text(text, size):
+    assert Options(memory_per_device=text).memory_per_device == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["16", "much", "16 PB", "-1 GiB", "0 GiB"])
+def test_memory_as_text_that_names_no_size(text):
+    with pytest.raises(OptionError, match="16 GiB"):
+        Options(memory_per_device=text)  # type: ignore[arg-type]

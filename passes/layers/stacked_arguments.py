@@ -25,6 +25,7 @@ from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, 
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import producers, reads, users, values_in
 from alpa_lite.program import Buffer, Program, Submesh
+from alpa_lite.report import units
 
 Arrangement = Literal["in place", "resharded", "spread"]
 
@@ -179,6 +180,7 @@ def notes(stacked: Stacked | None, program: Program) -> tuple[str, ...]:
         "spread": "are cut and sent between submeshes, since stages hold unequal parts or have unequal submeshes",
     }
     return tuple(
-        f"before and after a step, {len(sizes)} stacked arguments and results of {sum(sizes):,} bytes {texts[kind]}"
+        f"before and after a step, {len(sizes)} stacked arguments and results of {units.exact_bytes(sum(sizes))} "
+        f"{texts[kind]}"
         for kind, sizes in sorted(found.items())
     )

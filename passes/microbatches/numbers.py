@@ -20,6 +20,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.microbatches.loop import batch_dims
+from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
 T = TypeVar("T")
@@ -80,8 +81,8 @@ def least(solve: Callable[[int], T], first: InfeasibleError, floor: float, budge
             less = error.smallest_budget
             if less is None or less >= needed:
                 raise InfeasibleError(
-                    f"{first} Micro-batches do not help: {count} micro-batches need {less or needed:.0f} bytes per "
-                    "device.",
+                    f"{first} Micro-batches do not help: {count} micro-batches need "
+                    f"{units.exact_bytes(less or needed)} per device.",
                     first.smallest_budget,
                 ) from error
             tried, needed = count, less
@@ -97,4 +98,6 @@ def state_bytes(traced: Traced) -> int:
 
 def fewer_do_not_fit(count: int, budget: float) -> str:
     """What a plan says of a number of micro-batches that memory asked for."""
-    return f"{count} micro-batches: with fewer, the step does not fit into memory_per_device={budget:.0f} bytes"
+    return (
+        f"{count} micro-batches: with fewer, the step does not fit into memory_per_device={units.exact_bytes(budget)}"
+    )

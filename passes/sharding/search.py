@@ -35,6 +35,7 @@ from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.records import Candidate
+from alpa_lite.report import units
 from alpa_lite.strategy import Rule, Solution
 
 
@@ -201,18 +202,19 @@ def _infeasible(
                 smallest, where = peak, _by(problem.mesh)
     if smallest <= budget or math.isinf(smallest):
         return InfeasibleError(
-            f"no sharding within memory_per_device={budget:.0f} bytes was found in "
-            f"solver_time_limit={deadline.seconds:g} seconds; allow more seconds, or more bytes."
+            f"no sharding within memory_per_device={units.exact_bytes(budget)} was found in "
+            f"solver_time_limit={deadline.seconds:g} seconds; allow more seconds, or more memory."
         )
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
-    largest = ", ".join(f"{path} ({size / 1e6:.1f} MB)" for size, path in leaves)
+    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     return InfeasibleError(
-        f"memory_per_device={budget:.0f} bytes is too small: the smallest budget that works is {math.ceil(smallest)} "
-        f"bytes per device, on a mesh of {where}. The arguments alone take {total} bytes before they are sharded over "
-        f"{cluster.num_devices} devices; the largest of them: {largest}. A larger budget, more devices, "
-        f"rematerialisation (jax.checkpoint around a layer) or a smaller batch would fit.",
+        f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works is "
+        f"{units.exact_bytes(math.ceil(smallest))} per device, on a mesh of {where}. The arguments alone take "
+        f"{units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the largest of "
+        f"them: {largest}. A larger budget, more devices, rematerialisation "
+        f"(jax.checkpoint around a layer) or a smaller batch would fit.",
         smallest,
     )

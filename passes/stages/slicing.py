@@ -51,6 +51,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.stages.paths import Minimum, Path, PathProblem, least_bytes, minimise
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import Infeasible, SliceOptions, StageChoice, StageSlices, StageSlicing, Weighed
+from alpa_lite.report import units
 from alpa_lite.schedules import NAMES, in_flight_formula
 
 _SCALES = (1.0, 0.97, 0.93, 0.87, 0.8)  # of the budget, for stages that share a submesh with equal ones
@@ -446,8 +447,9 @@ def _why_not(costs: Sequence[StageCosts], tasks: Sequence[_Task], options: Slice
         return Infeasible("devices", message, None)
     need, task = min(needs, key=lambda pair: pair[0])
     message = (
-        f"memory_per_device={options.budget:.0f} bytes is {need - options.budget:.0f} short of the smallest that "
-        f"works, {need:.0f}, with {microbatches(task.costs.num_microbatches)} and {task.schedule}."
+        f"memory_per_device={units.exact_bytes(options.budget)} is {units.exact_bytes(need - options.budget)} short of "
+        f"the smallest that works, {units.exact_bytes(need)}, with "
+        f"{microbatches(task.costs.num_microbatches)} and {task.schedule}."
     )
     return Infeasible("memory", message, need)
 

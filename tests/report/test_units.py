@@ -63,3 +63,10 @@ def test_bars_fit_and_show_what_is_not_zero(part: float, width: int) -> None:
     assert bool(bar) == (part > 0)
     if part >= 1:
         assert bar == "█" * width
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1000, "1000 B"), (2**30, "1.00 GiB (1,073,741,824 bytes)"), (1536.0, "1.50 KiB (1,536 bytes)")]
+)
+def test_exact_bytes(value: float, text: str) -> None:
+    assert units.exact_bytes(value) == text

@@ -18,7 +18,7 @@ from alpa_lite import program as programs
 from alpa_lite.errors import ExecutionError, VerificationError
 from alpa_lite.passes import checks
 from alpa_lite.program import Run, Send
-from alpa_lite.report import timeline
+from alpa_lite.report import timeline, units
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.timeline import Event
@@ -292,7 +292,8 @@ def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown(
             memory.temp_size_in_bytes
             for memory, e in zip(made.memory_analysis(), made._program.executables, strict=True) if e.mesh == mesh
         ]  # fmt: skip
-        assert any(f"submesh {mesh} at most {max(sizes)} bytes of temporaries" in line for line in plan.verification)
+        most = units.exact_bytes(max(sizes))
+        assert any(f"submesh {mesh} at most {most} of temporaries" in line for line in plan.verification)
 
 
 def test_a_compiled_stage_that_communicates_otherwise_is_named():
