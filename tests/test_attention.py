@@ -68,7 +68,7 @@ FORMS: dict[str, tuple[Attend, dict[str, Any]]] = {
     "query lengths": (attend(query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS), {}),
     "residual": (with_residual, {}),
 }
-FAST = {"shared bias", "grouped queries", "query lengths"}
+FAST = {"grouped queries"}
 
 
 def equal(want: Any, got: Any) -> None:

@@ -57,7 +57,7 @@ def decisions(plan: alpa_lite.Plan, name: str) -> list[Any]:
     return [d for stage in plan.stages for d in stage.decisions if name in d.name]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_registered_attention_is_sharded_over_batch_and_heads_forward_and_backward(parts: int):
     step = step_with(ATTENTION)
     run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)), num_microbatches=parts)
@@ -76,6 +76,7 @@ def test_a_registered_attention_is_sharded_over_batch_and_heads_forward_and_back
     assert block in text and f"f32[{B // parts},{S},{H},{D}]" not in text
 
 
+@pytest.mark.slow
 def test_a_kernel_is_sharded_where_the_compiler_communicates():
     step = step_with(ATTENTION)
     run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)), communication="compiler")
@@ -140,7 +141,7 @@ PRODUCT = register_rule(product, "... k, k n -> ... n", reduce="sum")
     [
         lambda f: jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)),
         lambda f: lambda x, w: jax.jvp(f, (x, w), (w.T, x.T)),
-        lambda f: jax.hessian(lambda x, w: (f(x, w) ** 2).sum()),
+        pytest.param(lambda f: jax.hessian(lambda x, w: (f(x, w) ** 2).sum()), marks=pytest.mark.slow),
         lambda f: jax.grad(lambda x, w: (jax.vmap(f, (0, None))(x, w) ** 2).sum(), (0, 1)),
         lambda f: jax.checkpoint(jax.grad(lambda x, w: (f(x, w) ** 2).sum())),
     ],
