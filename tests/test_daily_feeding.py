@@ -76,7 +76,8 @@ def test_parameters_and_moments_are_born_one_after_the_other_or_together() -> No
         step.init(lambda: jnp.ones((3, 3)))
 
 
-@pytest.mark.parametrize("method", ["zero", SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero", "pipeline"])
 def test_nnx_objects_are_born_sharded(method: str) -> None:
     def make(key: Any) -> tuple[NnxNet, nnx.Optimizer]:
         model = NnxNet(nnx.Rngs(key))
@@ -97,6 +98,7 @@ def test_nnx_objects_are_born_sharded(method: str) -> None:
     assert kernel.sharding.is_equivalent_to(model.first.kernel.get_raw_value().sharding, kernel.ndim)
 
 
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_the_generator() -> None:
     """Numbers of `rbg` depend on how they are cut: each leaf is made whole, and cut then."""
 
@@ -170,7 +172,8 @@ def test_the_batch_is_placed_alone(method: str) -> None:
     comparing.compare(step(state, placed)[1], want[1])
 
 
-@pytest.mark.parametrize("method", ["zero", SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero", "pipeline"])
 def test_batches_are_placed_ahead(method: str) -> None:
     step = parallel(train, method)
     batches = [examples(16, n) for n in range(4)] + [examples(12, 9)]

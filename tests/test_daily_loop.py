@@ -55,6 +55,7 @@ def test_a_loop_on_a_linen_train_state(method: str, caplog: Any) -> None:
     assert "moves" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_loop_on_an_nnx_model(caplog: Any) -> None:
     def make(key: Any) -> tuple[NnxNet, nnx.Optimizer]:
         model = NnxNet(nnx.Rngs(key))

@@ -106,7 +106,8 @@ def pointers(tree: Any) -> list[int]:
 # -- like= ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["zero", pytest.param("mesh", marks=pytest.mark.slow), SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero", "mesh", "pipeline"])
 def test_evaluation_keeps_the_state_where_the_train_step_has_it(method: str, caplog: Any) -> None:
     step = parallel(train, method)
     test = alpa_lite.parallelize(evaluate, like=step)
@@ -185,10 +186,35 @@ def test_what_only_derives_values_from_the_state_does_not_donate_it() -> None:
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def test_generation_with_a_cache_hands_the_cache_on(caplog: Any) -> None:
+    """The parameters stay, the cache is state of the generation itself: it comes back where the next call reads it."""
+
+    def generate(params: Any, cache: jax.Array, token: jax.Array, key: Any) -> Any:
+        key, used = jax.random.split(key)
+        cache = cache.at[:, 0].add(token)
+        return cache, jax.random.normal(used, token.shape) + Net().apply(params, cache).sum(-1), key
+
+    step = parallel(train, "zero")
+    state, _ = step(initial(), examples(16))
+    run = alpa_lite.parallelize(generate, like=step)
+    mine = theirs = (jnp.ones((8, WIDTH)), jnp.ones(8), jax.random.key(0))
+    params = jax.tree.map(np.asarray, state.params)
+    for number in range(3):
+        with nothing_moves(caplog) if number else contextlib.nullcontext():
+            mine = run(state.params, *mine)
+        theirs = jax.jit(generate)(params, *theirs)
+        comparing.compare(mine[:2], theirs[:2])
+    (plan,) = run.plans
+    roles = {leaf.path: leaf.role for leaf in plan.stages[0].arguments if "params" not in leaf.path}
+    assert roles == {"cache": "state", "token": "batch", "key": "state"}
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
 # -- other signatures -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["zero", pytest.param("mesh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero", "mesh"])
 def test_a_short_batch_is_planned_once_and_moves_nothing(method: str, caplog: Any) -> None:
     step = parallel(train, method)
     state, reference = initial(), initial()
