@@ -133,7 +133,7 @@ def compile_step(
         why = f"{why}; found in the cache"
     if logger.isEnabledFor(logging.INFO):
         logger.info(sentences.planned(name, plan, why))
-    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster))
+    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
 
 

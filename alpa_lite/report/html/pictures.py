@@ -31,7 +31,8 @@ def mesh(stage: Stage, first: int) -> Markup:
     """
     shape: tuple[int, ...] = tuple(stage.mesh_shape)
     planes = math.prod(shape[:-2])
-    rows, columns = (shape[-2] if len(shape) > 1 else 1), shape[-1]
+    columns = shape[len(shape) - 1]
+    rows = shape[-2] if len(shape) > 1 else 1
     size, gap, left, top = 30, 4, 34, 20
     wide, high = columns * (size + gap), rows * (size + gap) + 16
     parts: list[Markup] = []
