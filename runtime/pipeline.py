@@ -488,7 +488,7 @@ class PipelineExecutable:
         if self._state:
             *rest, (_, _, last) = self._state
             if not self._returned_weak:
-                self._returned_weak = [outputs[output].weak_type for _, _, output in self._state]
+                self._returned_weak = [is_weak(outputs[output]) for _, _, output in self._state]
                 self._be_steady()
             self._owned.remember(outputs[last], [outputs[output] for _, _, output in rest], self)
         else:

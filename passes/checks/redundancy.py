@@ -255,7 +255,7 @@ def _times(loops: tuple[_Loop, ...]) -> int:
 
 def _is_zero(op: Any) -> bool:
     """Whether a constant is zero throughout."""
-    return bool(re.search(r"dense<-?0(?:\.0*(?:e[+-]?\d+)?)?>", str(op.attributes["value"])))
+    return bool(re.search(r"dense<-?0(?:\.0*(?:e[+-]?\d+)?)?>", str(_jax.constant_of(op))))
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:
