@@ -34,7 +34,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
-from alpa_lite.passes.sharding import search, wishes
+from alpa_lite.passes.sharding import search, wishes, worth
 from alpa_lite.passes.stages import planning, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -301,11 +301,15 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
         budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.count,
     )  # fmt: skip
+    costs = run(
+        "sharding", worth.worth, traced, groups, rules, asked.cluster, asked.method, found,
+        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
+    )  # fmt: skip
     decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
     solution = found.solution
     verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
-    return run("programs", programs.single, loop, planned, verdict, remat)
+    return noted(run("programs", programs.single, loop, planned, verdict, remat), *costs)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:

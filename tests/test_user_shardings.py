@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,9 @@ def test_constraints_in_the_step_are_hard(say, gathers):
     assert mesh(plan) == DATA_MODEL
     assert said(plan) and all(note.split(": ")[-1].startswith("heeded") for note in said(plan))
     assert "test_user_shardings.py" in said(plan)[0]
+    (price,) = [note for note in plan.notes if "without, on this mesh" in note]
+    with_it, without = map(float, re.findall(r"([0-9.e+-]+) s ", price))
+    assert with_it == pytest.approx(plan.step_seconds, rel=1e-3) and with_it > without
     if gathers is not None:  # the plan would keep it in blocks: compiled, it is gathered
         assert f"f32[{gathers[0]},{gathers[1]}]" in "".join(
             line for text in step.hlo(state(), BATCH) for line in text.splitlines() if "all-gather" in line

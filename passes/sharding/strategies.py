@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -48,6 +48,7 @@ def build(
     budget: float | None = None,
     allowed: Mapping[int, Sequence[Layout]] | None = None,
     bans: Bans = NO_BANS,
+    unheeded: Collection[int] = (),
     regather: bool = False,
     shared: Shared | None = None,
 ) -> Space:
@@ -57,11 +58,14 @@ def build(
       budget: bytes per device, or None.
       allowed: group -> the layouts that it may have, for leaves that a method fixes.
       bans: what must not be cut or gathered.
+      unheeded: operations of `ir.primitives.CONSTRAINT` that may be ignored.
       regather: state that is used before and after the fullest point of the program is resharded twice instead of being
         kept, so that its whole copy does not live between.
       shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
     """
-    return _Builder(rules, cost, allowed or {}, bans, shared or Shared(traced, grouping)).space(budget, regather)
+    return _Builder(rules, cost, allowed or {}, bans, unheeded, shared or Shared(traced, grouping)).space(
+        budget, regather
+    )
 
 
 def _busiest(found: list[Strategy]) -> list[Strategy]:
@@ -104,7 +108,15 @@ def _classify(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray
 class _Builder:
     """Collects strategies, costs, transfers and buffers, class by class."""
 
-    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, allowed: Mapping, bans: Bans, shared: Shared):
+    def __init__(
+        self,
+        rules: Mapping[object, Rule],
+        cost: MeshCost,
+        allowed: Mapping,
+        bans: Bans,
+        unheeded: Collection[int],
+        shared: Shared,
+    ):
         self.traced, self.grouping, self.shared = shared.traced, shared.grouping, shared
         self.values: tuple[Value, ...] = self.traced.graph.values
         self.rules = rules
@@ -112,6 +124,7 @@ class _Builder:
         self.mesh: LogicalMesh = cost.mesh
         self.allowed = allowed
         self.bans = bans
+        self.unheeded = frozenset(unheeded)
         self.forms: dict[object, LocalForm | None] = {}
         self.part_counts: dict[Layout, int] = {}
         self.inputs = set(self.traced.graph.block.inputs)
@@ -192,7 +205,7 @@ class _Builder:
         (value,) = op.results
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
         wish = Wish(op.params["dims"], op.params["why"])
-        if fits(wish, shape, self.mesh) is not None:
+        if op.index in self.unheeded or fits(wish, shape, self.mesh) is not None:
             return self.free_strategies(group)
         found = dict.fromkeys(completions(wish, shape, self.mesh))
         return [strategy_of(dims, layout, len(group.factors)) for layout in found]

@@ -1,0 +1,87 @@
+"""What the user's own shardings cost: the same program on the same mesh, solved without each of them, and without all.
+
+Only where that is cheap: for few shardings, and programs with few strategies. Nothing is claimed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Traced
+from alpa_lite.passes.ir.primitives import CONSTRAINT
+from alpa_lite.passes.sharding import limits, strategies, tables
+from alpa_lite.passes.sharding.bans import bans
+from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.pins import Pins, Wishes
+from alpa_lite.strategy import Rule
+
+STRATEGIES = 3000
+"""The most strategies of a program that is solved again."""
+
+SHARDINGS = 6
+"""The most shardings that are told apart."""
+
+SECONDS = 5.0
+"""The most seconds of solving again."""
+
+
+def worth(
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    cluster: Cluster,
+    method: Any,
+    found: Found,
+    *,
+    budget: float,
+    pins: Pins,
+    wishes: Wishes,
+    time_limit: float,
+) -> tuple[str, ...]:
+    """A note for each of the user's own shardings; none where there is none, or where telling is expensive.
+
+    Args: those of `search.search`, and what it found.
+    """
+    items = _items(traced, wishes)
+    size = sum(len(node.strategies) for node in found.space.nodes)
+    if not items or len(items) > SHARDINGS or size > STRATEGIES or found.solution.status != "optimal":
+        return ()
+    if len(items) > 1:
+        together = [frozenset().union(*parts) for parts in zip(*items.values(), strict=True)]
+        items["all of the user's shardings"] = (together[0], together[1])
+    shared, deadline = tables.Shared(traced, grouping), Deadline(min(SECONDS, time_limit))
+    notes = []
+    for number, (name, (ops, leaves)) in enumerate(items.items()):
+        left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
+        others = Wishes(wishes.mesh, wishes.names, wishes.more, wishes.why, left, wishes.given)
+        space = strategies.build(
+            traced, grouping, rules, MeshCost(cluster, found.mesh), budget=budget,
+            allowed=limits.limits(traced, grouping, method, found.mesh, others, pins),
+            bans=bans(traced, grouping, wishes.forbidden), unheeded=ops, shared=shared,
+        )  # fmt: skip
+        solution = solve.solve(space.program, time_limit=deadline.share(len(items) - number))
+        if solution.status == "optimal":
+            with_it, without = found.solution.objective, min(solution.objective, found.solution.objective)
+            notes.append(f"{name}: the step takes {with_it:.4g} s with it and {without:.4g} s without, on this mesh")
+    return tuple(notes)
+
+
+def _items(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[int], frozenset[str]]]:
+    """In words each sharding -> the operations and the paths of arguments that it is said of."""
+    ops: dict[str, set[int]] = {}
+    leaves: dict[str, set[str]] = {}
+    for op in traced.graph.ops():
+        if op.name == CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
+            ops.setdefault(f"{op.params['why']} at {_jax.source_line(op.source)}", set()).add(op.index)
+    for path, wish in wishes.leaves.items():
+        if path not in wishes.given:
+            leaves.setdefault(wish.why, set()).add(path)
+    names = dict.fromkeys((*ops, *leaves))
+    return {name: (frozenset(ops.get(name, ())), frozenset(leaves.get(name, ()))) for name in names}
