@@ -66,6 +66,6 @@ def test_the_readme_s_script_runs(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "plan.json").exists()
-    assert "Predicted step" in run.stdout
+    assert "Predicted" in run.stdout
     assert "2 stages, 4 micro-batches, schedule 1f1b" in run.stdout
     assert (tmp_path / "timelines.json").exists()
