@@ -38,11 +38,13 @@ class Place:
       path: its stored path.
       kind: its shape and dtype.
       where: its pin, or the parts of a stacked leaf that several submeshes have.
+      role: "state", "frozen" or "other", as in `records.Leaf`.
     """
 
     path: str
     kind: Kind
     where: Pin | tuple[Piece, ...]
+    role: str
 
 
 class Ends(Generic[T]):
@@ -97,10 +99,10 @@ def places_of(plan: PlanRecord, why: str) -> list[Place]:
     for path, where in pins.places(plan, why).items():
         if isinstance(where, Pin):
             leaf = leaves[path]
-            out.append(Place(path, (tuple(leaf.shape), leaf.dtype), where))
+            out.append(Place(path, (tuple(leaf.shape), leaf.dtype), where, leaf.role))
         else:
             first = leaves[f"{path}[{where[0].low}:{where[0].high}]"]
-            out.append(Place(path, ((where[-1].high, *first.shape[1:]), first.dtype), where))
+            out.append(Place(path, ((where[-1].high, *first.shape[1:]), first.dtype), where, first.role))
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -40,6 +41,14 @@ def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     losses = load(name).main(12)
     assert losses[-1] < 0.95 * losses[0]
     assert f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_loop_with_evaluation_and_checkpoints_goes_on_under_another_plan(caplog: pytest.LogCaptureFixture) -> None:
+    losses = load("evaluate_and_checkpoint").main(2)
+    assert len(losses) == 4
+    assert all(after < before for before, after in itertools.pairwise(losses))
+    assert "moves" not in caplog.text
 
 
 @pytest.mark.slow

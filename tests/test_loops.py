@@ -56,3 +56,18 @@ def test_the_comparison_finds_a_leaf_that_differs() -> None:
         other = base.Run(state | {path: value}, same.metrics, [])
         found = base.errors(other, same)
         assert [name for name, error in found.items() if error > base.TOLERANCE] == [f"state['{path}']"]
+
+
+def test_a_leaf_beside_the_batch_does_not_keep_the_state_from_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Rollouts have time in front; `last_value` has only environments, of which the last batch has fewer."""
+    one = loop("actor_critic")
+    step = alpa_lite.parallelize(one.train_step, method=alpa_lite.Sharded((8,)))
+    (learner,) = one.make_state()
+    with caplog.at_level(logging.WARNING, logger="alpa_lite"):
+        for rows in (16, 6):
+            learner, _ = step(learner, one.batch(0, rows))
+    roles = {leaf.path: leaf.role for leaf in step.plans[0].stages[0].arguments}
+    assert roles["rollout.last_value"] == "other"
+    assert "moves" not in caplog.text
+    first, second = ({a.path: a.spec for a in p.stages[0].arguments if a.role == "state"} for p in step.plans)
+    assert first == second
