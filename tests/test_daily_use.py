@@ -42,7 +42,7 @@ class NnxNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first, self.second = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, OUT, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Any) -> jax.Array:
         return self.second(nnx.relu(self.first(x)))
 
 
@@ -50,7 +50,7 @@ def distance(predictions: jax.Array, batch: Any) -> jax.Array:
     return ((predictions - batch["y"]) ** 2).mean()
 
 
-APPLY = Net().apply
+APPLY: Any = Net().apply
 
 
 def create(key: Any) -> TrainState:
@@ -138,7 +138,7 @@ def test_abstract_and_host_leaves_are_matched_by_the_ends_of_their_paths() -> No
     trained = {leaf.path: leaf.spec for leaf in plan.stages[0].arguments}
     shapes = jax.eval_shape(create, jax.random.key(0)).params
 
-    def predict(params: Any, x: jax.Array) -> jax.Array:
+    def predict(params: Any, x: jax.Array) -> Any:
         return Net().apply(params, x)
 
     for like in (step, plan, (plan,)):
@@ -192,7 +192,7 @@ def test_generation_with_a_cache_hands_the_cache_on(caplog: Any) -> None:
     def generate(params: Any, cache: jax.Array, token: jax.Array, key: Any) -> Any:
         key, used = jax.random.split(key)
         cache = cache.at[:, 0].add(token)
-        return cache, jax.random.normal(used, token.shape) + Net().apply(params, cache).sum(-1), key
+        return cache, jax.random.normal(used, token.shape) + APPLY(params, cache).sum(-1), key
 
     step = parallel(train, "zero")
     state, _ = step(initial(), examples(16))

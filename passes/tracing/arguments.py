@@ -239,9 +239,9 @@ class _Matcher:
         """Of results with the type of a bare array, those that are an update of it."""
         # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
         own = [one for one in self._inputs.trees if not one.leaves or not self._known.issuperset(one.leaves)]
-        place = next(i for i, one in enumerate(own) if one is tree)
         there = self._results()
-        same_place = there[place].leaves if place < len(there) else range(0)
+        pairs = zip(own, there, strict=False)
+        same_place = next((result.leaves for one, result in pairs if one is tree), range(0))
         scalar = not self._inputs.types[tree.start][0]
         return [
             n
