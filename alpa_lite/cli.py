@@ -345,12 +345,23 @@ def plan(
 def show(
     file: PlanFile,
     full: Annotated[bool, typer.Option("--full", help="Print everything: shardings, collectives, checks.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page for a browser instead.")
+    ] = None,
 ) -> None:
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     from alpa_lite.plan import Plan
     from alpa_lite.report import summary, text
 
-    _console().print((text if full else summary).renderable(Plan.load(file)))
+    found = Plan.load(file)
+    if html is None:
+        _console().print((text if full else summary).renderable(found))
+        return
+    try:
+        found.to_html(html)
+    except OSError as error:
+        raise OptionError(f"--html {str(html)!r} cannot be written: {error.strerror}") from error
+    _console().print(f"saved to {html}: open it in a browser")
 
 
 @app.command()

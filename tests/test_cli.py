@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,56 @@ def test_mistakes_are_one_message_without_a_traceback(args: list[str], message: 
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_show_writes_one_page_for_a_browser(file: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = runner.invoke(app, ["show", file, "--html", str(page)])
+    assert result.exit_code == 0 and str(page) in result.stdout.replace("\n", "")
+    assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html")
+    result = runner.invoke(app, ["show", file, "--html", str(tmp_path / "no" / "plan.html")])
+    assert result.exit_code == 2 and "--html" in result.stderr
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0 and re.match(r"alpa-lite \d+\.\d+\.\d+ \(JAX \d+\.\d+", result.stdout)
+
+
+OWN = """
+import jax, jax.numpy as jnp, alpa_lite
+
+def abstract_args():
+    return jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+@alpa_lite.parallelize(method=alpa_lite.DataParallel(), static_argnames="scale")
+def train(w, x, *, scale=1.0):
+    loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+    return w - scale * grad, loss
+
+kwargs = {"scale": 0.5}
+"""
+
+
+def test_plan_takes_a_step_of_the_users_own_as_it_was_decorated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own_training.py").write_text(OWN)
+    named = ["own_training:train", "--args", "own_training:abstract_args", "--kwargs", "own_training:kwargs"]
+    invoke("plan", *named, "--cluster", "H100", "-o", "plan.json")
+    plan = Plan.load("plan.json")
+    assert plan.method == "DataParallel" or "data" in plan.method.lower()
+    assert plan.cluster == Cluster.preset("h100")
+    assert json.loads(Path("plan.json").read_text())["step"]["args"] == "own_training:abstract_args"
+    invoke("plan", *named, "--cluster", "h100", "--method", "zero3", "-o", "plan.json")
+    assert Plan.load("plan.json").method != plan.method
+    for wrong, words in (
+        (["own_training:train", "--cluster", "h100"], "--args"),
+        ([*named, "--cluster", "h100", "--batch", "8"], "--batch is for models"),
+        (["gpt", "--cluster", "h100"], "--batch is missing"),
+        (["gpt", "--cluster", "h100", "--batch", "8", "--args", "a:b"], "--args is for steps of your own"),
+    ):
+        result = runner.invoke(app, ["plan", *wrong])
+        assert result.exit_code == 2 and words in " ".join(result.stderr.split())
