@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -67,9 +68,10 @@ def test_a_model_with_its_size() -> None:
         ({"name": "{m}:", "args": "{m}:broken"}, "package.module:attribute"),
     ],
 )
-def test_mistakes_say_what_to_write(module: str, step: dict[str, str], words: str) -> None:
+def test_mistakes_say_what_to_write(module: str, step: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError) as error:
-        NamedStep(**{key: value.format(m=module) for key, value in step.items()}).load()
+        given: dict[str, Any] = {key: value.format(m=module) for key, value in step.items()}
+        NamedStep(**given).load()
     assert words in str(error.value)
 
 
