@@ -363,9 +363,10 @@ class PipelineExecutable:
                 (out[i],) = placement.copies([leaves[i]], [self._sharding(buffers[0])])
                 copied.append(i)
         self._owned.add(out[i] for i in copied)
-        if self._stacked is not None:
+        stacked = self._traced.stacked
+        if self._stacked is not None and stacked is not None:
             out = self._stacked.together(out, arguments=True)
-            self._owned.add(array for one, array in zip(self._traced.stacked.arguments, out, strict=True) if one.bounds)
+            self._owned.add(array for one, array in zip(stacked.arguments, out, strict=True) if one.bounds)
         return out
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
