@@ -125,11 +125,13 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
 
 
 def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
-    """Kind of state -> axis -> the share of the bytes that lies sharded over it."""
+    """Kind of state -> axis -> the share of the bytes that lies sharded over it. Frozen weights are parameters, too."""
     traced = planned.graph.traced
     sizes = {"params": 0, "optimizer": 0}
     out: dict[str, dict[str, float]] = {"params": {}, "optimizer": {}}
-    for number, kind in kinds.state_kinds(traced).items():
+    held = kinds.state_kinds(traced)
+    held |= {i: "params" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
+    for number, kind in held.items():
         size = traced.graph.values[traced.graph.block.inputs[number]].nbytes
         sizes[kind] += size
         for axis in planned.program.inputs[number].used:

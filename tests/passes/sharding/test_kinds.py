@@ -152,3 +152,26 @@ def test_fully_sharded_weights_that_are_gathered_are_neither_gradients_nor_activ
     whole = plan(method=alpa_lite.DataParallel()).stages[0].memory
     assert whole.gathered == 0
     assert whole.params >= 2 * weight and whole.optimizer >= 4 * weight and whole.gradients >= weight
+
+
+def test_frozen_weights_have_a_row_of_their_own() -> None:
+    """LoRA: the base is neither state nor batch."""
+
+    def step(lora, base, x):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ base + x @ w["a"] @ w["b"]) ** 2))(lora)
+        return jax.tree.map(lambda w, g: w - g, lora, grads), value
+
+    lora = {"a": jax.ShapeDtypeStruct((256, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8, 256), jnp.float32)}
+    base, x = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (256, 4096))
+    plan = alpa_lite.make_plan(
+        step,
+        lora,
+        base,
+        x,
+        cluster=Cluster.preset("h100", nodes=1),
+        batch_argnums=(2,),
+        method=alpa_lite.DataParallel(),
+    )
+    memory = plan.stages[0].memory
+    assert memory.frozen == 4 * 256**2 and memory.params <= 4 * 4 * 256 * 8
+    assert "frozen 256 KiB" in str(plan) and "frozen" in plan.details()
