@@ -143,6 +143,8 @@ def chosen(run: Passes, step: Step, asked: Asked) -> tuple[Plan, Staged]:
         staged = replayed(run, step, asked, asked.plan)
     elif kept.is_given(asked):
         staged = fitting(kept.divided_as_given(run, step, asked), asked)
+        if asked.wishes.forbidden:
+            staged = noted(staged, "allow and forbid: not heeded on submeshes, where the state stays where it is")
     else:
         staged = best(run, step, asked)
     staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))

@@ -91,9 +91,10 @@ def _box(box: Any) -> Said:
     why = f"nn.{type(box).__name__}{tuple(box.names)}"
     if type(box).__name__ != "LogicallyPartitioned":
         return why, PartitionSpec(*box.names), box.mesh
+    from flax.core.spmd import get_logical_axis_rules
     from flax.linen import spmd
 
-    if not box.rules and not spmd.get_logical_axis_rules():
+    if not box.rules and not get_logical_axis_rules():
         return f"{why} without nn.logical_axis_rules", None, None
     return why, spmd.logical_to_mesh_axes(box.names, box.rules), box.mesh
 
