@@ -48,7 +48,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, seconds: float, **_: Any) -> None:
+    def _heard(self, event: str, duration: float, **_: Any) -> None:
         self.count += event == COMPILED
 
 
@@ -102,7 +102,7 @@ def measure(name: str, compilations: Compilations) -> dict[str, Any]:
     one = loop(name)
     load = os.getloadavg()[0]
     plain = [Counted(step, compilations) for step in base.plain(one)]
-    want = base.run(one, *plain)
+    want = base.run(one, plain[0], plain[1])
     train = alpa_lite.parallelize(one.train_step, **one.options)
     evaluation = alpa_lite.parallelize(one.eval_step, like=train, **one.eval_options)
     parallel = [Counted(step, compilations) for step in (train, evaluation)]
@@ -111,7 +111,7 @@ def measure(name: str, compilations: Compilations) -> dict[str, Any]:
     logger.addHandler(moves)
     start = time.perf_counter()
     try:
-        got = base.run(one, *parallel)
+        got = base.run(one, parallel[0], parallel[1])
     finally:
         logger.removeHandler(moves)
     wall = time.perf_counter() - start

@@ -41,7 +41,7 @@ def create_state(key: jax.Array) -> TrainState:
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    logits = MODEL.apply({"params": params}, batch["x"])
+    logits: Any = MODEL.apply({"params": params}, batch["x"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 

@@ -18,7 +18,7 @@ FEATURES, CLASSES, BATCH = 16, 4, 64
 
 
 class State(NamedTuple):
-    params: hk.Params
+    params: Any
     opt_state: optax.OptState
     key: jax.Array
 

@@ -35,7 +35,7 @@ def make_weights(key: jax.Array) -> tuple[Tree, Tree]:
 
 
 @alpa_lite.parallelize(batch_argnames="batch")
-def train_step(adapters: Tree, opt_state: Any, base: Tree, batch: Tree) -> tuple[Tree, Any, jax.Array]:
+def train_step(adapters: Tree, opt_state: Any, base: Tree, batch: Tree) -> tuple[Any, Any, jax.Array]:
     """One step, written for one device: only the adapters change."""
 
     def loss_fn(adapters: Tree) -> jax.Array:

@@ -41,7 +41,7 @@ class Learner(NamedTuple):
     opt_state: Any
 
 
-NETWORK = ActorCritic()
+NETWORK: Any = ActorCritic()
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
 
 

@@ -29,7 +29,7 @@ ROWS, LAST, STEPS, EPOCH = 16, 6, 20, 10
 """Examples in a batch and in the last one of an epoch, steps of a run, and steps of an epoch: no device count divides
 the last batch, as with most data sets."""
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
 
 
 def _functional(step: Callable[..., Any], carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:

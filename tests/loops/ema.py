@@ -28,7 +28,7 @@ class Denoiser(nn.Module):
         return nn.Dense(DIM)(h)
 
 
-MODEL = Denoiser()
+MODEL: Any = Denoiser()
 TX = optax.sgd(0.05, momentum=0.9, nesterov=True)
 
 

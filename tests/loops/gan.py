@@ -51,7 +51,7 @@ def train_step(
     return generator.apply_gradients(grads=grads), discriminator, {"generator": g_loss, "discriminator": d_loss}
 
 
-def eval_step(params: Any, z: jax.Array) -> jax.Array:
+def eval_step(params: Any, z: jax.Array) -> Any:
     """Samples: what evaluation returns has as many rows as its batch."""
     return Generator().apply({"params": params}, z)
 

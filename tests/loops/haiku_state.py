@@ -15,7 +15,7 @@ SIZE, CLASSES = 8, 4
 
 
 class TrainingState(NamedTuple):
-    params: hk.Params
+    params: Any
     state: hk.State
     opt_state: optax.OptState
     key: jax.Array

@@ -63,7 +63,7 @@ def loss_fn(lora: Tree, base: Tree, batch: Arrays) -> jax.Array:
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def train_step(lora: Tree, opt_state: Any, base: Tree, batch: Arrays) -> tuple[Tree, Any, jax.Array]:
+def train_step(lora: Tree, opt_state: Any, base: Tree, batch: Arrays) -> tuple[Any, Any, jax.Array]:
     loss, grads = jax.value_and_grad(loss_fn)(lora, base, batch)
     updates, opt_state = TX.update(grads, opt_state, lora)
     return optax.apply_updates(lora, updates), opt_state, loss

@@ -27,7 +27,7 @@ class MLP(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-MODEL = MLP()
+MODEL: Any = MLP()
 TX = optax.sgd(0.1, momentum=0.9)
 
 

@@ -26,7 +26,7 @@ class RecurrentModel(nn.Module):
         return nn.Dense(VOCAB)(x)
 
 
-MODEL = RecurrentModel()
+MODEL: Any = RecurrentModel()
 TX = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.2, momentum=0.9)), every_k_schedule=4)
 
 
@@ -35,7 +35,7 @@ def loss_fn(params: Any, batch: Arrays) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
-def train_step(params: Any, opt_state: optax.MultiStepsState, batch: Arrays) -> tuple[Any, Any, dict[str, jax.Array]]:
+def train_step(params: Any, opt_state: optax.MultiStepsState, batch: Arrays) -> tuple[Any, Any, dict[str, Any]]:
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     updates, opt_state = TX.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)

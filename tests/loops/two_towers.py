@@ -30,7 +30,7 @@ def unit(x: jax.Array) -> jax.Array:
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-MODEL = Towers()
+MODEL: Any = Towers()
 TX = optax.sgd(0.05, momentum=0.9)
 
 
