@@ -303,10 +303,12 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
         budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.count,
     )  # fmt: skip
-    costs = run(
-        "sharding", worth.worth, traced, groups, rules, asked.cluster, asked.method, found,
-        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
-    )  # fmt: skip
+    costs = ()
+    if worth.items(traced, asked.wishes):
+        costs = run(
+            "constraints", worth.worth, traced, groups, rules, asked.cluster, asked.method, found,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
+        )  # fmt: skip
     decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
     solution = found.solution

@@ -282,11 +282,12 @@ def test_a_plan_runs_without_solving(method, tmp_path, no_solver):
 
 def test_a_real_plan_survives_saving(tmp_path):
     plan = alpa_lite.parallelize(step, method=alpa_lite.Zero(stage=2)).plan(*arguments())
+    printed = str(plan)  # with the figures of other methods, which are saved once they are known
     plan.save(tmp_path / "plan.json")
     loaded = alpa_lite.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert hash(loaded) == hash(plan)
-    assert str(loaded) == str(plan)
+    assert str(loaded) == printed
 
 
 # -- communication left to the compiler -------------------------------------------------------------------------------

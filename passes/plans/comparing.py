@@ -150,7 +150,7 @@ def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Clust
       budget: bytes per device.
     """
     if staged.program.schedule != "none":
-        known = any(other.name == "one mesh" for other in staged.verdict.others)
+        known = "one mesh" in [other.name for other in staged.verdict.others]
         return Comparing(traced, rules, cluster, budget, one_mesh=not known)
     (stage,) = staged.stages
     return Comparing(stage.graph.traced, stage.rules, cluster, budget, stage.grouping)

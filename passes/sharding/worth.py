@@ -49,16 +49,16 @@ def worth(
 
     Args: those of `search.search`, and what it found.
     """
-    items = _items(traced, wishes)
+    said = items(traced, wishes)
     size = sum(len(node.strategies) for node in found.space.nodes)
-    if not items or len(items) > SHARDINGS or size > STRATEGIES or found.solution.status != "optimal":
+    if not said or len(said) > SHARDINGS or size > STRATEGIES or found.solution.status != "optimal":
         return ()
-    if len(items) > 1:
-        together = [frozenset().union(*parts) for parts in zip(*items.values(), strict=True)]
-        items["all of the user's shardings"] = (together[0], together[1])
+    if len(said) > 1:
+        together = [frozenset().union(*parts) for parts in zip(*said.values(), strict=True)]
+        said["all of the user's shardings"] = (together[0], together[1])
     shared, deadline = tables.Shared(traced, grouping), Deadline(min(SECONDS, time_limit))
     notes = []
-    for number, (name, (ops, leaves)) in enumerate(items.items()):
+    for number, (name, (ops, leaves)) in enumerate(said.items()):
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
         others = Wishes(wishes.mesh, wishes.names, wishes.more, wishes.why, left, wishes.given)
         space = strategies.build(
@@ -66,14 +66,14 @@ def worth(
             allowed=limits.limits(traced, grouping, method, found.mesh, others, pins),
             bans=bans(traced, grouping, wishes.forbidden), unheeded=ops, shared=shared,
         )  # fmt: skip
-        solution = solve.solve(space.program, time_limit=deadline.share(len(items) - number))
+        solution = solve.solve(space.program, time_limit=deadline.share(len(said) - number))
         if solution.status == "optimal":
             with_it, without = found.solution.objective, min(solution.objective, found.solution.objective)
             notes.append(f"{name}: the step takes {with_it:.4g} s with it and {without:.4g} s without, on this mesh")
     return tuple(notes)
 
 
-def _items(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[int], frozenset[str]]]:
+def items(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[int], frozenset[str]]]:
     """In words each sharding -> the operations and the paths of arguments that it is said of."""
     ops: dict[str, set[int]] = {}
     leaves: dict[str, set[str]] = {}

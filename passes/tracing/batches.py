@@ -31,6 +31,7 @@ def find_batch(
     named: frozenset[int] | None,
     state: frozenset[int],
     known: frozenset[int],
+    handed: frozenset[int],
     results: Collection[int],
 ) -> Batch:
     """The batch of a step.
@@ -40,6 +41,7 @@ def find_batch(
       named: the leaves that the user named, or None.
       state: the leaves that are state.
       known: others that are no batch.
+      handed: those that the step returns as they are: no batch, if anything else could be.
       results: the leading dims of results that are no gradients.
 
     Raises:
@@ -52,6 +54,8 @@ def find_batch(
         units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state | known)]
         why = "the step neither returns nor updates {}"
     units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
+    if named is None:
+        units = [unit for unit in units if not handed.issuperset(unit.leaves)] or units
     if not units:
         return Batch(frozenset(), "no argument was taken as the batch")
     leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]

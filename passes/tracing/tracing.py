@@ -92,12 +92,14 @@ def trace(
     results = [shape for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)]
     weights = frozenset(known) | matched.differentiated
     weights |= {i for i, module in enumerate(inputs.modules) if module}
-    batch = batches.find_batch(inputs, named, state, weights, {shape[0] for shape in results})
+    numbers = {value: number for number, value in enumerate(graph.block.inputs[: len(inputs.paths)])}
     through = [
-        (n, graph.block.inputs.index(atom))
+        (n, numbers[atom])
         for n, atom in enumerate(graph.block.outputs)
-        if n not in pairs and isinstance(atom, int) and atom in graph.block.inputs[: len(inputs.paths)]
+        if n not in pairs and isinstance(atom, int) and atom in numbers
     ]
+    handed = frozenset(argument for _, argument in through)
+    batch = batches.find_batch(inputs, named, state, weights, handed, {shape[0] for shape in results})
     left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
