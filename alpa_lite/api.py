@@ -27,13 +27,14 @@ from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
 from alpa_lite.report import timeline
-from alpa_lite.runtime import executor, loading
+from alpa_lite.runtime import loading, unplanned
 from alpa_lite.runtime.births import Birth
 from alpa_lite.runtime.feeding import Prefetch
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.loading import AnyExecutable
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class ParallelStep:
         # Arrays that this step, or those whose state it shares, made, which its calls may overwrite; frozen weights.
         self._owned = Owned() if shared is None else shared._owned
         self._copies = Copies() if shared is None else shared._copies
-        self._current: Any = executor.plain(fun, options) if isinstance(options.method, Off) else None
+        self._current: Any = unplanned.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
@@ -159,7 +160,7 @@ class ParallelStep:
         if current is not None:
             try:
                 return current(*args, **kwargs)
-            except executor.NewSignature:
+            except NewSignature:
                 pass
             except Exception:
                 if not _as_written(args, kwargs):

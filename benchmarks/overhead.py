@@ -42,7 +42,8 @@ from alpa_lite import parallelize
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime.executor import Executable, mesh_of
+from alpa_lite.runtime.executor import Executable
+from alpa_lite.runtime.meshes import mesh_of
 
 Calls = dict[str, Callable[[], Any]]
 LAYERS = 100  # of three leaves each

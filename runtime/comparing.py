@@ -21,8 +21,8 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.runtime import operations
-from alpa_lite.runtime.executor import mesh_of
 from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.operations import Difference, error
 from alpa_lite.runtime.pipeline import PipelineExecutable
 

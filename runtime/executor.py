@@ -12,9 +12,10 @@ What a call must make sure of:
    with the traced one; shapes and dtypes are compared by the executable itself, which refuses others; which dtypes are
    weak, at which it does not look, is compared here (`weakness`). Each of them raises `NewSignature`, and the caller
    plans for the new one.
-2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that the step did not make (`ownership`) or that
-   are not placed as planned are copied (`placement`), and so is an array that occurs twice, since no buffer can be
-   donated twice (JAX 0.10 crashes on it). With a `donate_argnums` of the user's own, what is placed is taken as it is.
+2. *Donated arrays are ours.* A donated buffer (`donation`) is overwritten. Arrays that the step did not make
+   (`ownership`) or that are not placed as planned are copied (`placement`), and so is an array that occurs twice, since
+   no buffer can be donated twice (JAX 0.10 crashes on it). With a `donate_argnums` of the user's own, what is placed is
+   taken as it is.
 3. *No array was deleted.*
 
 The second check costs a few microseconds when the state is, leaf for leaf, what the last call returned: then it is
@@ -24,8 +25,6 @@ Flattening *along* the traced structure (`flatten_up_to`) takes half the time of
 microseconds for 300 leaves in 200 dicts. But if the structure differs, its error message holds the `repr` of what it
 met, for which JAX would fetch whole states from the devices. So only arguments that the last call returned are
 flattened so: their structure differs only if they were changed in place.
-
-Donated "auto" are the state leaves whose output has their sharding: exactly those whose buffer XLA can reuse.
 """
 
 from __future__ import annotations
@@ -35,81 +34,26 @@ import logging
 import operator
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes import lowering
-from alpa_lite.passes.lowering import emission
-from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.tracing import nnx_modules
-from alpa_lite.passes.tracing.arguments import argument_leaves, donated_leaves
+from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, invalid, moves, ownership, placement
+from alpa_lite.runtime import callbacks, donation, invalid, moves, ownership, placement
+from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 
 logger = logging.getLogger(__name__)
-
-Donate = str | int | Sequence[int]
-
-
-def load_step(
-    traced: Traced,
-    program: LocalProgram,
-    *,
-    communication: str = "explicit",
-    donate: Donate = "auto",
-    devices: Sequence[Any] | None = None,
-    owned: Owned | None = None,
-    copies: Copies | None = None,
-) -> Executable:
-    """The planned step on devices that are here.
-
-    Args:
-      traced, program: of one step.
-      communication: "explicit", or "compiler" where the collectives are left to it.
-      donate: "auto", or the positions of the arguments to donate; () for none.
-      devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
-      owned, copies: as for `Executable`.
-
-    Raises:
-      PlanError: there are fewer devices than the plan needs.
-    """
-    mesh = mesh_of(program.mesh, devices)
-    return Executable(
-        traced,
-        emission.function_of(program, traced, mesh, communication),
-        mesh,
-        [lowering.spec_of(layout) for layout in program.inputs],
-        [lowering.spec_of(layout) for layout in program.outputs],
-        donate=donate,
-        calls_back=callbacks.calls_back(program.body.instructions),
-        owned=owned,
-        copies=copies,
-    )
-
-
-def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
-    """The devices as a JAX mesh with axes that the compiler may use as it likes (`AxisType.Auto`)."""
-    available = list(jax.devices() if devices is None else devices)
-    if len(available) < logical.size:
-        raise PlanError(
-            f"the plan is for {logical.size} devices (mesh {logical.shape}), but there are {len(available)}; plan for "
-            f"a cluster of {len(available)}, or start JAX with more devices"
-        )
-    grid = np.array(available[: logical.size]).reshape(logical.shape)
-    return Mesh(grid, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
 
 
 class Executable:
@@ -139,7 +83,7 @@ class Executable:
           mesh: the devices.
           in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
           out_specs: a spec for each output.
-          donate: as for `load_step`.
+          donate: as for `loading.load`.
           calls_back: whether the step calls functions of the user on the host, which may raise.
           owned: what it may overwrite, shared with other executables; by default what it returns itself.
           copies: of frozen weights, shared with other executables.
@@ -165,7 +109,7 @@ class Executable:
         self._in_shardings = [known[spec] for spec in in_specs[:count]]
         self._out_shardings = [known[spec] for spec in out_specs]
         self._constant_shardings = [known[spec] for spec in specs]
-        self._donated = _donated(traced, in_specs, out_specs, donate)
+        self._donated = donation.donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
         ranges = argument_leaves(traced)
         self._state_positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
@@ -460,62 +404,3 @@ def _picker(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     if list(numbers) == list(range(start, start + len(numbers))):
         return operator.itemgetter(slice(start, start + len(numbers)))
     return operator.itemgetter(*numbers)
-
-
-def _donated(
-    traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
-) -> list[int]:
-    """The numbers of the arguments whose buffers become outputs.
-
-    These are the arguments asked for whose type and sharding an output has; JAX would warn of others.
-    """
-    values, block = traced.graph.values, traced.graph.block
-
-    def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
-        dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
-        return tuple(aval.shape), aval.dtype, (*dims, *((),) * (len(aval.shape) - len(dims)))
-
-    arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
-    outputs = [
-        kind(values[atom] if isinstance(atom, int) else atom.aval, spec)
-        for atom, spec in zip(block.outputs, out_specs, strict=True)
-    ]
-    if isinstance(donate, str):
-        if donate != "auto":
-            raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
-        return sorted(argument for output, argument in traced.state if outputs[output] == arguments[argument])
-    wanted = donated_leaves(traced, donate)
-    free = Counter(outputs)
-    chosen = []
-    for argument in wanted:
-        if free[arguments[argument]] > 0:
-            free[arguments[argument]] -= 1
-            chosen.append(argument)
-    return chosen
-
-
-def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
-    """The step under `jax.jit`, or `nnx.jit` where an argument is an NNX object: `method="off"`.
-
-    Args:
-      fun: the user's step.
-      options: `Options`; of them static_argnums, static_argnames and donate_argnums count. "auto" donates nothing.
-    """
-    settings: dict[str, Any] = {
-        "static_argnums": options.static_argnums or None,
-        "static_argnames": options.static_argnames or None,
-        "donate_argnums": None if options.donate_argnums == "auto" else options.donate_argnums or None,
-    }
-    jitted: list[Callable[..., Any]] = []
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if not jitted:
-            if nnx_modules.present((args, kwargs)):
-                from flax import nnx
-
-                jitted.append(nnx.jit(fun, **settings))
-            else:
-                jitted.append(jax.jit(fun, **settings))
-        return jitted[0](*args, **kwargs)
-
-    return step

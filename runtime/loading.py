@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from alpa_lite.graph import Traced
+from alpa_lite.passes import lowering
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.executor import Donate, Executable, load_step
+from alpa_lite.runtime import callbacks
+from alpa_lite.runtime.donation import Donate
+from alpa_lite.runtime.executor import Executable
 from alpa_lite.runtime.frozen import Copies
+from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
 
@@ -36,10 +43,46 @@ def load(
             staged.traced, staged.written, plan.cluster, devices, owned=owned, named=named, copies=copies
         )
     (stage,) = staged.stages
-    return load_step(
+    return _load_step(
         stage.graph.traced, stage.program,
         communication=stage.communication, donate=donate, devices=devices, owned=owned, copies=copies,
     )  # fmt: skip
+
+
+def _load_step(
+    traced: Traced,
+    program: LocalProgram,
+    *,
+    communication: str = "explicit",
+    donate: Donate = "auto",
+    devices: Sequence[Any] | None = None,
+    owned: Owned | None = None,
+    copies: Copies | None = None,
+) -> Executable:
+    """The planned step on devices that are here.
+
+    Args:
+      traced, program: of one step.
+      communication: "explicit", or "compiler" where the collectives are left to it.
+      donate: "auto", or the positions of the arguments to donate; () for none.
+      devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
+      owned, copies: as for `Executable`.
+
+    Raises:
+      PlanError: there are fewer devices than the plan needs.
+    """
+    mesh = mesh_of(program.mesh, devices)
+    return Executable(
+        traced,
+        emission.function_of(program, traced, mesh, communication),
+        mesh,
+        [lowering.spec_of(layout) for layout in program.inputs],
+        [lowering.spec_of(layout) for layout in program.outputs],
+        donate=donate,
+        calls_back=callbacks.calls_back(program.body.instructions),
+        owned=owned,
+        copies=copies,
+    )
 
 
 def compiled(executable: AnyExecutable) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 Everything is dispatched without waiting: JAX starts a stage's executable when its inputs are there, so that stages run
 side by side although one thread issues them. An instruction costs one call of a compiled executable or one of a
-transfer; buffers are dropped, or donated, exactly where the program says.
+transfer (`building`); buffers are dropped, or donated, exactly where the program says.
 
 *State* that the last call returned is where this one wants it, and needs no check: an update gives each leaf the layout
 that its argument has. To see that it is the same state, its arrays are compared by identity with the remembered ones
@@ -10,7 +10,7 @@ that its argument has. To see that it is the same state, its arrays are compared
 already lies as planned. No array may have been deleted: a run that met one would have donated others before.
 
 *Errors.* What a compiled executable can raise on a CPU comes from the user's callbacks (`callbacks`). Other failures
-name the instruction that met them, and the lines that its executable was made from.
+name the instruction that met them, and the lines that its executable was made from (`failing`).
 
 *Interrupts.* A run that was dispatched cannot be called back. An interrupt waits for what is under way, then goes on;
 arrays that were donated before are gone, and all others can be used.
@@ -18,41 +18,30 @@ arrays that were donated before are gone, and all others can be used.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
-from alpa_lite.passes.lowering.program import spec_of
-from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
-from alpa_lite.passes.stages import functions, segments
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
-from alpa_lite.program import Free, Program, Run, Send, describe, order
-from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, invalid, moves, ownership, placement
-from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.program import Free, Program, Run, Send
+from alpa_lite.runtime import failing, invalid, moves, ownership, placement, returning
+from alpa_lite.runtime.building import Builder, Step
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.peaks import Peaks
 from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
-from alpa_lite.runtime.transfer import Mover
 from alpa_lite.timeline import Timeline
-
-logger = logging.getLogger(__name__)
 
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each step of the dispatch loop with its number and all buffers."""
@@ -79,34 +68,23 @@ class PipelineExecutable:
         Raises:
           PlanError: there are fewer devices than the program needs.
         """
-        self._traced, self._written, self._cluster = traced, written, cluster
+        self._traced = traced
         self._program: Program = written.program
-        self._devices = list(jax.devices() if devices is None else devices)
-        needed = max(submesh.devices.stop for submesh in self._program.submeshes)
-        if len(self._devices) < needed:
-            raise PlanError(
-                f"the plan's {len(self._program.submeshes)} submeshes have {needed} devices, but there are "
-                f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
-            )
-        self._meshes = [
-            mesh_of(s.mesh, self._devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
-        ]  # fmt: skip
+        self._builder = Builder(traced, written, cluster, devices)
+        self._meshes, self._sharding = self._builder.meshes, self._builder.sharding
         assert traced.calling is not None
         self._calling = traced.calling
         self._match = self._calling.matches if self._calling.has_static else None
-        self._shardings: dict[Any, NamedSharding] = {}
         self._compiled: list[Any] = []
-        self._steps: list[tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
+        self._steps: list[Step] = []
         self._items: list[Run | Send | Free] = []  # the instruction of each step
-        self._numbers: dict[tuple[int, int], int] = {}  # (submesh, micro-batch): a buffer with that number
         self._empty: list[Any] = []  # all buffers before the arguments are placed
-        self._donated = self._donated_inputs()
+        self._donated = returning.donated_inputs(self._program)
         self._stacked = StackedLeaves(traced, self._program, self._sharding) if traced.stacked else None
-        self._state = self._returning_state() if self._stacked is None else []
-        self._whole_state = _whole_state(traced)
+        self._state = returning.returning_state(self._program, traced) if self._stacked is None else []
+        self._whole_state = returning.whole_state(traced)
         state = {argument for argument, _, _ in self._state}
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
-        self._failures = callbacks.Failures()
         self._compiling = threading.Lock()
         self._owned = Owned() if owned is None else owned
         self._ours: Callable[[Any], bool] = (lambda _: True) if named else self._owned.has
@@ -198,22 +176,11 @@ class PipelineExecutable:
           For each submesh, bytes of the device that holds most.
         """
         self.compile()
-        before = _blocks(jax.live_arrays()).keys() - _blocks(x for x in self._empty if x is not None).keys()
-        peaks = [0] * len(self._meshes)
-
-        def count(_: int, env: Sequence[Any]) -> None:
-            jax.block_until_ready([x for x in env if x is not None])
-            held: Counter[int] = Counter()
-            for (device, pointer), size in _blocks(jax.live_arrays()).items():
-                if (device, pointer) not in before:
-                    held[device] += size
-            for mesh, devices in enumerate(self._meshes):
-                peaks[mesh] = max(peaks[mesh], *(held[d.id] for d in devices.devices.flat))
-
+        peaks = Peaks(self._meshes, [x for x in self._empty if x is not None])
         env = self._copied(args, kwargs)
-        count(-1, env)
-        self._dispatch(env, count)
-        return tuple(peaks)
+        peaks(-1, env)
+        self._dispatch(env, peaks)
+        return tuple(peaks.most)
 
     # -- compiling --------------------------------------------------------------------------------------------
 
@@ -221,128 +188,14 @@ class PipelineExecutable:
         """The `jax.stages.Compiled` of each executable. Also writes the flat list of steps that a call walks."""
         with self._compiling:
             if not self._compiled:
-                self._compiled = self._compile_all()
+                built = self._builder.build()
+                self._steps, self._items, self._empty = built.steps, built.items, built.empty
+                self._compiled = built.compiled
             return self._compiled
-
-    @_jax.without_mesh()
-    def _compile_all(self) -> list[Any]:
-        program = self._program
-        self._steps, self._items = [], []
-        first_run = self._first_runs()
-        made = []
-        start, total = time.perf_counter(), len(program.executables)
-        with progress.planning(f"compiling {self._traced.name}") as report:
-            for number in range(total):
-                report.count("executables compiled", number, total)
-                made.append(self._compile(number, first_run[number]))
-        logger.info(sentences.compiled(self._traced.name, total, time.perf_counter() - start))
-        self._empty = self._kept({
-            (program.executables[item.executable].mesh, item.microbatch)
-            for items in program.lists for item in items
-            if isinstance(item, Run) and made[item.executable][2]
-        })  # fmt: skip
-        movers: dict[tuple[Any, ...], Mover] = {}
-        for mesh, position in order(program):
-            item = program.lists[mesh][position]
-            match item:
-                case Run():
-                    _, call, numbered = made[item.executable]
-                    read = (*item.inputs, self._numbers[mesh, item.microbatch]) if numbered else item.inputs
-                    self._steps.append((True, call, read, item.outputs, program.consumed(item)))
-                case Send(transfer=number):
-                    transfer = program.transfers[number]
-                    plans = transfers.plans_of(program, number, self._cluster)
-                    if plans not in movers:
-                        movers[plans] = Mover(plans, self._devices)
-                    self._steps.append((False, movers[plans], transfer.sent, transfer.received, ()))
-                case Free(buffers=buffers):
-                    self._steps.append((False, None, (), (), buffers))
-                case _:
-                    continue  # a receive: the controller has issued the whole transfer where it was sent
-            self._items.append(item)
-        return [compiled for compiled, _, _ in made]
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
-        first_run = self._first_runs()
-        for number in range(len(self._program.executables)):
-            yield self._lowered(number, first_run[number])[0]
-
-    def _first_runs(self) -> dict[int, Run]:
-        return {item.executable: item for items in self._program.lists for item in items if isinstance(item, Run)}
-
-    def _compile(self, number: int, run: Run) -> tuple[Any, Callable[..., Any], bool]:
-        """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
-        executable = self._program.executables[number]
-        lowered, results, numbered = self._lowered(number, run)
-        compiled, mesh = lowered.compile(), self._meshes[executable.mesh]
-        if numbered and mesh.size > 1:
-            look = callbacks.looking(executable.name, mesh, results, self._failures)
-            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
-        return compiled, compiled, numbered
-
-    @_jax.without_mesh()
-    def _lowered(self, number: int, run: Run) -> tuple[jax.stages.Lowered, list[jax.ShapeDtypeStruct], bool]:
-        """An executable lowered, its results, and whether it takes the number of the micro-batch."""
-        program, executable = self._program, self._program.executables[number]
-        mesh, function = self._meshes[executable.mesh], self._function(number)
-
-        def spec(b: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                program.buffers[b].shape, program.buffers[b].dtype, sharding=self._sharding(b)
-            )  # fmt: skip
-
-        inputs, results = [spec(b) for b in run.inputs], [spec(b) for b in run.outputs]
-        numbered = callbacks.calls_back(self._segment(number).instructions)
-        if numbered:
-            function = callbacks.located(function, executable.name, self._failures if mesh.size > 1 else None)
-            everywhere = NamedSharding(mesh, jax.sharding.PartitionSpec())
-            inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
-        function.__name__ = executable.name.replace(" ", "_")
-        jitted = jax.jit(
-            function,
-            in_shardings=tuple(one.sharding for one in inputs),
-            out_shardings=[one.sharding for one in results],
-            donate_argnums=executable.donated,
-            keep_unused=True,
-        )
-        return jitted.lower(*inputs), results, numbered
-
-    def _function(self, number: int) -> Callable[..., Any]:
-        """An executable as a function of flat arrays."""
-        parts, segment = self._written.stages[self._written.functions[number][0]], self._segment(number)
-        mesh, count = self._meshes[self._program.executables[number].mesh], self._program.num_microbatches
-        function = functions.function_of(parts, segment, mesh, count)
-        return lambda *arrays: function(*arrays)  # a name of its own
-
-    def _segment(self, number: int) -> segments.Segment:
-        """What an executable does."""
-        stage, position = self._written.functions[number]
-        return self._written.stages[stage].items[position]
-
-    def _sharding(self, number: int) -> NamedSharding:
-        item = self._program.buffers[number]
-        key = item.mesh, item.layout
-        if key not in self._shardings:
-            self._shardings[key] = NamedSharding(self._meshes[item.mesh], spec_of(item.layout))
-        return self._shardings[key]
-
-    def _kept(self, numbered: set[tuple[int, int]]) -> list[Any]:
-        """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last."""
-        program = self._program
-        out: list[Any] = [None] * len(program.buffers)
-        for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
-            for number in buffers:
-                (out[number],) = placement.copies([constant], [self._sharding(number)])
-        for mesh, buffers in enumerate(program.numbers):
-            for i, number in enumerate(buffers):
-                out[number] = jax.device_put(np.int32(i), self._sharding(number))
-                self._numbers[mesh, i] = number
-        for mesh, microbatch in sorted(numbered - self._numbers.keys()):
-            self._numbers[mesh, microbatch] = len(out)
-            sharding = NamedSharding(self._meshes[mesh], jax.sharding.PartitionSpec())
-            out.append(jax.device_put(np.int32(microbatch), sharding))
-        return out
+        return self._builder.lowered()
 
     # -- placing ----------------------------------------------------------------------------------------------
 
@@ -453,27 +306,6 @@ class PipelineExecutable:
         for n, array in (*zip(shared, fresh, strict=True), *zip(alone, ready, strict=True)):
             env[group[n][1]] = array
 
-    def _donated_inputs(self) -> frozenset[int]:
-        """The argument buffers that some run consumes."""
-        given = {b for group in self._program.inputs for b in group}
-        return frozenset(
-            b for items in self._program.lists for item in items if isinstance(item, Run)
-            for b in self._program.consumed(item) if b in given
-        )  # fmt: skip
-
-    def _returning_state(self) -> list[tuple[int, int, int]]:
-        """(argument, its buffer, output) of the state that comes back where the next call wants it; all, or none."""
-        program, found = self._program, []
-        for output, argument in self._traced.state:
-            group, made = program.inputs[argument], program.outputs[output]
-            if len(group) != 1:
-                continue
-            there, here = program.buffers[group[0]], program.buffers[made]
-            if (there.mesh, there.layout) == (here.mesh, here.layout):
-                found.append((argument, group[0], output))
-        made = [program.outputs[output] for _, _, output in found]
-        return found if len(set(made)) == len(made) else []
-
     def _is_last(self, leaves: Sequence[Any]) -> bool:
         """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
         own, arguments = self._owned.last, self._state
@@ -580,52 +412,10 @@ class PipelineExecutable:
                 if watch is not None:
                     watch(number, env)
         except KeyboardInterrupt:
-            _drain(env)
+            failing.drain(env)
             raise
         except Exception as error:
-            _drain(env)
-            raise self._failure(number, error) from error
-
-    def _failure(self, number: int, error: Exception) -> Exception:
-        """The error with the stage, the micro-batch and the source line in front."""
-        text = str(error)
-        if callbacks.MARKER in text:  # a callback said it, in the last line of the trace that JAX made of it
-            return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
-        item = self._items[number]
-        lines = ""
-        if isinstance(item, Run):
-            found = [_line_of(i) for i in self._segment(item.executable).instructions]
-            found = list(dict.fromkeys(filter(None, found)))
-            lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
-        return ExecutionError(f"{describe(self._program, item)}{lines} failed: {type(error).__name__}: {text}")
-
-
-def _whole_state(traced: Traced) -> list[int]:
-    """The flat results of the user's step that are new state and consist of several results of the cut step."""
-    results = () if traced.stacked is None else traced.stacked.results
-    return [n for n, one in enumerate(results) if one.bounds and traced.outputs[one.numbers[0]].role == "state"]
-
-
-def _line_of(item: Any) -> str:
-    op = getattr(item, "op", None) or getattr(item, "used_by", None)
-    return _jax.source_line(op.source) if op is not None else ""
-
-
-def _drain(env: Sequence[Any]) -> None:
-    """Waits for what is under way, whether it fails or not."""
-    for array in env:
-        if array is not None and not array.is_deleted():
-            with contextlib.suppress(Exception):
-                array.block_until_ready()
-
-
-def _blocks(arrays: Any) -> dict[tuple[int, int], int]:
-    """Bytes of the distinct blocks of arrays, by device and address."""
-    found: dict[tuple[int, int], int] = {}
-    for array in arrays:
-        if array.is_deleted():
-            continue
-        for shard in array.addressable_shards:
-            if shard.data.nbytes:
-                found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return found
+            failing.drain(env)
+            item = self._items[number]
+            made_from = self._builder.segment(item.executable).instructions if isinstance(item, Run) else ()
+            raise failing.named(error, self._program, item, made_from) from error

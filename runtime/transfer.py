@@ -29,7 +29,7 @@ from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
 from alpa_lite.program import Submesh
-from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.meshes import mesh_of
 
 Place = tuple[int, int]
 """An array by its position in the list, and a device by its position in the submesh."""

@@ -19,7 +19,7 @@ from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime import executor, placement
+from alpa_lite.runtime import meshes, placement, unplanned
 from alpa_lite.runtime.executor import Executable
 from alpa_lite.runtime.signatures import NewSignature
 
@@ -28,7 +28,7 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradi
 
 
 def mesh_of(shape: tuple[int, ...]) -> Mesh:
-    return executor.mesh_of(LogicalMesh(shape, ("a", "b")[: len(shape)]))
+    return meshes.mesh_of(LogicalMesh(shape, ("a", "b")[: len(shape)]))
 
 
 def executable(fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_argnums: Any = "auto") -> Executable:
@@ -458,11 +458,11 @@ def test_the_step_is_compiled_once(caplog):
 
 def test_too_few_devices():
     with pytest.raises(PlanError, match=r"for 16 devices .* there are 8"):
-        executor.mesh_of(LogicalMesh((16,), ("a",)))
+        meshes.mesh_of(LogicalMesh((16,), ("a",)))
 
 
 def test_meshes_leave_their_axes_to_the_compiler():
-    mesh = executor.mesh_of(LogicalMesh((2, 4), ("a", "b")))
+    mesh = meshes.mesh_of(LogicalMesh((2, 4), ("a", "b")))
     assert set(mesh.axis_types) == {AxisType.Auto} and mesh.devices.shape == (2, 4)
     assert [d.id for d in mesh.devices[0]] == [d.id for d in jax.devices()[:4]]
 
@@ -566,9 +566,9 @@ class Options:
 
 
 def test_plain_jit_through_the_same_interface():
-    run = executor.plain(step, Options)
+    run = unplanned.plain(step, Options)
     assert_close(run(make_state(), make_batch()), jax.jit(step)(make_state(), make_batch()))
     assert_close(run(make_state(), make_batch(24)), jax.jit(step)(make_state(), make_batch(24)))
     ours, theirs = make_nnx(), make_nnx()
-    assert_close(executor.plain(nnx_step, Options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
+    assert_close(unplanned.plain(nnx_step, Options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
     assert_close(ours[0].tied.kernel[...], theirs[0].tied.kernel[...])

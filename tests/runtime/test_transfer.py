@@ -22,7 +22,7 @@ from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
 from alpa_lite.program import Submesh
 from alpa_lite.runtime import placement
-from alpa_lite.runtime.executor import mesh_of
+from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Mover
 
 F32 = jnp.dtype("float32")

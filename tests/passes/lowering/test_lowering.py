@@ -23,7 +23,7 @@ from alpa_lite.passes.lowering.program import LocalProgram, Reshard
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.runtime import executor
+from alpa_lite.runtime import meshes
 from tests import zoo
 
 MESH = LogicalMesh((2, 2), ("x", "y"))
@@ -50,7 +50,7 @@ def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
 
 
 def run(traced: Traced, program: LocalProgram, args: Any) -> list[Any]:
-    fun = jax.jit(emission.emit(program, traced, executor.mesh_of(MESH)))
+    fun = jax.jit(emission.emit(program, traced, meshes.mesh_of(MESH)))
     return list(fun(*jax.tree.leaves(args), *traced.graph.constants))
 
 
@@ -152,7 +152,7 @@ def test_state_used_late_is_gathered_again_behind_a_barrier():
     few, many = (gathers(program, traced) for traced, program, _ in (once, again))
     # Three weights in the forward pass; in the backward pass the last two once more.
     assert len(few) == 3 and len(many) == 5 and set(few) == set(many)
-    mesh = executor.mesh_of(LogicalMesh((4,), ("x",)))
+    mesh = meshes.mesh_of(LogicalMesh((4,), ("x",)))
     texts = []
     for traced, program, args in (once, again):
         fun = jax.jit(emission.emit(program, traced, mesh))

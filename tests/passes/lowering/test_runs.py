@@ -22,7 +22,7 @@ from alpa_lite.passes.checks import shardy, verification
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering import runs as shared_runs
 from alpa_lite.passes.lowering.program import LocalProgram, Reshard
-from alpa_lite.runtime import executor
+from alpa_lite.runtime import meshes
 
 LAYERS, WIDTH = 12, 16
 
@@ -74,7 +74,7 @@ def test_a_shared_program_computes_and_communicates_what_it_would_without(method
     compiled = planned(method)
     program = program_of(compiled)
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
-    mesh = executor.mesh_of(program.mesh)
+    mesh = meshes.mesh_of(program.mesh)
     alone, shared = (
         jax.jit(emission.emit(program, compiled.traced, mesh, shared=shared))(*leaves) for shared in (False, True)
     )
@@ -119,7 +119,7 @@ def test_operations_that_differ_in_a_literal_are_not_shared():
 
     compiled = planned(alpa_lite.DataParallel(), scaled)
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
-    fun = emission.emit(program_of(compiled), compiled.traced, executor.mesh_of(program_of(compiled).mesh), shared=True)
+    fun = emission.emit(program_of(compiled), compiled.traced, meshes.mesh_of(program_of(compiled).mesh), shared=True)
     want = jax.tree.leaves(jax.jit(scaled)(*arguments()))
     for a, b in zip(jax.jit(fun)(*leaves), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)

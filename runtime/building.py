@@ -1,0 +1,222 @@
+"""Compiles the executables of a pipeline, and writes the flat list of steps that a call walks.
+
+A program has a list of instructions for each submesh. A call must not search in them: what it walks is one list in an
+order that keeps each submesh's own, in which every instruction has its compiled function or its mover, the buffers that
+it reads and writes, and those that end with it. A receive is in no list: the send has issued the whole transfer.
+
+Executables with callbacks of the user's take the number of the micro-batch as one more argument, so that an error of
+theirs can name it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import PlanError
+from alpa_lite.graph import Traced
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs import transfers
+from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.stages import functions, segments
+from alpa_lite.program import Free, Program, Run, Send, order
+from alpa_lite.report import progress, sentences
+from alpa_lite.runtime import callbacks, placement
+from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.transfer import Mover
+
+logger = logging.getLogger(__name__)
+
+Step = tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int]]
+"""Whether it is a run; what is called (None: nothing); the buffers that it reads, makes and drops."""
+
+Numbered = tuple[int, int]
+"""A submesh and a micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a call walks.
+
+    Attributes:
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
+      steps: of the dispatch loop.
+      items: the instruction of each step.
+      empty: all buffers before the arguments are placed: constants and micro-batch numbers, else None.
+    """
+
+    compiled: list[Any]
+    steps: list[Step]
+    items: list[Run | Send | Free]
+    empty: list[Any]
+
+
+class Builder:
+    """The executables of a pipeline on its submeshes.
+
+    Attributes:
+      meshes: the submeshes.
+    """
+
+    def __init__(
+        self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None
+    ) -> None:
+        """Args: as for `PipelineExecutable`.
+
+        Raises:
+          PlanError: there are fewer devices than the program needs.
+        """
+        self._traced, self._written, self._cluster = traced, written, cluster
+        self._program: Program = written.program
+        self._devices = list(jax.devices() if devices is None else devices)
+        needed = max(submesh.devices.stop for submesh in self._program.submeshes)
+        if len(self._devices) < needed:
+            raise PlanError(
+                f"the plan's {len(self._program.submeshes)} submeshes have {needed} devices, but there are "
+                f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
+            )
+        self.meshes = [
+            mesh_of(s.mesh, self._devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
+        ]  # fmt: skip
+        self._shardings: dict[Any, NamedSharding] = {}
+        self._failures = callbacks.Failures()
+
+    @_jax.without_mesh()
+    def build(self) -> Built:
+        """Compiles all executables."""
+        program = self._program
+        steps: list[Step] = []
+        items: list[Run | Send | Free] = []
+        first_run = self._first_runs()
+        made = []
+        start, total = time.perf_counter(), len(program.executables)
+        with progress.planning(f"compiling {self._traced.name}") as report:
+            for number in range(total):
+                report.count("executables compiled", number, total)
+                made.append(self._compile(number, first_run[number]))
+        logger.info(sentences.compiled(self._traced.name, total, time.perf_counter() - start))
+        empty, numbers = self._kept({
+            (program.executables[item.executable].mesh, item.microbatch)
+            for own in program.lists for item in own
+            if isinstance(item, Run) and made[item.executable][2]
+        })  # fmt: skip
+        movers: dict[tuple[Any, ...], Mover] = {}
+        for mesh, position in order(program):
+            item = program.lists[mesh][position]
+            match item:
+                case Run():
+                    _, call, numbered = made[item.executable]
+                    read = (*item.inputs, numbers[mesh, item.microbatch]) if numbered else item.inputs
+                    steps.append((True, call, read, item.outputs, program.consumed(item)))
+                case Send(transfer=number):
+                    transfer = program.transfers[number]
+                    plans = transfers.plans_of(program, number, self._cluster)
+                    if plans not in movers:
+                        movers[plans] = Mover(plans, self._devices)
+                    steps.append((False, movers[plans], transfer.sent, transfer.received, ()))
+                case Free(buffers=buffers):
+                    steps.append((False, None, (), (), buffers))
+                case _:
+                    continue  # a receive: the controller has issued the whole transfer where it was sent
+            items.append(item)
+        return Built([compiled for compiled, _, _ in made], steps, items, empty)
+
+    def lowered(self) -> Iterator[jax.stages.Lowered]:
+        """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
+        first_run = self._first_runs()
+        for number in range(len(self._program.executables)):
+            yield self._lowered(number, first_run[number])[0]
+
+    def _first_runs(self) -> dict[int, Run]:
+        return {item.executable: item for items in self._program.lists for item in items if isinstance(item, Run)}
+
+    def _compile(self, number: int, run: Run) -> tuple[Any, Callable[..., Any], bool]:
+        """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
+        executable = self._program.executables[number]
+        lowered, results, numbered = self._lowered(number, run)
+        compiled, mesh = lowered.compile(), self.meshes[executable.mesh]
+        if numbered and mesh.size > 1:
+            look = callbacks.looking(executable.name, mesh, results, self._failures)
+            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
+        return compiled, compiled, numbered
+
+    @_jax.without_mesh()
+    def _lowered(self, number: int, run: Run) -> tuple[jax.stages.Lowered, list[jax.ShapeDtypeStruct], bool]:
+        """An executable lowered, its results, and whether it takes the number of the micro-batch."""
+        program, executable = self._program, self._program.executables[number]
+        mesh, function = self.meshes[executable.mesh], self._function(number)
+
+        def spec(b: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                program.buffers[b].shape, program.buffers[b].dtype, sharding=self.sharding(b)
+            )  # fmt: skip
+
+        inputs, results = [spec(b) for b in run.inputs], [spec(b) for b in run.outputs]
+        numbered = callbacks.calls_back(self.segment(number).instructions)
+        if numbered:
+            function = callbacks.located(function, executable.name, self._failures if mesh.size > 1 else None)
+            everywhere = NamedSharding(mesh, jax.sharding.PartitionSpec())
+            inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
+        function.__name__ = executable.name.replace(" ", "_")
+        jitted = jax.jit(
+            function,
+            in_shardings=tuple(one.sharding for one in inputs),
+            out_shardings=[one.sharding for one in results],
+            donate_argnums=executable.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*inputs), results, numbered
+
+    def _function(self, number: int) -> Callable[..., Any]:
+        """An executable as a function of flat arrays."""
+        parts, segment = self._written.stages[self._written.functions[number][0]], self.segment(number)
+        mesh, count = self.meshes[self._program.executables[number].mesh], self._program.num_microbatches
+        function = functions.function_of(parts, segment, mesh, count)
+        return lambda *arrays: function(*arrays)  # a name of its own
+
+    def segment(self, number: int) -> segments.Segment:
+        """What an executable does."""
+        stage, position = self._written.functions[number]
+        return self._written.stages[stage].items[position]
+
+    def sharding(self, number: int) -> NamedSharding:
+        """Where a buffer lies; one object for all buffers that lie so."""
+        item = self._program.buffers[number]
+        key = item.mesh, item.layout
+        if key not in self._shardings:
+            self._shardings[key] = NamedSharding(self.meshes[item.mesh], spec_of(item.layout))
+        return self._shardings[key]
+
+    def _kept(self, numbered: set[Numbered]) -> tuple[list[Any], dict[Numbered, int]]:
+        """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last.
+
+        Args:
+          numbered: the submeshes and micro-batches whose callbacks need the number.
+
+        Returns:
+          The buffers, and of each (submesh, micro-batch) that has a number the buffer of it.
+        """
+        program = self._program
+        out: list[Any] = [None] * len(program.buffers)
+        numbers: dict[Numbered, int] = {}
+        for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
+            for number in buffers:
+                (out[number],) = placement.copies([constant], [self.sharding(number)])
+        for mesh, buffers in enumerate(program.numbers):
+            for i, number in enumerate(buffers):
+                out[number] = jax.device_put(np.int32(i), self.sharding(number))
+                numbers[mesh, i] = number
+        for mesh, microbatch in sorted(numbered - numbers.keys()):
+            numbers[mesh, microbatch] = len(out)
+            sharding = NamedSharding(self.meshes[mesh], jax.sharding.PartitionSpec())
+            out.append(jax.device_put(np.int32(microbatch), sharding))
+        return out, numbers

@@ -1,0 +1,53 @@
+"""Which arguments of a step on one mesh are donated: those whose buffers become outputs.
+
+XLA reuses a donated buffer for an output of the same type and sharding, and for no other; JAX warns of a donated buffer
+that no output can use. So "auto" donates the state leaves whose new value has their sharding, and of the arguments that
+a user names those are donated that find such an output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.passes.tracing.arguments import donated_leaves
+
+Donate = str | int | Sequence[int]
+"""What a user says of donation: "auto", or the positions of arguments."""
+
+
+def donated(
+    traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
+) -> list[int]:
+    """The numbers of the arguments whose buffers become outputs.
+
+    These are the arguments asked for whose type and sharding an output has; JAX would warn of others.
+    """
+    values, block = traced.graph.values, traced.graph.block
+
+    def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
+        dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
+        return tuple(aval.shape), aval.dtype, (*dims, *((),) * (len(aval.shape) - len(dims)))
+
+    arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
+    outputs = [
+        kind(values[atom] if isinstance(atom, int) else atom.aval, spec)
+        for atom, spec in zip(block.outputs, out_specs, strict=True)
+    ]
+    if isinstance(donate, str):
+        if donate != "auto":
+            raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
+        return sorted(argument for output, argument in traced.state if outputs[output] == arguments[argument])
+    wanted = donated_leaves(traced, donate)
+    free = Counter(outputs)
+    chosen = []
+    for argument in wanted:
+        if free[arguments[argument]] > 0:
+            free[arguments[argument]] -= 1
+            chosen.append(argument)
+    return chosen

@@ -1,0 +1,39 @@
+"""What of a pipeline's state comes back where the next call wants it, and which arguments a run overwrites.
+
+State that comes back in place needs no check by the next call, as long as it is the same state; this is known from the
+program alone, before anything runs.
+"""
+
+from __future__ import annotations
+
+from alpa_lite.graph import Traced
+from alpa_lite.program import Program, Run
+
+
+def donated_inputs(program: Program) -> frozenset[int]:
+    """The argument buffers that some run consumes."""
+    given = {b for group in program.inputs for b in group}
+    return frozenset(
+        b for items in program.lists for item in items if isinstance(item, Run)
+        for b in program.consumed(item) if b in given
+    )  # fmt: skip
+
+
+def returning_state(program: Program, traced: Traced) -> list[tuple[int, int, int]]:
+    """(argument, its buffer, output) of the state that comes back where the next call wants it; all, or none."""
+    found = []
+    for output, argument in traced.state:
+        group, made = program.inputs[argument], program.outputs[output]
+        if len(group) != 1:
+            continue
+        there, here = program.buffers[group[0]], program.buffers[made]
+        if (there.mesh, there.layout) == (here.mesh, here.layout):
+            found.append((argument, group[0], output))
+    made = [program.outputs[output] for _, _, output in found]
+    return found if len(set(made)) == len(made) else []
+
+
+def whole_state(traced: Traced) -> list[int]:
+    """The flat results of the user's step that are new state and consist of several results of the cut step."""
+    results = () if traced.stacked is None else traced.stacked.results
+    return [n for n, one in enumerate(results) if one.bounds and traced.outputs[one.numbers[0]].role == "state"]
