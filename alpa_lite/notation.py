@@ -174,8 +174,10 @@ def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
             )
         )
     leading = {n for tensor in (*sides[0], *sides[1]) for dim in tensor for n in dim if n.startswith(ELLIPSIS)}
-    reduce: tuple[tuple[str, Reduction], ...] = tuple((n, how) for n, how in notation.reduce if n != ELLIPSIS)
-    reduce += tuple((n, how) for n in sorted(leading) for m, how in notation.reduce if m == ELLIPSIS)
+    reduce: tuple[tuple[str, Reduction], ...] = (
+        *((n, how) for n, how in notation.reduce if n != ELLIPSIS),
+        *((n, how) for n in sorted(leading) for m, how in notation.reduce if m == ELLIPSIS),
+    )
     whole = tuple(n for n in notation.whole if n != ELLIPSIS)
     whole += tuple(sorted(leading)) if ELLIPSIS in notation.whole else ()
     found = Notation(sides[0], sides[1], reduce, whole, notation.text)

@@ -36,7 +36,8 @@ class Net(nn.Module):
 
 
 def linen_step(params, batch):
-    value, grads = jax.value_and_grad(lambda p: ((Net().apply({"params": p}, batch) - 1) ** 2).mean())(params)
+    net: Any = Net().apply
+    value, grads = jax.value_and_grad(lambda p: ((net({"params": p}, batch) - 1) ** 2).mean())(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
 

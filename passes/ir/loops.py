@@ -199,10 +199,10 @@ class WhileView:
             return None
         (step,) = [atom for atom in add.operands if atom != carried[counter]] or [None]
         start = self.taken(self.op.operands).carry[counter]
-        numbers = [_integer(atom) for atom in (start, step, compare.operands[1])]
-        if any(number is None for number in numbers) or numbers[1] <= 0:
+        first, by, limit = _integer(start), _integer(step), _integer(compare.operands[1])
+        if first is None or by is None or limit is None or by <= 0:
             return None
-        return max(0, -((numbers[0] - numbers[2] - (compare.name == "le")) // numbers[1]))
+        return max(0, -((first - limit - (compare.name == "le")) // by))
 
     @property
     def runs(self) -> tuple[int, int]:

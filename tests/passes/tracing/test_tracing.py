@@ -363,7 +363,8 @@ def test_state_by_name():
 
     args = ({"h": SQUARE}, SQUARE)
     assert not trace(step, args, {}).state
-    for options in ({"state_argnums": 0}, {"state_argnames": "state"}):
+    choices: list[dict[str, Any]] = [{"state_argnums": 0}, {"state_argnames": "state"}]
+    for options in choices:
         traced = trace(step, args, {}, **options)
         assert by_role(traced, "state") == ["state['h']"] and by_role(traced, "batch") == ["x"]
     assert not trace(sgd, (PARAMS, BATCH), {}, state_argnums=()).state
