@@ -1,7 +1,7 @@
 """LoRA: base weights that the step reads and does not return, and small adapters that are trained.
 
 The plan calls the base weights frozen: they are placed with the first call and stay, and have no gradients and no
-optimizer state. `batch_argnames` says which of the two arguments that do not come back is the batch.
+optimizer state. Neither the base nor the batch comes back: which is which follows from how the step reads them.
 
 python examples/lora.py
 """
@@ -34,7 +34,7 @@ def make_weights(key: jax.Array) -> tuple[Tree, Tree]:
     return base, adapters
 
 
-@alpa_lite.parallelize(batch_argnames="batch")
+@alpa_lite.parallelize
 def train_step(adapters: Tree, opt_state: Any, base: Tree, batch: Tree) -> tuple[Any, Any, jax.Array]:
     """One step, written for one device: only the adapters change."""
 

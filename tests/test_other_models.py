@@ -159,7 +159,7 @@ def test_a_refusal_names_what_was_taken_for_the_batch() -> None:
     """Examples that are compared with each other, and a frozen matrix with as many rows as there are examples."""
 
     def loss_fn(params: Any, base: jax.Array, batch: jax.Array) -> jax.Array:
-        x = batch @ base @ params[0]
+        x = batch @ base.T @ params[0]
         return jax.nn.logsumexp(x @ x.T, axis=-1).mean()
 
     def step(state: Any, base: jax.Array, batch: jax.Array) -> tuple[Any, Any]:

@@ -23,9 +23,11 @@ parameters) is state of this one only if a carried leaf is learnt, too: what mer
 donate it.
 
 A step without state is a function like any other: evaluation, prediction, gradients. Keys and scalars are never the
-batch. What remains is the batch if all of it shares one leading dim; of several arguments, those are whose arrays share
-one while others' do not. Anything else is ambiguous: for a step with state an error that names the arguments, without
-state a note. What is left of the arrays is *frozen*: weights that the step reads and does not return.
+batch, nor, where anything else could be, is an argument that comes back as it went in or that products read as a weight
+(`evidence`). What remains is the batch if all of it shares one leading dim; of several arguments, those are whose
+arrays share one while others' do not. Anything else is ambiguous: for a step with state an error that names the
+arguments, without state a note. What is left of the arrays is *frozen*: weights that the step reads and does not
+return.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def find_batch(
     state: frozenset[int],
     known: frozenset[int],
     handed: frozenset[int],
+    weights: frozenset[int],
     results: Collection[int],
 ) -> Batch:
     """The batch of a step.
@@ -41,7 +42,8 @@ def find_batch(
       named: the leaves that the user named, or None.
       state: the leaves that are state.
       known: others that are no batch.
-      handed: those that the step returns as they are: no batch, if anything else could be.
+      handed, weights: those that the step returns as they are, and those that it reads as weights: an argument of
+        nothing but the former, or with one of the latter, is no batch if any other could be.
       results: the leading dims of results that are no gradients.
 
     Raises:
@@ -56,6 +58,7 @@ def find_batch(
     units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
     if named is None:
         units = [unit for unit in units if not handed.issuperset(unit.leaves)] or units
+        units = [unit for unit in units if weights.isdisjoint(unit.leaves)] or units
     if not units:
         return Batch(frozenset(), "no argument was taken as the batch")
     leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]

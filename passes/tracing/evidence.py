@@ -10,6 +10,10 @@ in whatever shape (an optimizer may flatten all parameters into one vector). Thi
 an argument if a chain of such operations leads from the one to the other. A gradient comes out of the reverse pass,
 where JAX marks every operation; chains do not pass through those, so that the gradient of a penalty, 2 * w, is not
 carried from w. Products, reductions, draws and solvers end a chain.
+
+A frozen weight may have as many rows as the batch has examples. What tells them apart is the first forward operation
+that reads them otherwise than element by element: examples are looked up, or go side by side through products, while a
+weight is a table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
 """
 
 from __future__ import annotations
@@ -55,6 +59,52 @@ class Evidence:
         """
         block = self._graph.block
         return block.outputs[output] in flow.made_of(block.ops, [block.inputs[argument]])
+
+    @cached_property
+    def weights(self) -> Origins:
+        """The arguments that forward operations read as weights: their dim 0 holds no examples.
+
+        Followed are elementwise operations, broadcasts and transpositions, and constants of scans.
+        """
+        found: set[int] = set()
+        leading = {value: (number, 0) for number, value in enumerate(self._graph.block.inputs) if self._shape(value)}
+        self._read_as_weights(self._graph.block, leading, found)
+        return frozenset(found)
+
+    def _read_as_weights(self, block: Block, leading: dict[int, tuple[int, int]], found: set[int]) -> None:
+        """Adds the arguments that a block reads as weights.
+
+        Args:
+          leading: value -> (argument, the dim of the value that is dim 0 of the argument).
+        """
+        for op in block.ops:
+            held = [leading.get(atom) if isinstance(atom, int) else None for atom in op.operands]
+            if not any(held) or _is_reverse(op):
+                continue
+            if op.name == "dot_general":
+                contracted, _ = op.params["dimension_numbers"]
+                for side, (dims, others) in enumerate((contracted, contracted[::-1])):
+                    if (have := held[side]) and any(
+                        d == have[1] and other != 0 for d, other in zip(dims, others, strict=True)
+                    ):
+                        found.add(have[0])
+            elif op.name == "gather" and held[0]:
+                if held[0][1] in op.params["dimension_numbers"].start_index_map:
+                    found.add(held[0][0])
+            elif op.name == "conv_general_dilated" and held[1]:
+                found.add(held[1][0])
+            elif op.name == "scan":
+                view = ScanView(op)
+                inner = zip(view.inputs.consts, view.taken(held).consts, strict=True)
+                self._read_as_weights(view.body, {value: have for value, have in inner if have}, found)
+            elif op.name in primitives.ELEMENTWISE or op.name in ("transpose", "broadcast_in_dim"):
+                (first, *_) = [have for have in held if have]
+                dim = first[1]
+                if op.name == "transpose":
+                    dim = list(op.params["permutation"]).index(dim)
+                elif op.name == "broadcast_in_dim":
+                    dim = op.params["broadcast_dimensions"][dim]
+                leading.update((result, (first[0], dim)) for result in op.results if self._shape(result))
 
     def _of(self, found: dict[int, Origins], output: int) -> Origins:
         return _origins(self._graph.block.outputs[output], found)

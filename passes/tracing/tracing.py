@@ -99,7 +99,7 @@ def trace(
         if n not in pairs and isinstance(atom, int) and atom in numbers
     ]
     handed = frozenset(argument for _, argument in through)
-    batch = batches.find_batch(inputs, named, state, weights, handed, {shape[0] for shape in results})
+    batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, {shape[0] for shape in results})
     left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(

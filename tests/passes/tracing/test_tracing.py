@@ -288,11 +288,12 @@ def test_a_step_without_state_reads_frozen_weights():
     [
         (lambda params, x: x @ params["w"] + params["b"], ["x"]),
         (lambda params, x, scale: {"y": (x @ params["w"]) * scale, "norm": scale}, ["x"]),
-        (lambda params, x, w: (x @ w).sum(0), []),
+        (lambda params, x, w: x.sum() + w.sum(), []),
+        (lambda params, x, w: (x @ w).sum(0), ["x"]),
         (lambda params, x, w: x @ w, ["x"]),
         (lambda params, x, key: x + jax.random.normal(key, (8, 6)) @ params["w"] @ params["w"].T, ["x"]),
     ],
-    ids=["prediction", "scalar", "untold", "by the result", "key"],
+    ids=["prediction", "scalar", "untold", "by the product", "by the result", "key"],
 )
 def test_the_batch_of_a_step_without_state(fun, batch):
     more = {"scale": np.float32(2), "w": X.T.copy(), "key": jax.random.key(0)}
@@ -381,8 +382,8 @@ def test_a_tree_of_frozen_weights_is_not_the_batch():
     assert by_role(traced, "batch") == ["batch['x']", "batch['y']"]
     square = {"w": SQUARE}
     args = (square, {"x": SQUARE})
-    assert by_role(trace(lambda base, batch: batch["x"] @ base["w"], args, {}), "frozen") == []
-    traced = trace(lambda base, batch: batch["x"] @ base["w"], args, {}, known={0})
+    assert by_role(trace(lambda base, batch: batch["x"] @ base["w"].T, args, {}), "frozen") == []
+    traced = trace(lambda base, batch: batch["x"] @ base["w"].T, args, {}, known={0})
     assert by_role(traced, "frozen") == ["base['w']"] and by_role(traced, "batch") == ["batch['x']"]
 
 
