@@ -22,7 +22,7 @@ class Classifier(nn.Module):
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         x = nn.Embed(VOCAB, self.width)(tokens)
         for _ in range(2):
-            y = nn.SelfAttention(num_heads=2, deterministic=True)(nn.LayerNorm()(x))
+            y = nn.MultiHeadDotProductAttention(num_heads=2, deterministic=True)(nn.LayerNorm()(x))
             x = x + nn.Dropout(0.1, deterministic=not train)(y)
             x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
         return nn.Dense(CLASSES)(nn.LayerNorm()(x).mean(axis=1))
