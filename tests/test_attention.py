@@ -141,6 +141,7 @@ class Module(nnx.Module):
         return self.out(jax.nn.dot_product_attention(q, k, v))
 
 
+@pytest.mark.slow
 def test_in_a_linen_module_with_micro_batches():
     model, x = Linen(), arguments()[1]
     w = model.init(jax.random.key(0), x)

@@ -136,6 +136,7 @@ def test_a_train_step_divided_by_its_state() -> None:
     assert len(again.staged.program.transfers) == 2  # one activation there, one gradient back
 
 
+@pytest.mark.slow
 def test_a_plan_by_owners_is_saved_and_replayed(tmp_path) -> None:
     first, args = trained(), (parameters(), examples(6))
     plan = planned(first, train, args, ("x",)).plan

@@ -13,7 +13,7 @@ import alpa_lite
 from tests.loops import base
 from tests.loops.every import NAMES, loop
 
-FAST = ("nnx_optimizer", "equinox_partition")
+FAST = ("nnx_optimizer",)
 """Those whose models compile quickest; the others are of the same shape."""
 
 
@@ -58,6 +58,7 @@ def test_the_comparison_finds_a_leaf_that_differs() -> None:
         assert [name for name, error in found.items() if error > base.TOLERANCE] == [f"state['{path}']"]
 
 
+@pytest.mark.slow
 def test_a_leaf_beside_the_batch_does_not_keep_the_state_from_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """Rollouts have time in front; `last_value` has only environments, of which the last batch has fewer."""
     one = loop("actor_critic")
