@@ -127,6 +127,8 @@ def train(
         )
     on_plan(found)
     on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
+    if state is not fresh:
+        state, _ = step.place(state, example)  # it lies where another plan had it
     start = time.perf_counter()
     trained = _loop(step, state, batches, steps, on_line)
     losses = trained.losses

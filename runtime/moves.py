@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.paths import shown
+from alpa_lite.report import units
 from alpa_lite.runtime import placement
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def warn(
     if moved:
         size, path = max(moved)
         logger.warning(
-            "%s moves %s bytes of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
-            "%s (%s bytes). Pass on what the last call returned, or what step.place or step.init returned",
-            name, sum(size for size, _ in moved), len(moved), shown(path), size,
+            "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
+            "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
+            name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path), units.nbytes(size),
         )  # fmt: skip

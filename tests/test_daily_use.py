@@ -18,6 +18,7 @@ from flax.training.train_state import TrainState
 
 import alpa_lite
 from alpa_lite.errors import OptionError
+from alpa_lite.report import units
 from tests import comparing
 
 WIDTH, OUT = 16, 8
@@ -245,7 +246,7 @@ def test_a_move_is_a_warning_with_its_bytes(caplog: Any) -> None:
         step(jax.device_put(state, jax.devices()[0]), examples(16))
     total = sum(x.nbytes for x in jax.tree.leaves(state))
     assert (
-        f"train moves {total} bytes of state" in caplog.text
+        f"train moves {units.exact_bytes(total)} of state" in caplog.text
         and "the largest of them state/params/params/Dense_" in caplog.text
     )
 
