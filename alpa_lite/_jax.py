@@ -54,6 +54,14 @@ def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
     return getattr(value, "jaxpr", value), consts
 
 
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The open jaxprs among an equation's parameters, one level deep: a call, a linear solve, a kernel."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                yield open_jaxpr(item)[0]
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a literal."""
     return type(atom) is _extend_core.Literal
@@ -512,10 +520,18 @@ def scopes(source: Any) -> tuple[str, ...]:
     return tuple(e.name for e in source.name_stack.stack if isinstance(e, _source_info_util.Scope))
 
 
+_COMPUTED_AGAIN = "rematted_computation"  # the scope in which JAX puts what the backward pass computes again
+
+
+def is_computed_again(source: Any) -> bool:
+    """Whether the backward pass computes an operation of the forward pass again."""
+    return _COMPUTED_AGAIN in scopes(source)
+
+
 def rematted(source: Any) -> Any:
     """The source of a forward operation's copy in the reverse pass, marked as JAX marks those of `jax.checkpoint`."""
     stack = source.name_stack.stack
-    marked = (_source_info_util.Transform("transpose"), *stack, _source_info_util.Scope("rematted_computation"))
+    marked = (_source_info_util.Transform("transpose"), *stack, _source_info_util.Scope(_COMPUTED_AGAIN))
     return source.replace(name_stack=_source_info_util.NameStack(marked))
 
 

@@ -90,8 +90,7 @@ def abstract(
     new_args, new_kwargs = nnx_modules.replace_arrays(
         calling.traced(args, kwargs), lambda leaves: list(map(spec, leaves))
     )
-    whole = dict(zip(calling.dynamic, new_args, strict=True)) | dict(calling.static_positions)
-    return tuple(whole[i] for i in range(len(args))), {**calling.static_keywords, **new_kwargs}
+    return calling.whole(new_args, new_kwargs)
 
 
 def shardings_of(call: Call, out_tree: Any) -> Shardings:
@@ -102,12 +101,11 @@ def shardings_of(call: Call, out_tree: Any) -> Shardings:
     """
     where, results = call.executable().shardings
     args, kwargs = nnx_modules.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
-    whole = dict(zip(call.calling.dynamic, args, strict=True)) | dict(call.calling.static_positions)
-    positional = tuple(whole[i] for i in range(len(call.args)))
+    positional, keywords = call.calling.whole(args, kwargs)
     out = jax.tree_util.tree_unflatten(out_tree, results)
     if call.calling.modules:
         out = out[1]
-    return Shardings((positional, {**call.calling.static_keywords, **kwargs}) if call.kwargs else positional, out)
+    return Shardings((positional, keywords) if call.kwargs else positional, out)
 
 
 # -- the batch alone ------------------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ def born(birth: Birth, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
     exact = {(keys(path), kind): sharding for path, kind, sharding in leaves}
     ends = Ends(leaves)
     made = [
-        (tuple(map(_key, path.keys)), keys(path.inner), (tuple(kind.shape), str(kind.dtype)))
+        (tuple(map(calls.key_text, path.keys)), keys(path.inner), (tuple(kind.shape), str(kind.dtype)))
         for path, kind in zip(birth.paths, birth.types, strict=True)
     ]
     roots = _roots(made, list(dict.fromkeys(keys(path)[0] for path, _, _ in leaves)), exact)
@@ -237,10 +235,3 @@ def _roots(
         chosen = {n: (each[part], 1) for part, some in parts.items() for n in some}
         return [chosen[n] for n in everything]
     return [(whole, 0)] * len(made)
-
-
-def _key(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

@@ -44,14 +44,15 @@ class Calling:
         """The arguments that are not static."""
         return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
 
+    def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call from those that are traced, the static ones put in their places."""
+        by_place = dict(zip(self.dynamic, args, strict=True)) | dict(self.static_positions)
+        return tuple([by_place[i] for i in range(len(self.names))]), {**self.static_keywords, **kwargs}
+
     def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the step with the traced arguments, the static ones put in their places."""
-        whole: list[Any] = [None] * len(self.names)
-        for position, value in zip(self.dynamic, args, strict=True):
-            whole[position] = value
-        for position, value in self.static_positions.items():
-            whole[position] = value
-        return fun(*whole, **kwargs, **self.static_keywords)
+        positional, keywords = self.whole(args, kwargs)
+        return fun(*positional, **keywords)
 
     def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether another call has the same form."""

@@ -33,7 +33,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
-from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes
+from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
 from alpa_lite.passes.sharding import search, wishes, worth
 from alpa_lite.passes.stages import planning, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
@@ -470,21 +470,13 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
         return owned.replayed(run, step, asked, plan)
     count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    layers = run("layers", divisible, loop, max_layers=division.max_layers)
-    replay.check_layers(plan, len(layers.layering.layers))
-    cut = run("layers", divided, layers, division.first_layers[1:], replay.remat_of(plan))
-    loop = cut.accumulated
-    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    loop, graphs = kept.cut_as(run, loop, plan)
     schedule = schedules.schedule(plan.schedule, len(division.first_devices), count, virtual=division.virtual)
     planned_stages = []
     for graph, stage in zip(graphs, plan.stages, strict=True):
         decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
         planned_stages.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
-    return run(
-        "programs", programs.pipelined, loop, planned_stages, division.first_devices, schedule, asked.cluster,
-        first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
-        remat=division.remat, verdict=replace(verdict, idle_devices=division.idle_devices),
-    )  # fmt: skip
+    return kept.program_as(run, loop, planned_stages, schedule, asked, plan, verdict)
 
 
 def worth_a_pipeline(whole: Staged) -> bool:
@@ -508,11 +500,6 @@ def fitting(staged: Staged, asked: Asked) -> Staged:
             "more stages"
         )
     return staged
-
-
-def noted(staged: Staged, *notes: str) -> Staged:
-    """The same with notes in its plan."""
-    return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, *notes)))
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

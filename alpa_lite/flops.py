@@ -36,7 +36,7 @@ def _of_equation(eqn: Any) -> float:
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
-    inner = [of_jaxpr(x) for x in _jaxprs(params)]
+    inner = [of_jaxpr(x) for x in _jax.inner_jaxprs(params)]
     if not inner:
         return made
     if name == "pallas_call":
@@ -50,10 +50,3 @@ def _of_equation(eqn: Any) -> float:
 def _points(params: Mapping[str, Any]) -> int:
     """The points of a Pallas grid; dynamic bounds count as one."""
     return math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-
-
-def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
-    found = []
-    for value in params.values():
-        found += [x for x in (value if isinstance(value, tuple | list) else (value,)) if _jax.is_jaxpr(x)]
-    return found

@@ -6,21 +6,19 @@ Any other step is divided by where its arguments lie (`owned`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from alpa_lite import schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.errors import MicrobatchError, OptionError, PlanError
-from alpa_lite.options import Sharded
-from alpa_lite.owned import owned
+from alpa_lite.owned import owned, solved
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.layers.division import divided, divisible
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import replay
-from alpa_lite.passes.programs.staged import Staged, Verdict
-from alpa_lite.passes.stages import planning
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.programs.staged import Staged, Verdict, noted
+from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
 from alpa_lite.pins import Pin, Pins, pin_of
@@ -51,8 +49,7 @@ def divided_as_given(run: Passes, step: Step, asked: Asked) -> Staged:
             raise
         anyhow = replace(asked, options=replace(asked.options, num_microbatches="auto"))  # they may be what cannot be
         staged = owned(run, step, anyhow)
-        note = f"divided by where the state lies, and not as the plan of the first call: {error}"
-        return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, note)))
+        return noted(staged, f"divided by where the state lies, and not as the plan of the first call: {error}")
 
 
 def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -66,36 +63,44 @@ def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
       MicrobatchError: the step is no loop over micro-batches.
     """
     replay.check_devices(plan, asked.cluster)
-    division, remat = plan.division, replay.remat_of(plan)
+    division = plan.division
     loop, schedule = _in_microbatches(run, step, asked, plan)
-    layers = run("layers", divisible, loop, max_layers=division.max_layers)
-    replay.check_layers(plan, len(layers.layering.layers))
-    cut = run("layers", divided, layers, division.first_layers[1:], remat)
-    loop = cut.accumulated
-    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    loop, graphs = cut_as(run, loop, plan)
     why = f"the state is kept where the plan for {plan.num_microbatches} micro-batches of another shape has it"
     pins = [
         _pins(graph, stage, division.first_devices[mesh], why)
         for graph, stage, mesh in zip(graphs, plan.stages, division.submeshes, strict=True)
     ]
-    planned: list[PlannedStage] = []
-    known: dict[Any, DecidedStage] = {}
-    for graph, stage, pinned in zip(graphs, plan.stages, pins, strict=True):
-        layouts = tuple((number, pin.layout) for number, pin in sorted(pinned.arguments.items()))
-        key = planning.digest(graph), stage.mesh_shape, layouts
-        decided = run(
-            "sharding", planning.decide, graph, asked.cluster.part(stage.num_devices), Sharded(stage.mesh_shape),
-            price=0.0, time_limit=asked.time_limit, pins=pinned, like=known.get(key),
-        )  # fmt: skip
-        known.setdefault(key, decided)
-        planned.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
+    shapes = [stage.mesh_shape for stage in plan.stages]
+    planned = solved(run, asked, graphs, shapes, pins, split_weights=schedule.splits_backward)
     seconds = sum(stage.found.solution.objective for stage in planned)
     bound = sum(stage.found.solution.bound for stage in planned)
-    verdict = Verdict("layers", "feasible", seconds, bound, idle_devices=division.idle_devices)
+    return program_as(run, loop, planned, schedule, asked, plan, Verdict("layers", "feasible", seconds, bound))
+
+
+def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tuple[StageGraph, ...]]:
+    """A step over micro-batches in the layers of a plan, computing again what it does, and its stages.
+
+    Raises:
+      PlanError: the step has other layers.
+    """
+    layers = run("layers", divisible, loop, max_layers=plan.division.max_layers)
+    replay.check_layers(plan, len(layers.layering.layers))
+    cut = run("layers", divided, layers, plan.division.first_layers[1:], replay.remat_of(plan))
+    loop = cut.accumulated
+    return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+
+
+def program_as(
+    run: Passes, loop: Accumulated, planned: Sequence[PlannedStage], schedule: Schedule, asked: Asked, plan: Plan,
+    verdict: Verdict,
+) -> Staged:  # fmt: skip
+    """The program of stages that a step was cut into as a plan says, on the plan's submeshes."""
+    division = plan.division
     return run(
         "programs", programs.pipelined, loop, planned, division.first_devices, schedule, asked.cluster,
         first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
-        remat=remat, verdict=verdict,
+        remat=division.remat, verdict=replace(verdict, idle_devices=division.idle_devices),
     )  # fmt: skip
 
 

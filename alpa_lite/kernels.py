@@ -194,8 +194,8 @@ class _Linearised:
     wrt: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
 
-    def pulled(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """The results, and the function from cotangents to those of the operands `wrt`."""
+    def partly(self, operands: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
+        """The function of the operands `wrt` alone, and these."""
 
         def of(*some: Any) -> tuple[Any, ...]:
             own = list(operands)
@@ -203,7 +203,12 @@ class _Linearised:
                 own[i] = x
             return tuple(self.fun(*own))
 
-        return jax.vjp(of, *(operands[i] for i in self.wrt))
+        return of, tuple(operands[i] for i in self.wrt)
+
+    def pulled(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """The results, and the function from cotangents to those of the operands `wrt`."""
+        of, some = self.partly(operands)
+        return jax.vjp(of, *some)
 
 
 @dataclass(frozen=True)
@@ -227,15 +232,8 @@ class _Tangent(_Linearised):
     trusted: bool = False
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        primals, tangents = operands[: self.arity], operands[len(operands) - len(self.wrt) :]
-
-        def of(*some: Any) -> tuple[Any, ...]:
-            own = list(primals)
-            for i, x in zip(self.wrt, some, strict=True):
-                own[i] = x
-            return tuple(self.fun(*own))
-
-        outs, found = jax.jvp(of, tuple(primals[i] for i in self.wrt), tangents)
+        of, primals = self.partly(operands[: self.arity])
+        outs, found = jax.jvp(of, primals, operands[len(operands) - len(self.wrt) :])
         return [t for x, t in zip(outs, found, strict=True) if _is_real(x)]
 
     def backward(self, rule: Notation) -> Kernel:
@@ -377,8 +375,12 @@ class _Flattened:
     tree: Any
     static: tuple[tuple[str, Hashable], ...] = ()
 
+    def result(self, *leaves: Any) -> Any:
+        """The result as the function returns it."""
+        return self.fun(*jax.tree.unflatten(self.tree, leaves), **dict(self.static))
+
     def __call__(self, *leaves: Any) -> Sequence[Any]:
-        return jax.tree.leaves(self.fun(*jax.tree.unflatten(self.tree, leaves), **dict(self.static)))
+        return jax.tree.leaves(self.result(*leaves))
 
 
 class RegisteredFunction:
@@ -419,9 +421,7 @@ class RegisteredFunction:
 
     def _checked(self, fun: _Flattened, types: Types) -> Any:
         """The shapes of the result as the function returns it."""
-        jaxpr, shapes = jax.make_jaxpr(
-            lambda *leaves: self._fun(*jax.tree.unflatten(fun.tree, leaves), **dict(fun.static)), return_shape=True
-        )(*_specs(types))
+        jaxpr, shapes = jax.make_jaxpr(fun.result, return_shape=True)(*_specs(types))
         _, consts = _jax.open_jaxpr(jaxpr)
         held = next((x for x in consts if isinstance(x, Tracer)), None)
         if held is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
@@ -25,10 +25,9 @@ from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
-from alpa_lite.pins import Piece, Pin, Pins
+from alpa_lite.pins import Piece, Pin, Pins, layout_of_spec
 from alpa_lite.placing import Ends, kind_of, places_of
 from alpa_lite.plan import Plan
-from alpa_lite.records import spec_axes
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[Log
         return None
     mesh, grid = sharding.mesh, np.array(sharding.mesh.devices)
     found = meshes.get((tuple(mesh.axis_names), grid.shape, tuple(device.id for device in grid.flat)))
-    return None if found is None else (*found, layout_of(sharding.spec, leaf.ndim))
+    return None if found is None else (*found, layout_of_spec(sharding.spec, leaf.ndim))
 
 
 def plans_of(like: Sequence[Any]) -> tuple[Plan, ...]:
@@ -111,7 +110,7 @@ def plans_of(like: Sequence[Any]) -> tuple[Plan, ...]:
     for one in like:
         plans = (one,) if isinstance(one, Plan) else one.plans
         if not plans:
-            name = getattr(one, "__name__", "the step")
+            name = _name(one)
             raise OptionError(
                 f"like={name}: {name} has no plan yet, so it is not known where its state lies; call it first, or "
                 f"{name}.plan(...) with its arguments or their shapes"
@@ -170,11 +169,5 @@ def compile_alike(
         return compile_step(fun, args, kwargs, options, cluster, why=why)
 
 
-def layout_of(spec: PartitionSpec, rank: int) -> Layout:
-    """The layout of a value with so many dims that a mesh shards as `spec` says."""
-    axes = spec_axes(spec)
-    return Layout((*axes, *((),) * (rank - len(axes))))
-
-
-def _name(fun: Callable[..., Any]) -> str:
+def _name(fun: Any) -> str:
     return getattr(fun, "__name__", "the step")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -254,26 +255,44 @@ def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
 
 
 def _solved(run: Passes, parts: Parts, asked: Asked, price: float) -> list[PlannedStage]:
-    """The parts of a step, each solved on its submesh and lowered; identical ones are solved once."""
-    out: list[PlannedStage] = []
-    known: dict[Any, DecidedStage] = {}
+    """The parts of a step, each solved on its submesh and lowered."""
     meshes = [mesh for mesh, _ in submeshes_of(asked.pins, asked.cluster.num_devices)]
     pinned, _ = _pinned(asked)
-    for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True):
-        mesh = meshes[submesh]
-        pins = Pins({
+    pins = [
+        Pins({
             number: asked.pins.arguments[port.number]
             for number, port in enumerate(graph.inputs)
             if port.kind == "argument" and pinned.get(port.number) == submesh
-        })  # fmt: skip
-        layouts = tuple((number, pin.layout) for number, pin in sorted(pins.arguments.items()))
-        key = planning.digest(graph), mesh, layouts
+        })
+        for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True)
+    ]  # fmt: skip
+    shapes = [meshes[submesh].shape for submesh in parts.submeshes]
+    return solved(run, asked, parts.graphs, shapes, pins, price=price, split_weights=False)
+
+
+def solved(
+    run: Passes, asked: Asked, graphs: Sequence[StageGraph], shapes: Sequence[tuple[int, ...]], pins: Sequence[Pins],
+    *, price: float = 0.0, split_weights: bool,
+) -> list[PlannedStage]:  # fmt: skip
+    """Stages whose leaves lie on given submeshes, each solved there and lowered; identical ones are solved once.
+
+    Args:
+      shapes: of the mesh of each.
+      pins: where the arguments of each lie, by their number in it.
+      price: of memory.
+      split_weights: as for `planning.lowered`.
+    """
+    out: list[PlannedStage] = []
+    known: dict[Any, DecidedStage] = {}
+    for graph, shape, own in zip(graphs, shapes, pins, strict=True):
+        layouts = tuple((number, pin.mesh, pin.layout) for number, pin in sorted(own.arguments.items()))
+        key = planning.digest(graph), shape, layouts
         decided = run(
-            "sharding", planning.decide, graph, asked.cluster.part(mesh.size), Sharded(mesh.shape),
-            price=price, time_limit=asked.time_limit, pins=pins, like=known.get(key),
+            "sharding", planning.decide, graph, asked.cluster.part(math.prod(shape)), Sharded(shape),
+            price=price, time_limit=asked.time_limit, pins=own, like=known.get(key),
         )  # fmt: skip
         known.setdefault(key, decided)
-        out.append(run("lowering", planning.lowered, decided, split_weights=False))
+        out.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
     return out
 
 

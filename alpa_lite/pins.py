@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jax.sharding import PartitionSpec
+
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.records import Leaf, PlanRecord, Stage, spec_axes
 
@@ -74,9 +76,14 @@ class Pins:
 
 def pin_of(stage: Stage, first_device: int, leaf: Leaf, why: str) -> Pin:
     """Where a stage of a plan has a leaf."""
-    axes = spec_axes(leaf.spec)
-    layout = Layout((*axes, *((),) * (len(leaf.shape) - len(axes))))
-    return Pin(LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), first_device, layout, why)
+    mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
+    return Pin(mesh, first_device, layout_of_spec(leaf.spec, len(leaf.shape)), why)
+
+
+def layout_of_spec(spec: PartitionSpec, rank: int) -> Layout:
+    """The layout of a value with so many dims that a mesh shards as `spec` says."""
+    axes = spec_axes(spec)
+    return Layout((*axes, *((),) * (rank - len(axes))))
 
 
 def places(plan: PlanRecord, why: str) -> dict[str, Pin | tuple[Piece, ...]]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from alpa_lite import pins
 from alpa_lite.errors import PlanError
@@ -23,6 +22,7 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import keys, shown
 from alpa_lite.pins import Piece, Pin, pin_of
 from alpa_lite.records import PlanRecord
+from alpa_lite.runtime.meshes import mesh_of
 
 T = TypeVar("T")
 
@@ -131,9 +131,7 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any]) -> An
                     f"the plan is for {plan.num_devices} devices, but there are {len(devices)}; give that many, or "
                     "plan for these"
                 )
-            grid, names = np.array(own).reshape(pin.mesh.shape), pin.mesh.axis_names
-            mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-            meshes[pin] = NamedSharding(mesh, spec_of(pin.layout))
+            meshes[pin] = NamedSharding(mesh_of(pin.mesh, own), spec_of(pin.layout))
         return meshes[pin]
 
     batches = [

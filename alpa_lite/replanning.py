@@ -37,7 +37,6 @@ def same_program(one: Traced, other: Traced) -> bool:
         == (other.arguments, other.outputs, other.state, other.through)
         and one.in_tree == other.in_tree
         and one.out_tree == other.out_tree
-        and one.through == other.through
         and digest(one.graph) == digest(other.graph)
     )
 

@@ -120,7 +120,7 @@ def options_of(fun: Any) -> dict[str, Any]:
 
     if not isinstance(fun, ParallelStep):
         return {}
-    return {name: getattr(fun._options, name) for name in type(fun._options).__dataclass_fields__}
+    return {name: getattr(fun.options, name) for name in type(fun.options).__dataclass_fields__}
 
 
 def _collectives(found: Sequence[Any]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
@@ -57,7 +58,7 @@ class Birth:
 
         traced = jax.jit(flat).trace(*self._leaves)
         self._graph: Graph = conversion.graph_of(traced.jaxpr)
-        self.types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.jaxpr.out_avals]
+        self.types = list(map(_jax.spec_of, traced.jaxpr.out_avals))
         self.shapes = nnx_modules.unflattened(self._tree, self.types)
 
     def run(self, shardings: Sequence[NamedSharding], room: float) -> tuple[Any, list[jax.Array]]:

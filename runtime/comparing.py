@@ -19,7 +19,7 @@ from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing import calls
 from alpa_lite.runtime import operations
 from alpa_lite.runtime.loading import AnyExecutable
 from alpa_lite.runtime.meshes import mesh_of
@@ -39,12 +39,8 @@ class NotComparable(Exception):
 def flat(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The flat arguments of a call, in the order of `Traced.arguments`."""
     assert traced.calling is not None
-    pure = traced.calling.traced(args, kwargs)
-    if not traced.calling.modules:
-        return jax.tree.leaves(pure)
-    tag = object()
-    with nnx_modules.updating(tag):
-        return jax.tree.leaves(nnx_modules.split_arguments(pure, tag))
+    leaves, _ = calls.flattened(traced.calling, args, kwargs)
+    return leaves
 
 
 @dataclass(frozen=True, eq=False)

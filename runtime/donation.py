@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.pins import layout_of_spec
 
 Donate = str | int | Sequence[int]
 """What a user says of donation: "auto", or the positions of arguments."""
@@ -31,8 +32,7 @@ def donated(
     values, block = traced.graph.values, traced.graph.block
 
     def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
-        dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
-        return tuple(aval.shape), aval.dtype, (*dims, *((),) * (len(aval.shape) - len(dims)))
+        return tuple(aval.shape), aval.dtype, layout_of_spec(spec, len(aval.shape))
 
     arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
     outputs = [

@@ -121,9 +121,8 @@ class PipelineExecutable:
         if not self._calling.matches(args, kwargs):
             raise NewSignature(FORM)
         new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), self._copies)
-        whole = dict(zip(self._calling.dynamic, new_args, strict=True)) | dict(self._calling.static_positions)
-        positional = tuple(whole[i] for i in range(len(args)))
-        return (positional, {**self._calling.static_keywords, **new_kwargs}) if kwargs else positional
+        positional, keywords = self._calling.whole(new_args, new_kwargs)
+        return (positional, keywords) if kwargs else positional
 
     @property
     def shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:

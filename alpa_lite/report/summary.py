@@ -42,9 +42,7 @@ def renderable(plan: Plan) -> Group:
     more = [f"and {hidden} more in details()"] if hidden > 0 else []
     if remarks:
         parts.append(section("Notes", *(_short(remark) for remark in remarks), *more))
-    parts.append(
-        Text("\nmore: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)", style="dim")
-    )
+    parts.append(Text(f"\n{_MORE}", style="dim"))
     return Group(*parts)
 
 

@@ -66,10 +66,4 @@ def _is_held(primitive: Any, params: Mapping[str, Any], platform: str) -> bool:
         return not params.get("interpret")
     if not _jax.lowers_for(primitive, platform):
         return True
-    return any(
-        _is_held(e.primitive, e.params, platform)
-        for value in params.values()
-        for item in (value if isinstance(value, tuple | list) else (value,))
-        if _jax.is_jaxpr(item)
-        for e in _jax.open_jaxpr(item)[0].eqns
-    )
+    return any(_is_held(e.primitive, e.params, platform) for x in _jax.inner_jaxprs(params) for e in x.eqns)

@@ -101,8 +101,7 @@ def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
 def _in_scan(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin | None:
     view = ScanView(op)
     consts, carry, xs = view.taken(operands)
-    length = int(op.params["length"])
-    order = reversed(range(length)) if op.params["reverse"] else range(length)
+    order = reversed(range(view.length)) if op.params["reverse"] else range(view.length)
     for number, i in enumerate(order):
         inputs = [*consts, *carry, *(x[i] for x in xs)]
         found = _in_block(view.body, inputs, invalid)

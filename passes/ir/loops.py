@@ -228,7 +228,7 @@ class WhileView:
 
 def _maker(block: Block, atom: Atom) -> Op | None:
     """The op of a block that makes an atom."""
-    return next((op for op in block.ops if atom in op.results), None)
+    return flow.producers(block.ops).get(atom) if isinstance(atom, int) else None
 
 
 def _integer(atom: Any) -> int | None:

@@ -9,7 +9,7 @@ Some operations cannot be in the region at all, see `needs_outside`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,15 +41,7 @@ def _outside(name: str, params: Mapping[str, Any]) -> bool:
         return True
     if name == "device_put" and any(_names_memory(device) for device in params.get("devices", ())):
         return True
-    return any(_outside(e.primitive.name, e.params) for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
-
-
-def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The jaxprs among an operation's parameters, one level deep: a call, a linear solve, a kernel."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if _jax.is_jaxpr(item):
-                yield _jax.open_jaxpr(item)[0]
+    return any(_outside(e.primitive.name, e.params) for jaxpr in _jax.inner_jaxprs(params) for e in jaxpr.eqns)
 
 
 def _names_memory(device: Any) -> bool:

@@ -52,25 +52,15 @@ def _are(shardings: Any, wanted: Sequence[jax.ShapeDtypeStruct]) -> bool:
     """Whether the shardings that the function chose are those that it was given."""
     chosen = jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
     return len(chosen) == len(wanted) and all(
-        getattr(one, "spec", None) is not None and _dims(one.spec, x.ndim) == _dims(x.sharding.spec, x.ndim)
+        getattr(one, "spec", None) is not None
+        and _jax.spec_dims(one.spec, x.ndim) == _jax.spec_dims(x.sharding.spec, x.ndim)
         for one, x in zip(chosen, wanted, strict=True)
     )
-
-
-def _dims(spec: Any, rank: int) -> tuple[Any, ...]:
-    dims = tuple((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec)
-    return dims + ((),) * (rank - len(dims))
 
 
 def _communicates(jaxpr: Any) -> bool:
     opened, _ = _jax.open_jaxpr(jaxpr)
     return any(
-        e.primitive.name in primitives.COLLECTIVES
-        or any(
-            _communicates(x)
-            for value in e.params.values()
-            for x in (value if isinstance(value, tuple | list) else (value,))
-            if _jax.is_jaxpr(x)
-        )
+        e.primitive.name in primitives.COLLECTIVES or any(map(_communicates, _jax.inner_jaxprs(e.params)))
         for e in opened.eqns
     )

@@ -21,10 +21,6 @@ from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.strategy import Rule
 
-_COMPUTED_AGAIN = "rematted_computation"
-"""The scope in which JAX, and this library, put what the backward pass computes again."""
-
-
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +43,7 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
     for group in grouping.groups:
         for number in group.ops:
             op = grouping.ops[number]
-            if op.name in primitives.PRODUCTS and _COMPUTED_AGAIN not in _jax.scopes(op.source):
+            if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
                 yield group, op, primitives.work(op, rules[op.key], traced.graph.values)
 
 
@@ -179,8 +175,7 @@ class _Names:
 def _weights(traced: Traced) -> set[int]:
     """The parameters of a step, frozen ones too, and their other forms."""
     block = traced.graph.block
-    start = {block.inputs[i] for i, kind in kinds.state_kinds(traced).items() if kind == "params"}
-    start |= {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "frozen"}
+    start = kinds.parameters(traced)
     return start | kinds.weights(block, start)
 
 
@@ -203,7 +198,7 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
     """
     traced, program = planned.graph.traced, planned.program
     block, values = traced.graph.block, traced.graph.values
-    start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role in ("state", "frozen")}
+    start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.stays}
     weights = start | kinds.weights(block, start)
     found: dict[tuple[Any, ...], int] = {}
 

@@ -29,8 +29,9 @@ from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
+from alpa_lite.pins import layout_of_spec
 from alpa_lite.plan import Plan
-from alpa_lite.records import Candidate, Stage, spec_axes
+from alpa_lite.records import Candidate, Stage
 from alpa_lite.strategy import Rule, Solution
 
 
@@ -172,6 +173,5 @@ def _argument_layouts(traced: Traced, groups: Grouping, stage: Stage) -> dict[in
         if not group:
             continue
         shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        axes = spec_axes(specs[argument.path])
-        out[group] = (Layout((*axes, *((),) * (len(shape) - len(axes)))),)
+        out[group] = (layout_of_spec(specs[argument.path], len(shape)),)
     return out

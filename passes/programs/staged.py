@@ -172,6 +172,11 @@ def write(
     )  # fmt: skip
 
 
+def noted(staged: Staged, *notes: str) -> Staged:
+    """The same with notes in its plan."""
+    return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, *notes)))
+
+
 def donating(staged: Staged, arguments: Collection[int]) -> Staged:
     """The step that consumes no arguments but these. One executable is told by the runtime, and stays as it is.
 

@@ -17,7 +17,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.methods import STRATEGIES
 from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import state_kinds, weights
+from alpa_lite.passes.sharding.kinds import parameters, state_kinds, weights
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
     """What forbidding some of `STRATEGIES` leaves out of the program of a step."""
     assert set(forbidden) <= set(STRATEGIES)
     block = traced.graph.block
-    kinds = state_kinds(traced)
-    parameters = [block.inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or _frozen(a)]
-    read = {*parameters, *weights(block, parameters)}
+    start = parameters(traced)
+    read = start | weights(block, start)
     factors: dict[int, set[int]] = {}
     gathers: set[int] = set()
     if "data parallel" in forbidden:
@@ -55,13 +54,10 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
     if "fsdp" in forbidden:
         gathers |= read
     if "zero" in forbidden:
+        kinds = state_kinds(traced)
         new = (block.outputs[out] for out, argument in traced.state if kinds.get(argument) == "params")
         gathers.update(a for a in new if isinstance(a, int) and a not in block.inputs)
     return Bans({group: frozenset(some) for group, some in factors.items()}, frozenset(gathers))
-
-
-def _frozen(argument: object) -> bool:
-    return getattr(argument, "role", "") == "frozen"
 
 
 def _of_the_batch(traced: Traced, grouping: Grouping) -> set[tuple[int, int]]:

@@ -56,6 +56,12 @@ def state_kinds(traced: Traced) -> dict[int, str]:
     }
 
 
+def parameters(traced: Traced) -> set[int]:
+    """The parameters of a step, frozen ones too, by value number."""
+    kinds, inputs = state_kinds(traced), traced.graph.block.inputs
+    return {inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or a.role == "frozen"}
+
+
 def _is_float(traced: Traced, argument: int) -> bool:
     return bool(jnp.issubdtype(traced.graph.values[traced.graph.block.inputs[argument]].dtype, jnp.inexact))
 

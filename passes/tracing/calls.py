@@ -49,13 +49,26 @@ class Signature:
 
 def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call that has this form."""
+    leaves, tree = flattened(calling, args, kwargs)
+    return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)))
+
+
+def flattened(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The flat arguments of a call, NNX objects split, and their structure."""
     pure: Any = calling.traced(args, kwargs)
     if calling.modules:
         tag = object()
         with nnx_modules.updating(tag):
             pure = nnx_modules.split_arguments(pure, tag)
-    leaves, tree = jax.tree_util.tree_flatten(pure)
-    return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)))
+    return jax.tree_util.tree_flatten(pure)
+
+
+def key_text(key: Any) -> str:
+    """A key of one of JAX's paths, without its brackets."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:

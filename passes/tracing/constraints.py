@@ -141,7 +141,7 @@ def _carried(op: Op, body: Block) -> int:
 
 
 def _is_forward(op: Op) -> bool:
-    return _jax.derivative(op.source) != "transpose" and "rematted_computation" not in _jax.scopes(op.source)
+    return _jax.derivative(op.source) != "transpose" and not _jax.is_computed_again(op.source)
 
 
 def _nothing(glob: str, spec: PartitionSpec, work: _Work) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.calling import Calling
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls
 from alpa_lite.paths import tokens
 
 
@@ -97,12 +97,8 @@ def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
 
 def flat_arguments(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The stored path and the leaf of each flat argument of a call, NNX objects split."""
-    pure: Any = calling.traced(args, kwargs)
-    if calling.modules:
-        tag = object()
-        with nnx_modules.updating(tag):
-            pure = nnx_modules.split_arguments(pure, tag)
-    return list(zip(calls.paths(calling, args, kwargs), jax.tree_util.tree_leaves(pure), strict=True))
+    leaves, _ = calls.flattened(calling, args, kwargs)
+    return list(zip(calls.paths(calling, args, kwargs), leaves, strict=True))
 
 
 def common_path(flat: Flat, tree: Tree) -> str:

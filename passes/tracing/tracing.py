@@ -214,14 +214,7 @@ class _Run:
 
 
 def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(map(_key_text, keys))
-
-
-def _key_text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return tuple(map(calls.key_text, keys))
 
 
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
