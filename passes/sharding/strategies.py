@@ -4,12 +4,11 @@ A strategy assigns mesh axes to the factors of a group. For a heavy operation th
 local form (`local.forms`): a sharded sum factor leaves a partial sum. For a linear group an axis may also carry
 a partial sum through. Leaves, ports and light groups may shard any of their dims.
 
-Seconds of a strategy: the roofline of its local work, max(FLOPs / peak, bytes / bandwidth), times the trip count and
-the number of identical groups; light operations fuse, so they pay the bytes that enter and leave their group. Seconds
-of a transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload is the tensor's
-bytes over the shards that the layout leaves, so every pair of layouts has one pair of coefficients whatever the tensor.
-Gradient reductions and the gathers of updated state are combined by the compiler, so all of them together pay latency
-once.
+Seconds of a strategy: those of its local work (`sharding.computing`), times the trip count and the number of identical
+groups. Seconds of a transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload
+is the tensor's bytes over the shards that the layout leaves, so every pair of layouts has one pair of coefficients
+whatever the tensor. Gradient reductions and the gathers of updated state are combined by the compiler, so all of them
+together pay latency once.
 
 Memory: every value that leaves its group lives from its definition to its last use, with the bytes of its block; state
 lives throughout; a resharded copy lives from its first use to its last.
@@ -26,12 +25,14 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Traced, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, work
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.bans import NO_BANS, Bans
+from alpa_lite.passes.sharding.choices import Choices, classify
+from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
-from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
+from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.prices import divides, gathers, pairs
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
@@ -74,37 +75,6 @@ def _busiest(found: list[Strategy]) -> list[Strategy]:
     return [s for s, n in zip(found, used, strict=True) if n == max(used)]
 
 
-class _Choices:
-    """The strategies of a node as arrays: `parts[s, f]` is into how many parts strategy s cuts factor f.
-
-    Nodes whose strategies are equal share one of these, and with it the layouts that they lead to.
-    """
-
-    def __init__(self, strategies: Sequence[Strategy], factors: int, mesh: LogicalMesh):
-        self.strategies = tuple(strategies)
-        sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
-        self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
-        self._layouts: dict[tuple[Dims, bool], tuple[tuple[Layout, ...], np.ndarray]] = {}
-
-    def cut(self, dims: Dims) -> np.ndarray:
-        """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
-        return self.parts[:, [f for dim in dims for f in dim]].prod(1)
-
-    def layouts(self, dims: Dims, partial: bool) -> tuple[tuple[Layout, ...], np.ndarray]:
-        """The layouts of a tensor, and which of them each strategy leads to; `partial`: with the strategy's sums."""
-        key = dims, partial
-        if key not in self._layouts:
-            found = [layout_of(dims, s, s.partial if partial else ()) for s in self.strategies]
-            self._layouts[key] = _classify(found)
-        return self._layouts[key]
-
-
-def _classify(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
-    seen: dict[Layout, int] = {}
-    classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
-    return tuple(seen), classes
-
-
 class _Builder:
     """Collects strategies, costs, transfers and buffers, class by class."""
 
@@ -126,10 +96,9 @@ class _Builder:
         self.bans = bans
         self.unheeded = frozenset(unheeded)
         self.forms: dict[object, LocalForm | None] = {}
-        self.part_counts: dict[Layout, int] = {}
-        self.inputs = set(self.traced.graph.block.inputs)
-        self.spaces: dict[object, _Choices] = {}
+        self.spaces: dict[object, Choices] = {}
         self.heavy: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self.computing = Computing(rules, cost, shared, self.produced)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.shared.of(tuple(self.classes()), regather)
@@ -159,19 +128,19 @@ class _Builder:
 
     # -- strategies -----------------------------------------------------------------------------------------------
 
-    def choices(self, group: Group) -> _Choices:
+    def choices(self, group: Group) -> Choices:
         """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
         if group.kind == "fixed":
-            return _Choices([Strategy(())], 0, self.mesh)
+            return Choices([Strategy(())], 0, self.mesh)
         if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.shared.homes_of.get(group.index, ())):
             # Collectives do not take random keys.
-            return _Choices([Strategy(((),) * len(group.factors))], len(group.factors), self.mesh)
+            return Choices([Strategy(((),) * len(group.factors))], len(group.factors), self.mesh)
         if group.kind == "heavy":
             found = self.heavy_strategies(group)
-            return self.spaces.setdefault(("heavy", *found), _Choices(found, len(group.factors), self.mesh))
+            return self.spaces.setdefault(("heavy", *found), Choices(found, len(group.factors), self.mesh))
         key = (group.kind, self.factors(group))
         if key not in self.spaces:
-            self.spaces[key] = _Choices(self.free_strategies(group), len(group.factors), self.mesh)
+            self.spaces[key] = Choices(self.free_strategies(group), len(group.factors), self.mesh)
         limit = self.allowed.get(group.index)
         if limit is None:
             return self.spaces[key]
@@ -179,7 +148,7 @@ class _Builder:
         found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
         found += [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
-        return _Choices(found, len(group.factors), self.mesh)
+        return Choices(found, len(group.factors), self.mesh)
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
         """The factors of a group; those that must not be cut are marked so."""
@@ -244,7 +213,7 @@ class _Builder:
             self.forms[key] = form
         return self.forms[key]
 
-    def produced(self, value: int, choices: _Choices) -> tuple[tuple[Layout, ...], np.ndarray]:
+    def produced(self, value: int, choices: Choices) -> tuple[tuple[Layout, ...], np.ndarray]:
         """The layouts in which a value may be made, and which of them each strategy of its group leads to."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
@@ -252,7 +221,7 @@ class _Builder:
             return choices.layouts(home.dims, group.kind == "linear")
         key = (home.group, home.slot)
         if key not in self.heavy:
-            self.heavy[key] = _classify([self.made(value, group, s) for s in choices.strategies])
+            self.heavy[key] = classify([self.made(value, group, s) for s in choices.strategies])
         return self.heavy[key]
 
     def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
@@ -269,11 +238,11 @@ class _Builder:
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
-    def node(self, members: tuple[int, ...], choices: _Choices) -> Node:
+    def node(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
         compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
         if group.kind != "fixed" and not self.is_constraint(group):
-            compute = self.compute(group, choices) * group.trips
+            compute = self.computing.seconds(group, choices) * group.trips
             communication = self.communication(group, choices) * group.trips
         return Node(group.index, members, choices.strategies, compute, communication)
 
@@ -281,28 +250,7 @@ class _Builder:
         """Whether a group only says where a value lies, which takes no time."""
         return group.kind == "heavy" and self.grouping.ops[group.ops[0]].name == CONSTRAINT
 
-    def compute(self, group: Group, choices: _Choices) -> np.ndarray:
-        """[strategies] seconds of the operations of one group: FLOPs, or bytes that enter and leave it."""
-        moved = np.zeros(len(choices.strategies))
-        for demand in self.shared.arriving.get(group.index, ()):
-            if demand.op >= 0:
-                moved += self.values[demand.value].nbytes / choices.cut(demand.dims)
-        for value in self.shared.homes_of.get(group.index, ()):
-            leaves = value in self.grouping.defined and group.ops and self.escapes(value, group.index)
-            # Arguments are read once, and the batch is brought in: a smaller block is the better one.
-            times = bool(leaves) + (value in self.inputs)
-            if times:
-                layouts, klass = self.produced(value, choices)
-                moved += times * (self.values[value].nbytes / np.array([self.parts(la) for la in layouts]))[klass]
-        flops, dtype = 0.0, None
-        for number in group.ops:
-            op = self.grouping.ops[number]
-            dtype = self.values[op.results[0]].dtype if op.results else dtype
-            flops += work(op, self.rules[op.key], self.values)
-        rate = np.array([self.cost.compute(1.0, 0.0, dtype, e) for e in self.efficiencies(group, choices)])
-        return np.maximum(flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, dtype))
-
-    def communication(self, group: Group, choices: _Choices) -> np.ndarray:
+    def communication(self, group: Group, choices: Choices) -> np.ndarray:
         """[strategies] seconds of the collectives that a heavy operation issues itself."""
         sent = np.zeros(len(choices.strategies))
         if group.kind == "heavy":
@@ -314,39 +262,10 @@ class _Builder:
                     sent[i] += alpha + beta * c.bytes
         return sent
 
-    def efficiencies(self, group: Group, choices: _Choices) -> Sequence[float | None]:
-        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is no product."""
-        op = self.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
-        if op is None or op.name not in PRODUCTS:
-            return [None] * len(choices.strategies) if op else [None]
-        left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
-        out, known = [], {}
-        for row in choices.parts.astype(int).tolist():
-            sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
-            for f, (factor, parts) in enumerate(zip(group.factors, row, strict=True)):
-                both = "batch" if f in left and f in right else "m" if f in left else "n"
-                sizes["k" if factor.kind == "sum" else both] *= max(1, factor.size // parts)
-            key = tuple(sizes.values())
-            if key not in known:
-                known[key] = self.cost.matmul_efficiency(**sizes)
-            out.append(known[key])
-        return out
-
-    def escapes(self, value: int, group: int) -> bool:
-        """Whether another group uses the value."""
-        return any(d.group != group for d in self.shared.uses.get(value, ()))
-
-    def parts(self, layout: Layout) -> int:
-        """Into how many blocks a layout cuts a tensor."""
-        found = self.part_counts.get(layout)
-        if found is None:
-            found = self.part_counts[layout] = math.prod(self.mesh.product(a) for a in layout.dims)
-        return found
-
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def transfers(
-        self, tables: Tables, choices: Sequence[_Choices]
+        self, tables: Tables, choices: Sequence[Choices]
     ) -> tuple[list[Resharding], list[Transfer], list[Passage]]:
         """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
         moves, transfers, spans = [], [], []
@@ -390,7 +309,7 @@ class _Builder:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def buffers(
-        self, tables: Tables, choices: Sequence[_Choices], moves: Sequence[Resharding], passages: Sequence[Passage]
+        self, tables: Tables, choices: Sequence[Choices], moves: Sequence[Resharding], passages: Sequence[Passage]
     ) -> tuple[Buffers, tuple[int, ...]]:
         """Alike buffers that live equally long are one, of their bytes together."""
         rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
@@ -404,14 +323,14 @@ class _Builder:
             rows.append((kept.start, kept.end, kept.node, -1, -1))
             held.append(kept.value)
             klass.append(classes)
-            size.append(nbytes / np.array([self.parts(la) for la in layouts]))
+            size.append(nbytes / np.array([self.computing.parts(la) for la in layouts]))
         for number, (move, passage) in enumerate(zip(moves, passages, strict=True)):
             nbytes = self.values[move.value].nbytes
             if not len(passage.spans):
                 continue
             costly = np.add.reduce(pairs(self.cost, move.produced, move.wanted)) > 0
             for q in np.flatnonzero(costly.any(0)).tolist():
-                block = nbytes / self.parts(move.wanted[q])
+                block = nbytes / self.computing.parts(move.wanted[q])
                 if block < small:
                     continue
                 sizes = np.where(costly[:, q], block, 0.0)
