@@ -72,6 +72,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
         pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
         rematerialisation, is another step. Tracing, building the programs and verification are not counted.
+      search_time_limit: wall-clock seconds of planning a step, tracing and verification included, to within a fifth:
+        the best plan found so far is taken then, and its notes say what was not searched.
       dump_dir: a directory for the value after each pass, as text.
       cache_dir: a directory where plans are kept and found again without solving; by default that of the environment
         variable `ALPA_LITE_CACHE_DIR`, if it is set.

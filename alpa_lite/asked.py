@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan import Plan
@@ -42,6 +43,7 @@ class Asked:
       pins: where flat arguments already are and stay.
       like: the plan of the same step for other shapes, whose division a pipeline keeps; None if there is none.
       wishes: what the user says of arguments and of the mesh, in the method and beside it.
+      deadline: until when to search; it began with the compilation, and all its passes share it.
     """
 
     options: Options
@@ -50,6 +52,7 @@ class Asked:
     pins: Pins = NO_PINS
     like: Plan | None = None
     wishes: Wishes = NO_WISHES
+    deadline: Deadline = field(default_factory=Deadline)
 
     @property
     def method(self) -> Method:
@@ -75,8 +78,12 @@ class Asked:
 
     @property
     def time_limit(self) -> float:
-        """As `Options.solver_time_limit`, in seconds."""
-        return self.options.solver_time_limit
+        """Seconds for the integer programs of one step: `Options.solver_time_limit`, or what is left of the search."""
+        return min(self.options.solver_time_limit, self.deadline.left)
+
+    def within(self, seconds: float) -> Asked:
+        """The same, to be answered within so many seconds from now, or what is left if that is less."""
+        return replace(self, deadline=self.deadline.within(seconds))
 
     @cached_property
     def plan(self) -> Plan | None:

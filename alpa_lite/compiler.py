@@ -35,6 +35,7 @@ from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
 from alpa_lite.passes.sharding import search, wishes, worth
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import planning, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -112,7 +113,8 @@ def compile_step(
       VerificationError: the partitioner does not do what the plan says.
     """
     context, name = _jax.context_mesh(), getattr(fun, "__name__", "step")
-    asked = Asked(options, cluster, tracer(fun, args, kwargs, options, pins, cluster.platform), pins, like)
+    trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
+    asked = Asked(options, cluster, trace, pins, like, deadline=Deadline(options.search_time_limit))
     with collecting.seldom(), _jax.without_mesh(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
@@ -349,10 +351,9 @@ def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tupl
     """The step in micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
-    limit = asked.time_limit
     return run(
-        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, time_limit=limit, wishes=asked.wishes,
-        progress=run.count,
+        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds,
+        time_limit=asked.options.solver_time_limit, deadline=asked.deadline, wishes=asked.wishes, progress=run.count,
     )  # fmt: skip
 
 

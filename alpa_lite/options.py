@@ -67,6 +67,9 @@ class Options:
       solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
         pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
         rematerialisation, is another step. Tracing, building the programs and verification are not counted.
+      search_time_limit: wall-clock seconds of planning a step, tracing and verification included, to within a fifth:
+        the best plan found so far is taken then, and its notes say what was not searched. What tracing, one plan and
+        its verification take is taken in any case. `solver_time_limit` holds within it.
       dump_dir: a directory for the value after each pass, as text; None writes nothing.
       cache_dir: a directory where plans are kept, and found again without solving, for the same program, arguments,
         options, cluster and versions; None stands for the environment variable `ALPA_LITE_CACHE_DIR`, and keeps
@@ -96,6 +99,7 @@ class Options:
     plan: Plan | str | os.PathLike[str] | None = None
     verify: Literal["shardy", "hlo", "off"] = "shardy"
     solver_time_limit: float = 60.0
+    search_time_limit: float = 30.0
     dump_dir: str | os.PathLike[str] | None = None
     cache_dir: str | os.PathLike[str] | None = None
 
@@ -148,8 +152,9 @@ def _validate(options: Options) -> None:
         refuse("communication", 'use "explicit" or "compiler"')
     if options.verify not in ("shardy", "hlo", "off"):
         refuse("verify", 'use "shardy", "hlo" or "off"')
-    if not _is_number(options.solver_time_limit) or not options.solver_time_limit > 0:
-        refuse("solver_time_limit", "give seconds above 0")
+    for name in ("solver_time_limit", "search_time_limit"):
+        if not _is_number(getattr(options, name)) or not getattr(options, name) > 0:
+            refuse(name, "give seconds above 0")
     for name in ("dump_dir", "cache_dir"):
         if getattr(options, name) is not None and not isinstance(getattr(options, name), str | os.PathLike):
             refuse(name, "give the path of a directory, or None")

@@ -98,6 +98,8 @@ def test_conversions():
         ("verify", True, "shardy"),
         ("solver_time_limit", 0, "seconds"),
         ("solver_time_limit", float("nan"), "seconds"),
+        ("search_time_limit", 0, "seconds"),
+        ("search_time_limit", True, "seconds"),
         ("dump_dir", 3, "directory"),
         ("cache_dir", 3, "directory"),
     ],

@@ -162,6 +162,7 @@ def test_another_request_is_another_file(tmp_path):
         {"donate_argnums": ()},
         {"communication": "compiler"},
         {"solver_time_limit": 10.0},
+        {"search_time_limit": 10.0},
     ]
     for number, request in enumerate(requests):
         planned(tmp_path, **request)

@@ -1,17 +1,60 @@
-"""Seconds that a search may take, divided over what it tries."""
+"""Seconds that a search may take, divided over what it tries.
+
+One `Deadline` begins with each compilation (`compiler.compile_step`), and its children, made by `within`, divide it:
+each ends by itself or with its parent, whichever is earlier. Passes are given a deadline, or seconds of one, and keep
+no clock of their own.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+class OutOfTime(Exception):
+    """The time is spent, and what was interrupted has nothing to return."""
 
 
 class Deadline:
-    """A limit of wall-clock seconds that begins now. What one attempt leaves over is there for the next ones."""
+    """A limit of wall-clock seconds that begins now. What one attempt leaves over is there for the next ones.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.perf_counter() + seconds
+    Attributes:
+      seconds: from its beginning to its end.
+    """
 
-    def share(self, parts: int, reserve: float = 0.0) -> float:
+    def __init__(self, seconds: float = math.inf, clock: Clock = time.perf_counter) -> None:
+        """`clock` says what time it is; tests set it."""
+        self.seconds, self._clock = seconds, clock
+        self._end = clock() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; 0 after it."""
+        return max(self._end - self._clock(), 0.0)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - (self._end - self.seconds) if math.isfinite(self.seconds) else 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left."""
+        return self.left <= 0
+
+    def share(self, parts: float, reserve: float = 0.0) -> float:
         """Seconds for the first of so many equal parts of what is left, less a reserve; none if that is spent."""
-        return max(self._end - time.perf_counter() - reserve, 0.0) / parts
+        return max(self.left - reserve, 0.0) / parts
+
+    def within(self, seconds: float) -> Deadline:
+        """A limit that begins now, of so many seconds or of what is left, whichever is less; with the same clock."""
+        return Deadline(min(seconds, self.left), self._clock)
+
+    def check(self) -> None:
+        """Raises OutOfTime if nothing is left."""
+        if self.over:
+            raise OutOfTime

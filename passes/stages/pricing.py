@@ -18,6 +18,7 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.ranges import StageCosts
@@ -97,6 +98,7 @@ def priced(
     kinds: Sequence[int],
     *,
     time_limit: float,
+    deadline: Deadline,
     wishes: Wishes = NO_WISHES,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
@@ -106,6 +108,7 @@ def priced(
       step: the step in layers.
       kinds: the numbers of devices of submeshes.
       time_limit: `solver_time_limit` of the options.
+      deadline: of all layers together.
       wishes: what the user says of arguments.
       progress: told what is counted, how many are done, and of how many.
     """
@@ -120,7 +123,8 @@ def priced(
         name = planning.digest(graph, wishes)
         if name not in known:
             progress("layers priced", n, number)
-            known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=time_limit, wishes=wishes)
+            limit = min(time_limit, deadline.left)
+            known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=limit, wishes=wishes)
         found.append(known[name])
     return Priced(step, cluster, tuple(kinds), tuple(found), _tables(found))
 

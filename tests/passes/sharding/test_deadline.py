@@ -1,0 +1,53 @@
+"""Seconds are divided as they are spent, told by a clock that the test sets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_one_part_leaves_over_is_there_for_the_next():
+    clock = Clock()
+    deadline = Deadline(12.0, clock)
+    assert deadline.share(3) == 4.0
+    clock.now += 1.0
+    assert (deadline.left, deadline.spent) == (11.0, 1.0)
+    assert deadline.share(2) == 5.5 and deadline.share(2, reserve=3.0) == 4.0
+    clock.now += 20.0
+    assert deadline.over and deadline.left == deadline.share(1) == 0.0
+    assert deadline.spent == 21.0
+
+
+def test_a_part_ends_by_itself_or_with_the_whole():
+    clock = Clock()
+    deadline = Deadline(10.0, clock)
+    short, long = deadline.within(4.0), deadline.within(40.0)
+    assert (short.seconds, long.seconds) == (4.0, 10.0)
+    clock.now += 6.0
+    assert short.over and not deadline.over and long.left == 4.0
+    assert deadline.within(8.0).left == 4.0 and short.within(1.0).over
+
+
+def test_only_what_is_over_is_interrupted():
+    clock = Clock()
+    deadline = Deadline(1.0, clock)
+    deadline.check()
+    clock.now += 1.0
+    with pytest.raises(OutOfTime):
+        deadline.check()
+
+
+def test_without_seconds_there_is_no_end():
+    deadline = Deadline(clock=Clock())
+    assert math.isinf(deadline.left) and not deadline.over and deadline.within(3.0).left == 3.0
