@@ -1,0 +1,285 @@
+"""Planning of models from outside this project: how long it takes, and how good the plans are.
+
+Each case of `outside_cases.py` is planned in a fresh process, with a time limit and a memory limit, and then with every
+textbook method. Times are wall seconds of `make_plan`, verification included, and CPU seconds of the process: on a
+shared machine, compare the latter. MFU is predicted: FLOPs of the step's products over what the devices could do in the
+predicted step. The best textbook method is the fastest of those that fit; Auto must not be slower.
+
+    python benchmarks/outside_models.py                     every case (needs the extra `outside`)
+    python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published or toy
+    python benchmarks/outside_models.py bert-large          the named cases; others keep their results
+    python benchmarks/outside_models.py --no-textbook ...   without the textbook methods; those keep their results
+    python benchmarks/outside_models.py --list
+    python benchmarks/outside_models.py --profile NAME      where the CPU time goes
+
+writes benchmarks/results/outside_models.json and outside_models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+TEXTBOOK = ("DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)", "TensorParallel()")
+
+
+def main() -> None:
+    """Runs cases and writes the results, or one case within this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--of", choices=("issue", "published", "toy"))
+    parser.add_argument("--limit", type=float, default=400, help="seconds of each case, textbook methods aside")
+    parser.add_argument("--memory", type=float, default=16, help="GiB of each case")
+    parser.add_argument("--search-time-limit", type=float, help="as of make_plan; its own default if left out")
+    parser.add_argument("--no-textbook", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--textbook", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    prepare()
+    from outside_cases import CASES
+
+    names = arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]
+    if arguments.list:
+        print("\n".join(f"{name:20} {case.of:10} {case.nodes} x {case.cluster}" for name, case in CASES.items()))
+    elif arguments.profile:
+        profile(names[0])
+    elif arguments.child:
+        (textbook if arguments.textbook else measure)(names[0], Path(arguments.child), arguments.search_time_limit)
+    else:
+        for name in names:
+            one(name, arguments)
+
+
+def prepare() -> None:
+    """JAX on virtual devices, and nothing that other libraries log."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def one(name: str, arguments: argparse.Namespace) -> None:
+    """Plans a case, and writes the results."""
+    path = RESULTS / "outside_models.json"
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    kept = {"textbook": rows[name]["textbook"]} if "textbook" in rows.get(name, {}) else {}
+    row = kept | child(name, arguments, [])
+    print(name, row["status"], json.dumps(row.get("plan", {})), f"{row['wall_seconds']:.1f} s in all", flush=True)
+    if not arguments.no_textbook:
+        found = child(name, arguments, ["--textbook"])
+        row["textbook"] = found.get("methods", {})
+        print(f"  textbook: {json.dumps(row['textbook'])}", flush=True)
+    if arguments.dry:
+        return
+    from outside_cases import CASES
+
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    rows[name] = row
+    rows = {key: rows[key] for key in CASES if key in rows}
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    (RESULTS / "outside_models.md").write_text(table(rows))
+
+
+def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    """A case in a process of its own, which is ended at the limits."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "out.json", Path(folder) / "log"
+        command = [sys.executable, __file__, name, "--child", str(out), *more]
+        if arguments.search_time_limit:
+            command += ["--search-time-limit", str(arguments.search_time_limit)]
+        start, load = time.perf_counter(), os.getloadavg()[0]
+        with log.open("w") as stream:
+            process = subprocess.Popen(command, stdout=stream, stderr=stream)
+            status = watch(process, start + arguments.limit * (5 if more else 1), arguments.memory)
+        row = json.loads(out.read_text()) if out.exists() else {}
+        if process.returncode and status == "finished":
+            status = f"failed: {log.read_text().strip().splitlines()[-1]}"
+        return {"status": status, "wall_seconds": time.perf_counter() - start, "load_before": load} | row
+
+
+def watch(process: subprocess.Popen[bytes], end: float, memory: float) -> str:
+    """Waits for the process: "finished", or why it was ended."""
+    while process.poll() is None:
+        try:
+            text = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            text = ""
+        used = max((int(line.split()[1]) / 2**20 for line in text.splitlines() if line.startswith("VmRSS")), default=0)
+        over = "time limit" if time.perf_counter() > end else "memory limit" if used > memory else None
+        if over:
+            process.kill()
+            process.wait()
+            return f"not finished: {over}"
+        time.sleep(0.25)
+    return "finished"
+
+
+def planner(name: str) -> Any:
+    """A function that plans a case with some method."""
+    from outside_cases import CASES
+
+    import alpa_lite
+
+    case = CASES[name]
+    fun, args = case.build()
+    base, _, slice_ = case.cluster.partition(":")
+    if base == "cpu":
+        cluster = alpa_lite.Cluster.local()
+    elif slice_:
+        cluster = alpa_lite.Cluster.preset(base, nodes=case.nodes, topology=tuple(map(int, slice_.split("x"))))
+    else:
+        cluster = alpa_lite.Cluster.preset(base, nodes=case.nodes)
+
+    def plan(method: Any, limit: float | None) -> Any:
+        more = {} if limit is None else {"search_time_limit": limit}
+        return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, **case.options, **more)
+
+    return plan
+
+
+def method_of(name: str) -> Any:
+    """The method that a case asks for."""
+    from outside_cases import CASES
+
+    import alpa_lite
+
+    kind, values = CASES[name].method
+    return getattr(alpa_lite, kind)(*values)
+
+
+def measure(name: str, out: Path, limit: float | None) -> None:
+    """Plans a case and writes what it took."""
+    import jax
+
+    plan = planner(name)
+    start, cpu = time.perf_counter(), time.process_time()
+    found = plan(method_of(name), limit)
+    row = {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "planning_seconds": dict(found.planning_seconds),
+        "plan": figures(found),
+        "notes": list(found.notes),
+        "environment": {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    out.write_text(json.dumps(row))
+
+
+def textbook(name: str, out: Path, limit: float | None) -> None:
+    """Plans a case with every textbook method and writes their seconds a step, or why there are none."""
+    import alpa_lite
+    from alpa_lite.errors import AlpaLiteError
+
+    plan = planner(name)
+    methods: dict[str, Any] = {}
+    for text in TEXTBOOK:
+        kind, value = text[:-1].split("(")
+        try:
+            found = plan(getattr(alpa_lite, kind)(*([int(value)] if value else [])), limit)
+            methods[text] = found.step_seconds
+        except AlpaLiteError as error:
+            methods[text] = f"{type(error).__name__}: {str(error)[:120]}"
+        out.write_text(json.dumps({"methods": methods}))
+
+
+def figures(plan: Any) -> dict[str, Any]:
+    """What a plan says."""
+    possible = plan.step_seconds * plan.num_devices * plan.products.peak
+    return {
+        "step_seconds": plan.step_seconds,
+        "mfu": plan.products.flops / possible if possible else 0.0,
+        "stages": len(plan.stages),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule if plan.pipelined else "",
+        "meshes": ["x".join(map(str, stage.mesh_shape)) for stage in plan.stages][:4],
+        "gib_per_device": max(stage.memory.total for stage in plan.stages) / GIB,
+        "bound": plan.solver.bound,
+        "status": plan.solver.status,
+    }
+
+
+def profile(name: str) -> None:
+    """Prints where the CPU time of a case goes."""
+    import cProfile
+    import pstats
+
+    plan, method = planner(name), method_of(name)
+    profiler = cProfile.Profile(time.process_time)
+    found = profiler.runcall(plan, method, None)
+    print(json.dumps(figures(found)), dict(found.planning_seconds))
+    for order, count in (("cumulative", 70), ("tottime", 40)):
+        pstats.Stats(profiler).sort_stats(order).print_stats(count)
+
+
+def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:
+    """The fastest textbook method that fits, and its seconds."""
+    fits = {name: value for name, value in row.get("textbook", {}).items() if isinstance(value, float)}
+    return min(fits.items(), key=lambda item: item[1]) if fits else None
+
+
+def table(rows: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    from outside_cases import CASES
+
+    lines = [
+        "# Models from outside",
+        "",
+        "`python benchmarks/outside_models.py`: steps that nobody here wrote, planned in fresh processes. Step, MFU",
+        "and textbook seconds are predictions of one cost model. The load is the machine's before the case began.",
+        "",
+        "| case | cluster | planned s | CPU s | target s | load | step s | MFU | plan | textbook | Auto / textbook |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|---|--:|",
+    ]
+    for name, row in rows.items():
+        case, plan, best = CASES[name], row.get("plan"), best_textbook(row)
+        cluster = f"{case.nodes} x {case.cluster}" + ("" if case.method[0] == "Auto" else f", {case.method[0]}")
+        if plan is None:
+            lines.append(f"| {name} | {cluster} | {row['status']} |" + " |" * 8)
+            continue
+        what = plan["meshes"][0] if plan["stages"] == 1 else f"{plan['stages']} stages, {plan['schedule']}"
+        what += f", {plan['microbatches']} micro-batches" if plan["microbatches"] > 1 else ""
+        worse = best and plan["step_seconds"] > best[1] * (1 + 1e-4)
+        cells = [
+            name, cluster, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", case.target or "-",
+            f"{row['load_before']:.1f}", f"{plan['step_seconds']:.4g}", f"{plan['mfu']:.0%}", what,
+            f"{best[0]} {best[1]:.4g}" if best else "none fits",
+            f"{plan['step_seconds'] / best[1]:.2f}{' WORSE' if worse else ''}" if best else "-",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for of in ("issue", "published", "toy"):
+        seconds = sorted(row["seconds"] for name, row in rows.items() if CASES[name].of == of and "seconds" in row)
+        if seconds:
+            lines += [
+                "",
+                f"{of}: {len(seconds)} planned, median {statistics.median(seconds):.1f} s, most {seconds[-1]:.1f} s",
+            ]
+    measured = {
+        (row["environment"]["date"], row["environment"]["jax"]) for row in rows.values() if "environment" in row
+    }
+    lines += ["", "Measured " + "; ".join(f"{date} with JAX {jax}" for date, jax in sorted(measured)) + "."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
