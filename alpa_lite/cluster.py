@@ -45,6 +45,23 @@ class Link:
     latency: float = 0.0
 
 
+@dataclass(frozen=True)
+class Dispatch:
+    """What a process takes to start a task of a pipeline, a run or a transfer: it starts one at a time.
+
+    Attributes:
+      task: seconds for each task.
+      device: seconds more for each device of the process that takes part.
+    """
+
+    task: float = 0.0
+    device: float = 0.0
+
+    def seconds(self, devices: int) -> float:
+        """Of a task on so many devices of a process."""
+        return self.task + self.device * devices
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Devices, how they are joined, and how fast everything is.
@@ -67,6 +84,7 @@ class Cluster:
       matmul_efficiency: the fraction of the peak that large matrix products reach.
       tile: the elements that the matrix unit handles at once along m and n.
       parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
+      dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
       source: where the numbers are from. Not part of the fingerprint.
     """
 
@@ -87,6 +105,7 @@ class Cluster:
     matmul_efficiency: float = 0.8
     tile: int = 128
     parallel_units: int = 1
+    dispatch: Dispatch = Dispatch(presets.TASK_SECONDS)
     source: str = "given by the caller"
 
     def __post_init__(self) -> None:
@@ -95,6 +114,8 @@ class Cluster:
         object.__setattr__(self, "peak_flops", tuple(sorted((str(k), float(v)) for k, v in peaks)))
         object.__setattr__(self, "topology", tuple(self.topology))
         object.__setattr__(self, "wraparound", tuple(self.wraparound))
+        if isinstance(self.dispatch, int | float):
+            object.__setattr__(self, "dispatch", Dispatch(float(self.dispatch)))
         _validate(self)
 
     @classmethod
@@ -193,6 +214,14 @@ class Cluster:
                 levels.append(Level("switch", size, link.bandwidth, link.latency))
         return tuple(levels)
 
+    def controller(self, device: int) -> int:
+        """The number of the process that dispatches what a device does: there is one for each node, or host of TPUs."""
+        node, inside = divmod(device, self.devices_per_node)
+        if not self.topology:
+            return node
+        host = _TPU_CHIPS_PER_HOST * self.devices_per_card
+        return node * -(-self.devices_per_node // host) + inside // host
+
     def part(self, num_devices: int) -> Cluster:
         """The first `num_devices` devices as a cluster of their own.
 
@@ -251,7 +280,7 @@ class Cluster:
         links: dict[str, Any] = {
             key: Link(**data[key]) for key in ("node_link", "network_link", "card_link") if data[key] is not None
         }
-        return cls(**(dict(data) | links))
+        return cls(**(dict(data) | links | {"dispatch": Dispatch(**data["dispatch"])}))
 
     def __str__(self) -> str:
         if self.topology:
@@ -296,6 +325,11 @@ def _validate(cluster: Cluster) -> None:
         require(link is None or isinstance(link, Link), field, "give a Link(bytes per second, seconds of latency)")
         require(link is None or (link.bandwidth > 0 and link.latency >= 0), field, "give bytes/s above 0, seconds >= 0")
     require(cluster.network_link is not None or cluster.nodes == 1, "network_link", "several nodes need a network")
+    host = cluster.dispatch
+    right = isinstance(host, Dispatch) and host.task >= 0 and host.device >= 0
+    require(
+        right, "dispatch", "give Dispatch(seconds of a task, seconds for each of its devices), or seconds of a task"
+    )
     cards = cluster.devices_per_card
     require(cluster.devices_per_node % cards == 0, "devices_per_card", "it must divide devices_per_node")
     require(
@@ -311,8 +345,9 @@ def _validate(cluster: Cluster) -> None:
 
 
 def _with_links(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a preset with its pairs turned into links."""
-    return {key: Link(*value) if key.endswith("_link") else value for key, value in fields.items()}
+    """The keyword arguments of a preset with its pairs turned into links, and that of `dispatch`."""
+    kinds = {"node_link": Link, "network_link": Link, "card_link": Link, "dispatch": Dispatch}
+    return {key: kinds[key](*value) if key in kinds else value for key, value in fields.items()}
 
 
 def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
@@ -402,6 +437,7 @@ def _local_cpu(per_node: int, processes: int) -> Cluster:
         node_link=link,
         network_link=link if processes > 1 else None,
         tile=16,
+        dispatch=Dispatch(*presets.CPU_DISPATCH),
         source=f"shares of {cores} cores and of the machine's memory; rates from presets.py",
     )
 

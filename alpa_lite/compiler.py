@@ -57,11 +57,10 @@ MAX_LAYERS = 64
 WORTH = 0.9
 """A pipeline is searched if one mesh computes for less than this fraction of its step."""
 
-LEAST = 2e-3
-"""Seconds that one mesh must spend on anything but computation for a pipeline to be searched.
+LEAST_TASKS = 20
+"""A pipeline is searched if one mesh spends more on anything but computation than dispatching so many tasks takes.
 
-Two stages and two micro-batches are some twenty tasks and transfers, at about 1e-4 seconds each for one controller
-(`benchmarks/pipeline_overhead.py`), which predictions do not count.
+Two stages and two micro-batches are as many.
 """
 
 SLICINGS = 3
@@ -221,7 +220,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if not asked.pipelines:
         assert mesh is not None
         return mesh
-    if mesh is not None and not worth_a_pipeline(mesh):
+    if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
         return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     try:
         found = pipeline(run, step, asked)
@@ -480,11 +479,12 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     return kept.program_as(run, loop, planned_stages, schedule, asked, plan, verdict)
 
 
-def worth_a_pipeline(whole: Staged) -> bool:
+def worth_a_pipeline(whole: Staged, cluster: Cluster) -> bool:
     """Whether one mesh spends enough on anything but computation."""
+    least = LEAST_TASKS * cluster.dispatch.seconds(cluster.num_devices // cluster.nodes // 2 or 1)
     found = whole.stages[0].found
     objective = found.solution.objective
-    return found.compute_seconds < min(WORTH * objective, objective - LEAST)
+    return found.compute_seconds < min(WORTH * objective, objective - least)
 
 
 def fitting(staged: Staged, asked: Asked) -> Staged:

@@ -13,6 +13,12 @@ from typing import Any
 
 GIB = 2**30
 
+#: Seconds that a process takes to start a task of a pipeline (a run or a transfer), where nothing else is known:
+#: measured on two CPU cores, 67 and 110 microseconds on submeshes of two virtual devices (two versions of JAX: 112 and
+#: 183 a run with the two transfers that follow three runs, benchmarks/results/pipeline_overhead.json, packed values).
+#: The hosts of GPUs and TPUs are taken to be as fast, and to start a task on all their devices at once: not measured.
+TASK_SECONDS = 1e-4
+
 _ML = "stas00/ml-engineering compute/accelerator/README.md"
 _BOOK = "jax-ml/scaling-book tpus.md"
 _RECALLED = "f32 and f64 peaks from the vendor's data sheet, recalled; latencies are assumptions of the usual order"
@@ -189,6 +195,7 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "node_link": (3.2e9, 16e-6),
         "network_link": (1.25e9, 50e-6),
         "tile": 16,
+        "dispatch": (0.0, 45e-6),
         "source": "eight virtual devices on a machine of two cores with 32 GiB, see CPU_CORE_FLOPS in presets.py; "
         "10 Gb/s Ethernet assumed",
     },
@@ -311,3 +318,8 @@ DEVICE_KINDS: tuple[tuple[str, str], ...] = (
 CPU_CORE_FLOPS = 1e11
 CPU_MEMORY_BANDWIDTH = 25.6e9
 CPU_STEP_LATENCY = 16e-6
+
+#: The same file: 42 and 84 microseconds a run on one device (two versions of JAX), 112 and 183 on two, 191 and 202 on
+#: 2.7 in the mean, with the transfers that follow it, two for three runs: between 25 and 55 a task and device, and
+#: nothing that does not grow with the devices.
+CPU_DISPATCH = (0.0, 45e-6)

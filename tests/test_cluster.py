@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite import presets
-from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Link
+from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Dispatch, Link
 from alpa_lite.errors import OptionError
 from alpa_lite.topology import decompose, fit_sizes, mesh_shapes
 
@@ -296,3 +296,18 @@ def test_new_machines(name, devices, bf16, gib):
     assert (cluster.num_devices, cluster.peak("bfloat16")) == (devices, bf16)
     assert cluster.memory == gib * 2**30
     assert cluster.mesh_shapes(max_axes=1) == ((devices,),)
+
+
+def test_processes_dispatch_the_devices_of_a_node_or_of_a_host_of_tpus():
+    nodes = [Cluster.preset("h100", nodes=2).controller(device) for device in range(16)]
+    assert nodes == [0] * 8 + [1] * 8
+    slices = Cluster.preset("v5e", nodes=2, topology=(2, 4))
+    assert [slices.controller(device) for device in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert Cluster.preset("v7", topology=(2, 2, 2)).controller(15) == 1  # chips with two devices each
+
+
+def test_seconds_of_a_task_may_be_given_as_a_number():
+    assert dataclasses.replace(SMALL, dispatch=2e-5).dispatch == Dispatch(2e-5)
+    assert Dispatch(1.0, 0.25).seconds(4) == 2.0
+    with pytest.raises(OptionError, match="dispatch"):
+        dataclasses.replace(SMALL, dispatch=Dispatch(-1.0))

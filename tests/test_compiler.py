@@ -233,7 +233,7 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     """A pipeline that does not fit gives way to one mesh, with a note; a broken program does not."""
     step, args = step_and_args(layers=2, width=64, batch=16)
     where = cluster(1, 2)
-    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda whole: True)
+    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
 
     def infeasible(*given: Any) -> Any:
         raise InfeasibleError("no stage fits")

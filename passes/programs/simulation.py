@@ -3,20 +3,30 @@
 A run takes its executable's seconds on its submesh. A send starts a transfer and takes no time of the submesh; the
 transfer takes its seconds on the link from source to destination, after the transfers that were sent there before. A
 receive waits until its transfer has arrived. A free takes no time. These are the lists that the executor walks.
+
+Processes dispatch what their devices do, one task after the other, in the order of the executor. A run or a transfer
+starts no sooner than it has been dispatched, so that n tasks of one process take n - 1 dispatches at least. The clock
+starts when the first task of each process has been dispatched: every step pays that, the one run of one mesh, too, and
+a training loop that does not wait for results dispatches it while the step before computes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
+from alpa_lite.cluster import Cluster
 from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, order
 from alpa_lite.timeline import Event, Timeline
 
 
-def simulate(program: Program, name: str = "predicted") -> Timeline:
+def simulate(program: Program, name: str = "predicted", *, cluster: Cluster | None = None) -> Timeline:
     """The timeline of one step. Takes time linear in the number of instructions.
 
     Args:
       program: what to walk.
       name: of the timeline.
+      cluster: whose processes dispatch; None where dispatching takes no time.
 
     Raises:
       PlanError: the lists wait for each other.
@@ -26,16 +36,17 @@ def simulate(program: Program, name: str = "predicted") -> Timeline:
     links: dict[tuple[int, int], float] = {}
     arrivals: dict[int, float] = {}
     events: list[Event] = []
+    hosts = Dispatching(program, cluster)
     for mesh, position in order(program):
         match program.lists[mesh][position]:
             case Run() as run:
-                start = clocks[mesh]
+                start = max(clocks[mesh], hosts.dispatch(mesh))
                 end = clocks[mesh] = start + program.executables[run.executable].seconds
                 events.append(run_event(program, run, start, end))
             case Send(transfer=number):
                 transfer = program.transfers[number]
                 link = transfer.source, transfer.destination
-                start = max(clocks[mesh], links.get(link, 0.0))
+                start = max(clocks[mesh], links.get(link, 0.0), hosts.dispatch(*link))
                 end = links[link] = arrivals[number] = start + transfer.seconds
                 if transfer.seconds:
                     events.append(transfer_event(program, number, makers, start, end))
@@ -44,6 +55,36 @@ def simulate(program: Program, name: str = "predicted") -> Timeline:
             case Free():
                 pass
     return Timeline(tuple(events), len(program.submeshes), name)
+
+
+class Dispatching:
+    """The clocks of the processes that dispatch a program."""
+
+    def __init__(self, program: Program, cluster: Cluster | None) -> None:
+        """Nothing is dispatched yet."""
+        self._program, self._cluster = program, cluster
+        self._clocks: dict[int, float] = {}
+        self._costs: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
+
+    def dispatch(self, *meshes: int) -> float:
+        """Dispatches a task of some submeshes; returns when it is done, in seconds from the start of the step."""
+        if self._cluster is None:
+            return 0.0
+        if meshes not in self._costs:
+            self._costs[meshes] = tuple(self._shares(meshes, self._cluster))
+        done = 0.0
+        for process, seconds in self._costs[meshes]:
+            before = self._clocks.get(process)
+            now = self._clocks[process] = 0.0 if before is None else before + seconds
+            done = max(done, now)
+        return done
+
+    def _shares(self, meshes: Iterable[int], cluster: Cluster) -> Iterable[tuple[int, float]]:
+        """For each process its seconds: of a transfer, the devices of the larger end count."""
+        found: Counter[int] = Counter()
+        for mesh in meshes:
+            found |= Counter(map(cluster.controller, self._program.submeshes[mesh].devices))
+        return ((process, cluster.dispatch.seconds(count)) for process, count in found.items())
 
 
 def producers(program: Program) -> dict[int, Executable]:

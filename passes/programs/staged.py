@@ -112,7 +112,7 @@ def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str 
         max_layers=1,
         remat=(remat,),
         virtual=1,
-        timeline=simulation.simulate(written.program),
+        timeline=simulation.simulate(written.program, cluster=stage.cluster),
         bytes=((int(stage.found.solution.peak), 0),),
         verdict=verdict,
     )
@@ -146,7 +146,7 @@ def pipelined(
         max_layers=max_layers,
         remat=tuple(remat),
         virtual=schedule.num_stages // schedule.num_meshes,
-        timeline=simulation.simulate(written.program),
+        timeline=simulation.simulate(written.program, cluster=cluster),
         bytes=_bytes(written, stages),
         verdict=verdict,
     )

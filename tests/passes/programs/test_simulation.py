@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite import schedules
+from alpa_lite.cluster import Cluster, Dispatch, Link
 from alpa_lite.errors import PlanError
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.programs import simulation
-from alpa_lite.program import Free, Program, Receive, Run, Send
+from alpa_lite.program import Free, Program, Receive, Run, Send, Submesh
 from tests.pipelines import every, toy
 
 quarters = st.integers(1, 16).map(lambda n: n / 4)
@@ -96,3 +98,43 @@ def test_frees_take_no_time() -> None:
     kept = tuple(tuple(i for i in items if not isinstance(i, Free)) for items in program.lists)
     without: Program = dataclasses.replace(program, lists=kept)
     assert set(simulation.simulate(without).events) == set(simulation.simulate(program).events)
+
+
+def hosts(dispatch: Dispatch, nodes: int = 1) -> Cluster:
+    """Eight devices on so many nodes, each with a process of its own."""
+    return Cluster(
+        device="x", devices_per_node=8 // nodes, nodes=nodes, memory=2**30, peak_flops={"f32": 1e12},
+        memory_bandwidth=1e11, node_link=Link(1e10), network_link=Link(1e9), dispatch=dispatch,
+    )  # fmt: skip
+
+
+def test_one_process_dispatches_one_task_after_the_other() -> None:
+    """Tasks that take no time by themselves end when the last has been dispatched; the first is there at zero."""
+    program = toy(schedules.schedule("1f1b", 4, 8), forward=0.0, backward=0.0, weight=0.0)
+    tasks = sum(isinstance(item, Run | Send) for items in program.lists for item in items)
+    timeline = simulation.simulate(program, cluster=hosts(Dispatch(0.5)))
+    assert timeline.seconds == 0.5 * (tasks - 1)
+    assert simulation.simulate(program).seconds == 0
+
+
+def test_long_tasks_hide_what_dispatching_takes() -> None:
+    """Only the transfer that every other submesh waits for is dispatched while all of them idle."""
+    program = toy(schedules.schedule("gpipe", 2, 4), forward=100.0, backward=100.0)
+    plain, found = simulation.simulate(program), simulation.simulate(program, cluster=hosts(Dispatch(0.25)))
+    assert plain.seconds <= found.seconds <= plain.seconds + 4 * 0.25
+    for one, other in zip(plain.events, found.events, strict=True):
+        assert other.start >= one.start
+
+
+def test_each_node_dispatches_its_own_tasks() -> None:
+    program = toy(schedules.schedule("gpipe", 8, 4), forward=0.0, backward=0.0, weight=0.0)
+    one, two = (simulation.simulate(program, cluster=hosts(Dispatch(1.0), nodes)).seconds for nodes in (1, 2))
+    assert one / 2 < two < 0.6 * one
+
+
+def test_devices_that_take_part_cost_a_dispatch_each() -> None:
+    program = toy(schedules.schedule("gpipe", 2, 4), forward=0.0, backward=0.0, weight=0.0)
+    wide = tuple(Submesh(LogicalMesh((3,), ("data",)), 3 * number) for number in range(2))
+    program = dataclasses.replace(program, submeshes=wide)
+    each, whole = (simulation.simulate(program, cluster=hosts(d)).seconds for d in (Dispatch(0.0, 1.0), Dispatch(1.0)))
+    assert each == 3 * whole > 0
