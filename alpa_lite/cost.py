@@ -42,6 +42,10 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 #: The longest part of k that one tile works through before splitting k over idle units pays, in tiles.
 _SPLIT_TILES = 8
+#: The shortest side of a tile: two instructions of tensor cores (m16n8k16), two registers' rows of a TPU at bfloat16.
+_LEAST_TILE = 16
+#: A tile of half the usual size on both sides still keeps the matrix unit busy, one of a quarter no more.
+_REUSE = 4
 
 
 @dataclass(frozen=True)
@@ -143,27 +147,41 @@ class MeshCost:
         bytes_moved = float(itemsize) * batch * (m * k + k * n + m * n)
         return self.compute(flops, bytes_moved, dtype, self.matmul_efficiency(m, n, k, batch))
 
-    def matmul_efficiency(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """The fraction of the peak that a product of [m, k] and [k, n] reaches.
+    def matmul_efficiency(self, m: int, n: int, k: int, batch: int = 1) -> float | None:
+        """The fraction of the peak that a product of [m, k] and [k, n] reaches; None where it is no matrix product.
 
-        With tiles of T x T, t = batch * ceil(m / T) * ceil(n / T) of them, and U units that work at once,
+        With tiles of A x B, t = batch * ceil(m / A) * ceil(n / B) of them, and U units that work at once,
 
-            efficiency = largest * m / (T ceil(m / T)) * n / (T ceil(n / T)) * c / (c + T) * min(1, t s / U),
-            s = min(U / t, k / (8 T)), at least 1;  c = k / s
+            efficiency = largest * m / (A ceil(m / A)) * n / (B ceil(n / B)) * r * c / (c + L) * min(1, t s / U),
+            s = min(U / t, k / (8 L)), at least 1;  c = k / s;  L = max(A, B);  r = min(1, 4 A B / (T (A + B)))
 
-        quantisation along m and n, filling the pipeline along k, and idle units where there are few tiles, which then
-        share k in s parts of length c. The seconds 2 batch m n k / efficiency never fall as a dim grows.
+        quantisation along m and n, the loads of a small tile (which are as many as A + B, for work of A B), filling the
+        pipeline along k, and idle units where there are few tiles, which then share k in s parts of length c. Tiles are
+        T x T; libraries have smaller ones for short sides, A the least power of two from 16 up that holds m, and B
+        likewise n. The seconds 2 batch m n k / efficiency never fall as a dim grows.
+
+        A product with m, n or k of 1 is none that needs a matrix unit: XLA emits a multiplication, or a multiplication
+        and a sum, for GPUs, TPUs and CPUs alike (as compiled by jaxlib 0.12, but for single vectors on CPUs, which
+        still read each matrix once). What bounds it is bytes.
         """
         if 0 in (m, n, k, batch):
             return self.cluster.matmul_efficiency
-        tile, units = self.cluster.tile, self.cluster.parallel_units
-        rows, columns = -(-m // tile), -(-n // tile)
+        if 1 in (m, n, k):
+            return None
+        units = self.cluster.parallel_units
+        a, b = self._tile(m), self._tile(n)
+        rows, columns, longest = -(-m // a), -(-n // b), max(a, b)
         tiles = batch * rows * columns
-        split = max(1.0, min(units / tiles, k / (_SPLIT_TILES * tile)))
+        split = max(1.0, min(units / tiles, k / (_SPLIT_TILES * longest)))
         depth = k / split
-        quantised = (m / (rows * tile)) * (n / (columns * tile))
-        filled = depth / (depth + tile) * min(1.0, tiles * split / units)
-        return self.cluster.matmul_efficiency * quantised * filled
+        quantised = (m / (rows * a)) * (n / (columns * b))
+        fed = min(1.0, _REUSE * a * b / (self.cluster.tile * (a + b)))
+        filled = depth / (depth + longest) * min(1.0, tiles * split / units)
+        return self.cluster.matmul_efficiency * quantised * fed * filled
+
+    def _tile(self, size: int) -> int:
+        """The side of the tile that a side of this length is worked on in."""
+        return min(self.cluster.tile, max(_LEAST_TILE, 1 << (size - 1).bit_length()))
 
     def _derive(self, kind: str, axes: Axes) -> tuple[float, float]:
         """The formulas of the module's docstring."""

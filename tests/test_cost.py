@@ -186,17 +186,31 @@ def test_larger_products_never_take_less_time(cluster, dims, batch, which, more)
     grown[which] += more
     before = cost.matmul(m, n, k, batch, "bfloat16", 2)
     assert cost.matmul(grown[0], grown[1], grown[2], grown[3], "bfloat16", 2) >= before * (1 - 1e-12)
-    assert 0 < cost.matmul_efficiency(m, n, k, batch) <= cluster.matmul_efficiency
+    reached = cost.matmul_efficiency(m, n, k, batch)
+    assert (reached is None) == (1 in dims)
+    assert reached is None or 0 < reached <= cluster.matmul_efficiency
 
 
 def test_efficiency_by_hand():
     cost = prices(NODE, 4)  # tile 128, one unit
     assert cost.matmul_efficiency(1024, 1024, 128) == pytest.approx(0.5 / 2)
-    assert cost.matmul_efficiency(64, 1024, 128 * 7) == pytest.approx(0.5 * 0.5 * 7 / 8)
+    assert cost.matmul_efficiency(65, 1024, 128 * 7) == pytest.approx(0.5 * 65 / 128 * 7 / 8)
     units = prices(dataclasses.replace(NODE, parallel_units=4), 4)
     # One tile, four units, k of two times eight tiles: split in two.
     assert units.matmul_efficiency(128, 128, 2048) == pytest.approx(0.5 * 8 / 9 * 2 / 4)
     assert units.matmul_efficiency(128, 128, 0) == 0.5
+    # Tiles of 64 keep the unit as busy; of 16 x 16 and 16 x 128 their loads take 4 and 9/4 times their products.
+    assert cost.matmul_efficiency(64, 64, 64 * 7) == pytest.approx(0.5 * 7 / 8)
+    assert cost.matmul_efficiency(16, 16, 16 * 7) == pytest.approx(0.5 * 7 / 8 / 4)
+    assert cost.matmul_efficiency(16, 1024, 128 * 7) == pytest.approx(0.5 * 7 / 8 * 4 / 9)
+    assert cost.matmul_efficiency(8, 8, 16 * 7) == pytest.approx(0.5 * 7 / 8 / 16)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 512, 512), (512, 1, 512), (512, 512, 1), (1, 1, 512)])
+def test_vectors_are_bound_by_their_bytes(m, n, k):
+    cost = prices(NODE, 4)
+    moved = 4 * 1000 * (m * k + k * n + m * n)
+    assert cost.matmul(m, n, k, 1000, "float32", 4) == pytest.approx(cost.compute(0, moved, "float32"))
 
 
 def test_roofline():

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
 
 from alpa_lite import kernels
 from alpa_lite.graph import Lit, Op, Value
@@ -173,6 +176,17 @@ UNFUSED = (
 
 DECIDING = PRODUCTS | KERNELS | _names("gather scatter sort dynamic_update_slice")
 """Operations whose sharding is a decision of its own, however little they compute."""
+
+
+def working_dtype(op: Op, values: Sequence[Value]) -> Any:
+    """The dtype whose peak bounds an operation: of a product the one that its operands are brought to.
+
+    Products of bfloat16 that are summed in float32 run at the rate of bfloat16. None for an operation without results.
+    """
+    if op.name in PRODUCTS:
+        left, right = (a.aval.dtype if isinstance(a, Lit) else values[a].dtype for a in op.operands[:2])
+        return left if left == right else jnp.promote_types(left, right)
+    return values[op.results[0]].dtype if op.results else None
 
 
 def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:

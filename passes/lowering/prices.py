@@ -20,7 +20,7 @@ from typing import Any
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
-from alpa_lite.passes.ir.primitives import work
+from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.prices import combinable
@@ -116,7 +116,6 @@ def _alone(
         moved[made[value]] += values[value].nbytes
     out = {}
     for number, op in grouping.ops.items():
-        dtype = values[op.results[0]].dtype if op.results else None
         flops = 0.0 if op.bodies else work(op, rules[op.key], values)
-        out[number] = cost.compute(flops, moved[number], dtype)
+        out[number] = cost.compute(flops, moved[number], working_dtype(op, values))
     return out

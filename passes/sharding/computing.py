@@ -14,7 +14,7 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Value
 from alpa_lite.layout import Layout
-from alpa_lite.passes.ir.primitives import PRODUCTS, work
+from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices
 from alpa_lite.passes.sharding.groups import Group
 from alpa_lite.passes.sharding.tables import Shared
@@ -60,13 +60,13 @@ class Computing:
         flops, dtype = 0.0, None
         for number in group.ops:
             op = self.shared.grouping.ops[number]
-            dtype = self.values[op.results[0]].dtype if op.results else dtype
+            dtype = working_dtype(op, self.values) or dtype
             flops += work(op, self.rules[op.key], self.values)
         rate = np.array([self.cost.compute(1.0, 0.0, dtype, e) for e in self.efficiencies(group, choices)])
         return np.maximum(flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, dtype))
 
     def efficiencies(self, group: Group, choices: Choices) -> Sequence[float | None]:
-        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is no product."""
+        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is none there."""
         op = self.shared.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
         if op is None or op.name not in PRODUCTS:
             return [None] * len(choices.strategies) if op else [None]
