@@ -1,0 +1,64 @@
+"""Seconds of computing: what each product is priced as."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes import factors
+from alpa_lite.passes.sharding import grouping, strategies
+from alpa_lite.passes.tracing import tracing
+
+A100 = MeshCost(Cluster.preset("a100"), LogicalMesh((8,), ("x",)))
+
+
+def shape(dtype, *dims):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def product_seconds(dims, left, right, preferred=None):
+    """Seconds of the one product of a step, by strategy."""
+
+    def step(state, x):
+        return state, jax.lax.dot_general(x, state, dims, preferred_element_type=preferred)
+
+    traced = tracing.trace(step, (right, left), {})
+    rules = dict(factors.rules_of(traced.graph.ops(), traced.graph.values))
+    groups = grouping.group(traced, rules)
+    space = strategies.build(traced, groups, rules, A100)
+    (heavy,) = [g for g in groups.groups if g.kind == "heavy"]
+    node = space.nodes[space.node_of[heavy.index]]
+    return node.compute
+
+
+def test_a_head_mask_is_a_multiplication():
+    """[16] times [32, 16, 128, 128] along the heads, in integers and bfloat16: FlaxBert's masks of attention heads."""
+    scores = shape(jnp.bfloat16, 32, 16, 128, 128)
+    seconds = product_seconds((((), ()), ((0,), (1,))), shape(jnp.int32, 16), scores)
+    moved = 2 * 2 * 32 * 16 * 128 * 128 / 8
+    assert seconds.min() == pytest.approx(moved / A100.cluster.memory_bandwidth, rel=0.01)
+
+
+def test_a_vector_reads_its_matrix_once():
+    seconds = product_seconds((((1,), (0,)), ((), ())), shape(jnp.float32, 4096, 4096), shape(jnp.float32, 4096))
+    assert seconds.min() == pytest.approx(4 * 4096**2 / 8 / A100.cluster.memory_bandwidth, rel=0.01)
+
+
+def test_sums_in_float32_run_at_the_rate_of_their_operands():
+    dims = (((1,), (0,)), ((), ()))
+    square = shape(jnp.bfloat16, 4096, 4096)
+    assert product_seconds(dims, square, square, jnp.float32).min() == pytest.approx(
+        product_seconds(dims, square, square).min()
+    )
+    mixed = product_seconds(dims, square, shape(jnp.float32, 4096, 4096), jnp.float32).min()
+    assert mixed == pytest.approx(2 * product_seconds(dims, square, square).min())
+
+
+def test_integers_of_four_bytes_have_no_matrix_unit():
+    dims = (((1,), (0,)), ((), ()))
+    of = {kind: product_seconds(dims, *[shape(kind, 4096, 4096)] * 2).min() for kind in (jnp.int32, jnp.int8)}
+    assert of[jnp.int32] == pytest.approx(16 * of[jnp.int8])
