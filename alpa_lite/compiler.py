@@ -302,7 +302,8 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     groups = run("grouping", sharding.group, traced, rules)
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, progress=run.count,
+        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, deadline=asked.deadline,
+        progress=run.count,
     )  # fmt: skip
     costs = ()
     if worth.items(traced, asked.wishes):

@@ -15,6 +15,13 @@ Clock = Callable[[], float]
 """Seconds since some moment."""
 
 
+STEPS = 100
+"""How many steps may win back what planning takes: one in a hundred of a short training run, of 10,000 steps."""
+
+FEW = 2.0
+"""Seconds that a search may take whatever it can win: a plan that is proven is worth as much to who reads it."""
+
+
 class OutOfTime(Exception):
     """The time is spent, and what was interrupted has nothing to return."""
 
@@ -58,3 +65,8 @@ class Deadline:
         """Raises OutOfTime if nothing is left."""
         if self.over:
             raise OutOfTime
+
+
+def worthwhile(gain: float) -> float:
+    """Seconds of planning that `STEPS` steps win back, each of which takes at most so many seconds less then."""
+    return STEPS * gain

@@ -9,26 +9,31 @@ program is never worse than a textbook plan on the same mesh.
 Under a binding memory budget the program is also solved with state gathered again for late uses
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
 
-The time limit is one for all of this, building the programs aside: a shape gets a third of what is left, or an equal
-share of it if fewer than three wait, and divides that over its attempts. Until something fits, a quarter of the limit
-is kept back for finding the smallest budget that would have done.
+Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where building
+alone takes a tenth of it or more, textbook plans are found first, so that there is something good to return, and to
+undercut. The time limit is one for all solving: a shape gets a third of what is left, or an equal share of it if fewer
+than three wait, and divides that over its attempts, and no more than what can still be won repays (`STEPS` steps of
+the difference to the bound), but for a few seconds. Until something fits, a quarter of the limit is kept back for
+finding the smallest budget that would have done.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.errors import InfeasibleError
+from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
+from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes.sharding import bans, limits, strategies, tables
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import FEW, Deadline, worthwhile
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
@@ -43,7 +48,8 @@ from alpa_lite.strategy import Rule, Solution
 class Found:
     """The best plan: its program, solution, and the strategy of every group.
 
-    `candidates` lists every mesh shape that was weighed.
+    `candidates` lists every mesh shape that was weighed. `free` is what no plan of any of them undercuts, in seconds,
+    whatever the budget: where the solution costs as much, more memory would not make it faster.
     """
 
     mesh: LogicalMesh
@@ -51,12 +57,25 @@ class Found:
     solution: Solution
     choice: tuple[Strategy, ...]
     candidates: tuple[Candidate, ...]
+    free: float = 0.0
 
     @property
     def compute_seconds(self) -> float:
         """What of the objective is not communication."""
         nodes, choice = self.space.nodes, self.solution.choice
         return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+
+
+class Beaten(Exception):
+    """There is no plan below the cutoff, or none was found in the time.
+
+    Attributes:
+      free: seconds that no plan undercuts, whatever the budget.
+    """
+
+    def __init__(self, free: float) -> None:
+        super().__init__(f"no plan undercuts the cutoff; none of any memory undercuts {free:.4g} s")
+        self.free = free
 
 
 def search(
@@ -70,6 +89,8 @@ def search(
     pins: Pins = NO_PINS,
     wishes: Wishes = NO_WISHES,
     time_limit: float = 60.0,
+    deadline: Deadline | None = None,
+    cutoff: float = math.inf,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Found:
     """The best plan of one mesh for a method.
@@ -79,68 +100,170 @@ def search(
       pins: where arguments already are and stay, all on one mesh of all devices; they come before the method.
       wishes: what the user says of arguments and of the mesh beside the method.
       time_limit: wall-clock seconds for solving all mesh shapes; building their programs is not counted.
+      deadline: until when all of it is to be done; none if it is left out. One mesh shape is tried in any case.
+      cutoff: seconds; only a plan below it is of interest.
       progress: told what is counted, how many are done, and of how many.
 
     Raises:
+      Beaten: if a cutoff is given and no plan within the budget was found below it.
       InfeasibleError: if no mesh shape admits a plan within the budget, or none was found in the time; names what
         binds and what would fit.
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
-    tried: list[tuple[solve.Bound, _Problem, Space]] = []
-    shapes = limits.admitted(traced, grouping, cluster, method, wishes, pins)
+    deadline = deadline or Deadline()
     shared = tables.Shared(traced, grouping)
+    enter = partial(_entered, traced, grouping, rules, cluster, budget=budget, shared=shared)
+    race = enter(method, pins=pins, wishes=wishes, cutoff=cutoff, deadline=deadline, progress=progress)
+    unasked = not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded())
+    if unasked and race.slowest * (len(race.tried) + len(race.late)) > _SHORT * deadline.left:
+        within = deadline.within(_TEXTBOOK * deadline.left)
+        for other in TEXTBOOK:
+            race.offer(_textbook(enter, other, within))
+    race.run(deadline.within(time_limit), progress)
+    if race.best is None and math.isfinite(cutoff):
+        raise Beaten(race.free)
+    if race.best is None:
+        _take_least(traced, race, cluster, deadline.within(time_limit))
+    return race.found()
+
+
+def _entered(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Any, *, budget: float,
+    shared: tables.Shared, deadline: Deadline, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES,
+    cutoff: float = math.inf, progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> _Race:  # fmt: skip
+    """The mesh shapes of a method, as many as can be built and bounded in a part of the time, but at least one."""
+    shapes = limits.admitted(traced, grouping, cluster, method, wishes, pins)
+    race, bounding = _Race(type(method).__name__, budget, cutoff), deadline.within(_BOUNDING * deadline.left)
+    banned = bans.bans(traced, grouping, wishes.forbidden)
     for position, (mesh, allowed) in enumerate(shapes):
+        if position and bounding.over:
+            race.late = tuple(late for late, _ in shapes[position:])
+            break
         progress("mesh shapes bounded", position, len(shapes))
-        cost = MeshCost(cluster, mesh)
-        banned = bans.bans(traced, grouping, wishes.forbidden)
-        known = {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
+        cost, known = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
-        problem = _Problem(mesh, cluster.platform, build)
+        race.enter(_Problem(mesh, cluster.platform, build), several=len(shapes) > 1)
+    return race
+
+
+TEXTBOOK: tuple[Method, ...] = (Zero(stage=3), TensorParallel(), DataParallel())
+"""Methods whose plans the search begins with where time may run out, in the order of what memory they need."""
+
+
+def _textbook(enter: Callable[..., _Race], method: Method, deadline: Deadline) -> _Race | None:
+    """The plan of a textbook method, if it fits and there is time.
+
+    The free program admits whatever such a method does: where that is solved, none of them is better.
+    """
+    if deadline.over:
+        return None
+    try:
+        race = enter(method, deadline=deadline)
+    except OptionError:  # the batch does not divide
+        return None
+    race.run(deadline.within(deadline.share(2)))
+    return race
+
+
+class _Race:
+    """Mesh shapes, solved in the order of their bounds, and the best that was found so far.
+
+    Attributes:
+      tried: shapes with their programs and bounds; late: those for which there was no time.
+      best: mesh, program and solution.
+      free: seconds that no plan of the shapes tried undercuts, whatever the budget.
+      slowest: seconds that building and bounding a program took at most.
+    """
+
+    def __init__(self, method: str, budget: float, cutoff: float) -> None:
+        self.method, self.budget = method, budget
+        self.tried: list[tuple[solve.Bound, _Problem, Space]] = []
+        self.late: tuple[LogicalMesh, ...] = ()
+        self.best: tuple[LogicalMesh, Space, Solution] | None = None
+        self.free, self.slowest = math.inf, 0.0
+        self._given, self._bound = cutoff, math.inf
+        self._rows: list[Candidate] = []
+        self._chosen = -1
+
+    def enter(self, problem: _Problem, several: bool) -> None:
+        """Builds the program of a mesh shape, and bounds it if there are several."""
+        started = time.perf_counter()
         space = problem.build()
         bound = solve.Bound(space.program)
-        if len(shapes) > 1:
+        if several:
             bound.improve()
-        tried.append((bound, problem, space))
-    best: tuple[LogicalMesh, Space, Solution] | None = None
-    candidates: list[Candidate] = []
-    deadline = Deadline(time_limit)
-    waiting = list(tried)
-    while waiting:
-        number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
-        bound, problem, space = waiting[number]
-        cutoff = best[2].objective if best else math.inf
-        if best and len(problem.mesh.shape) < len(best[0].shape):
-            cutoff *= 1 + _EQUAL  # of equals, the mesh of fewer axes
-        if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED:
-            bound.improve()
-            continue
-        parts = min(len(waiting), _AT_ONCE)
-        del waiting[number]
-        if bound.seconds >= cutoff:
-            candidates.append(Candidate(type(method).__name__, problem.mesh.shape, None, None, "cutoff"))
-            continue
-        progress("mesh shapes solved", len(candidates), len(tried))
-        reserve = 0.0 if best else _RESERVE * time_limit
-        space, solution = _solve(problem, space, budget, cutoff, deadline.share(parts, reserve))
+        self.tried.append((bound, problem, space))
+        self.slowest = max(self.slowest, time.perf_counter() - started)
+
+    def offer(self, other: _Race | None) -> None:
+        """Takes the plan of another method, if there is one: only what is better is then searched."""
+        if other is not None and other.best is not None:
+            self._put(other.method, *other.best)
+
+    def run(
+        self, deadline: Deadline, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    ) -> None:
+        """Solves shape after shape, while there is time, and while what is won can repay it."""
+        waiting, begun = list(self.tried), deadline.left
+        while waiting:
+            number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
+            bound, problem, space = waiting[number]
+            cutoff = self._cutoff(problem.mesh)
+            known = math.isfinite(cutoff)
+            if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED and not deadline.over:
+                bound.improve()
+                continue
+            parts = min(len(waiting), _AT_ONCE)
+            del waiting[number]
+            limit = deadline.share(parts, 0.0 if self.best else _RESERVE * begun)
+            if known:
+                limit = min(limit, max(FEW - (begun - deadline.left), worthwhile(cutoff - bound.seconds)))
+            if bound.seconds >= cutoff or (known and limit <= 0):
+                status = "cutoff" if bound.seconds >= cutoff else _LATE
+                self._rows.append(Candidate(self.method, problem.mesh.shape, None, None, status))
+                self._note(bound.seconds, bound.seconds)
+                continue
+            progress("mesh shapes solved", len(self._rows), len(self.tried))
+            space, solution, least = _solve(problem, space, self.budget, cutoff, limit)
+            self._note(max(solution.bound, bound.seconds), max(least, bound.seconds))
+            self._put(self.method, problem.mesh, space, solution)
+
+    def found(self) -> Found:
+        """The best plan, with the bound of all shapes together."""
+        assert self.best is not None
+        mesh, space, solution = self.best
+        rows = [
+            replace(row, status="chosen" if i == self._chosen else "slower" if row.step_seconds else row.status)
+            for i, row in enumerate(self._rows)
+        ]
+        rows += [Candidate(self.method, mesh.shape, None, None, _LATE) for mesh in self.late]
+        if self._bound < solution.bound * (1 - _EQUAL):
+            solution = replace(solution, bound=self._bound)
+            solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
+        choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+        return Found(mesh, space, solution, choice, tuple(rows), min(self.free, solution.objective))
+
+    def take(self, problem: _Problem, space: Space, solution: Solution) -> None:
+        """Takes a choice that was made for memory alone."""
+        self._put(self.method, problem.mesh, space, solution)
+
+    def _cutoff(self, mesh: LogicalMesh) -> float:
+        """Seconds that a plan on a mesh must undercut: of equals, the mesh of fewer axes is better."""
+        if self.best is None:
+            return self._given
+        fewer = len(mesh.shape) < len(self.best[0].shape)
+        return self.best[2].objective * (1 + _EQUAL if fewer else 1.0)
+
+    def _note(self, bound: float, free: float) -> None:
+        self._bound, self.free = min(self._bound, bound), min(self.free, free)
+
+    def _put(self, name: str, mesh: LogicalMesh, space: Space, solution: Solution) -> None:
         finished = solution.status in ("optimal", "feasible")
-        candidates.append(
-            Candidate(
-                type(method).__name__, problem.mesh.shape, solution.objective if finished else None,
-                int(solution.peak) if finished else None, solution.status,
-            )
-        )  # fmt: skip
-        if finished and solution.objective < cutoff:
-            best = problem.mesh, space, solution
-    if best is None:
-        raise _infeasible(traced, [(problem, space) for _, problem, space in tried], budget, cluster, deadline)
-    mesh, space, solution = best
-    choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
-    named = tuple(
-        Candidate(c.method, c.mesh_shape, c.step_seconds, c.bytes_per_device, "chosen" if c.mesh_shape == mesh.shape
-                  else "slower" if c.status in ("optimal", "feasible") else c.status)
-        for c in candidates
-    )  # fmt: skip
-    return Found(mesh, space, solution, choice, named)
+        if finished and solution.objective < self._cutoff(mesh):
+            self.best, self._chosen = (mesh, space, solution), len(self._rows)
+        seconds, size = (solution.objective, int(solution.peak)) if finished else (None, None)
+        self._rows.append(Candidate(name, mesh.shape, seconds, size, solution.status))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +275,12 @@ class _Problem:
     build: Callable[..., Space]
 
 
-def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float) -> tuple[Space, Solution]:
+def _solve(
+    problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float
+) -> tuple[Space, Solution, float]:
     """The best choice on one mesh within the budget, of up to three attempts that share the time limit.
+
+    The third value is what no choice undercuts without the budget, in seconds.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
     """
@@ -161,7 +288,7 @@ def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_l
     program = replace(space.program, budget=None)
     free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
-        return space, free
+        return space, free, free.bound
     known = free.bound if free.choice and free.peak > budget else None
     solution = solve.solve(space.program, cutoff=cutoff, time_limit=deadline.share(1 + regathers), free=known)
     if free.peak > budget and regathers:
@@ -170,8 +297,8 @@ def _solve(problem: _Problem, space: Space, budget: float, cutoff: float, time_l
         # What is served twice costs no less: the bound without the budget is one here, too.
         other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known)
         if other.choice and (not solution.choice or other.objective < solution.objective):
-            return again, other
-    return space, solution
+            return again, other, free.bound
+    return space, solution, free.bound
 
 
 def _by(mesh: LogicalMesh) -> str:
@@ -180,37 +307,50 @@ def _by(mesh: LogicalMesh) -> str:
 
 _AT_ONCE = 3  # of the shapes that wait, so many share what is left of the time; those after them have larger bounds
 _RESERVE = 0.25  # of the time limit, for the smallest budget that works
+_BOUNDING = 0.4  # of the time, until when further mesh shapes are built
+_SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
+_TEXTBOOK = 0.3  # of the time, for textbook plans
+_LATE = "not searched"
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
+_CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
 # Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
 # 0.10.2): a plan that counts on gathering again would not be true there.
 _MERGING = frozenset({"cpu"})
 
 
-def _infeasible(
-    traced: Traced, tried: Sequence[tuple[_Problem, Space]], budget: float, cluster: Cluster, deadline: Deadline
-) -> InfeasibleError:
-    """What binds, the smallest budget that works as far as the time allows to find it, and what would fit."""
-    smallest, where = math.inf, ""
+def _take_least(traced: Traced, race: _Race, cluster: Cluster, deadline: Deadline) -> None:
+    """Where no plan was found, takes the one of the least memory if that fits.
+
+    Raises:
+      InfeasibleError: it does not; says what binds, the smallest budget that works as far as the time allows to find
+        it, and what would fit.
+    """
+    smallest, where, budget, tried = math.inf, "", race.budget, race.tried
     ways = (False,) if cluster.platform in _MERGING else (False, True)
     for regather in ways:
-        for number, (problem, space) in enumerate(tried):
-            program = problem.build(regather=True).program if regather else space.program
+        for number, (_, problem, space) in enumerate(tried):
+            own = problem.build(regather=True) if regather else space
             parts = len(tried) - number + len(tried) * (not regather and len(ways) > 1)
-            peak, _ = solve.minimal_budget(program, gap=1e-2, time_limit=deadline.share(parts))
+            peak, solution = solve.minimal_budget(own.program, gap=1e-2, time_limit=deadline.share(parts))
+            if peak <= budget:
+                race.take(problem, own, replace(solution, status="feasible", bound=min(solution.bound, race.free)))
+                return
             if peak < smallest:
                 smallest, where = peak, _by(problem.mesh)
-    if smallest <= budget or math.isinf(smallest):
-        return InfeasibleError(
-            f"no sharding within memory_per_device={units.exact_bytes(budget)} was found in "
-            f"solver_time_limit={deadline.seconds:g} seconds; allow more seconds, or more memory."
+            if regather and deadline.over:
+                break
+    if math.isinf(smallest):
+        raise InfeasibleError(
+            f"no sharding within memory_per_device={units.exact_bytes(budget)} was found in {deadline.seconds:.3g} "
+            "seconds; allow more (solver_time_limit, search_time_limit), or more memory."
         )
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
-    return InfeasibleError(
+    raise InfeasibleError(
         f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works is "
         f"{units.exact_bytes(math.ceil(smallest))} per device, on a mesh of {where}. The arguments alone take "
         f"{units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the largest of "
