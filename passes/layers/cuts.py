@@ -24,6 +24,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import Any
 
 import numpy as np
 
@@ -57,22 +58,44 @@ def _sum(ops: Sequence[Op], rules: Mapping[object, Rule], values: Sequence[Value
     return sum(s for s, _ in prices), sum(f for _, f in prices)
 
 
-def fingerprint(ops: Sequence[Op], values: Sequence[Value]) -> str:
-    """A digest of what some operations compute: their keys, and how they are wired."""
-    local: dict[int, int] = {}
+def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, str] | None = None) -> str:
+    """A digest of what some operations compute: their keys, and how they are wired.
+
+    Args:
+      free: of the values that operations without activations make, what each is (`free_values`). Those operations
+        count where their values are read, not where they stand: of layers that read one mask, none contains it.
+    """
+    known: dict[int, int] = {}
+    free = free or {}
     digest = hashlib.blake2b(digest_size=16)
     for op in ops:
-        wires = []
-        for atom in op.operands:
-            if isinstance(atom, Lit):
-                wires.append("L")
-            else:
-                known = atom in local
-                number = local.setdefault(atom, len(local))
-                wires.append(str(number) if known else f"{number}:{values[atom].dtype}{values[atom].shape}")
-        local.update((value, len(local) + i) for i, value in enumerate(op.results))
+        if op.results and all(v in free for v in op.results):
+            continue
+        wires = [_wire(atom, values, known, free) for atom in op.operands]
+        known.update((value, len(known) + i) for i, value in enumerate(op.results))
         digest.update(f"{op.key}<{','.join(wires)}\n".encode())
     return digest.hexdigest()
+
+
+def free_values(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> dict[int, str]:
+    """For each value that a free op makes, a digest of the expression that it is, down to what is given."""
+    found: dict[int, str] = {}
+    for op in order:
+        if op.index in free:
+            wires = ",".join(_wire(atom, values, {}, found) for atom in op.operands)
+            text = hashlib.blake2b(f"{op.key}<{wires}".encode(), digest_size=16).hexdigest()
+            found.update((value, f"{text}.{i}") for i, value in enumerate(op.results))
+    return found
+
+
+def _wire(atom: Any, values: Sequence[Value], known: dict[int, int], free: Mapping[int, str]) -> str:
+    """What an operand is: a number if it was met before, else what describes it; `known` gets its number."""
+    if isinstance(atom, Lit):
+        return "L"
+    if atom in known:
+        return str(known[atom])
+    known[atom] = len(known)
+    return f"{known[atom]}:{free.get(atom) or f'{values[atom].dtype}{values[atom].shape}'}"
 
 
 def crossing(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> np.ndarray:

@@ -62,6 +62,7 @@ def layering(
     order = _ordered(body.ops, parts)
     crossing = cuts.crossing(order, parts.free, values)
     prices = [cuts.price(op, rules, values) for op in order]
+    made = cuts.free_values(order, parts.free, values)
     if hints is None:
         marks = _candidates(order, parts.free, crossing)
         atoms = [
@@ -69,7 +70,7 @@ def layering(
                 start,
                 stop,
                 sum(s for s, _ in prices[start:stop]),
-                cuts.fingerprint(order[start:stop], values),
+                cuts.fingerprint(order[start:stop], values, made),
                 int(crossing[stop - 1]) if stop < len(order) else 0,
             )
             for start, stop in zip([0, *marks], [*marks, len(order)], strict=True)
@@ -85,7 +86,7 @@ def layering(
             tuple(op.index for op in order[start:stop]),
             sum(s for s, _ in prices[start:stop]),
             sum(f for _, f in prices[start:stop]),
-            cuts.fingerprint(order[start:stop], values),
+            cuts.fingerprint(order[start:stop], values, made),
             int(crossing[stop - 1]) if stop < len(order) else 0,
         )
         for start, stop in zip([0, *ends[:-1]], ends, strict=True)

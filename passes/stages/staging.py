@@ -22,6 +22,7 @@ stage can run when all of round r - 1 has been exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -160,7 +161,21 @@ class _Step:
         carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
         copies = {self.made_by[v].index for v in reached if v in self.made_by} & self.shared
         wanted = copies.union(op.index for op in own)
-        return [op for op in self.body.ops if op.index in wanted], carries
+        return self._late([op for op in self.body.ops if op.index in wanted], copies), carries
+
+    def _late(self, ops: Sequence[Op], copies: AbstractSet[int]) -> list[Op]:
+        """The ops with copies right before what reads them first: stages that differ in nothing else are identical."""
+        makers = {value: op for op in ops if op.index in copies for value in op.results}
+        out: dict[Op, None] = {}
+        for first in (*(op for op in ops if op.index not in copies), *ops):
+            stack = [first]
+            while stack:
+                missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in out]
+                if missing:
+                    stack += missing
+                else:
+                    out.setdefault(stack.pop())
+        return list(out)
 
     def _place_carries(self) -> None:
         """Decides who holds each carry and returns each result of the scan."""

@@ -22,6 +22,8 @@ from alpa_lite.passes.layers import cuts as layering_cuts
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.layering import layering
 from alpa_lite.passes.layers.types import Assignment, Layering
+from alpa_lite.passes.stages.planning import digest
+from alpa_lite.passes.stages.staging import stage_graphs
 from tests import pipeline_driver
 from tests.passes import microbatched, staged
 from tests.zoo_base import attend, cross_entropy, normal, tokens
@@ -379,6 +381,39 @@ def test_shared_masks_and_casts_run_on_every_stage():
     for (source, target), crossing in sent(layers, assignment).items():
         assert abs(source - target) == 1, (source, target)
         assert [values[v].shape for v in crossing] == [(4, 16)]
+
+
+def test_a_mask_made_once_for_all_blocks_gives_the_layers_of_one_made_in_each():
+    """Layers, what crosses them, and which stages are identical, so that they are priced once."""
+
+    def layers_with(once: bool) -> Layering:
+        def causal() -> jax.Array:
+            rows = jnp.arange(8)
+            return (rows[:, None] >= rows).astype(jnp.float32)
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            x = batch["x"]
+            made = causal()
+            for w, v in params:
+                scores = jnp.einsum("bsd,btd->bst", jnp.tanh(x @ w), x)
+                scores = jnp.where((made if once else causal()) > 0, scores, -1e9)
+                x = x + jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), x) @ v
+            return (x**2).mean()
+
+        weights = [(normal(i, 16, 16), normal(9 + i, 16, 16)) for i in range(4)]
+        step, state = microbatched.step_of(loss_fn, weights, 2, SGD)
+        return layers_of(step, state, {"x": normal(5, 8, 8, 16)})
+
+    one, each = layers_with(True), layers_with(False)
+    assert [layer.bytes_out for layer in one.layers] == [layer.bytes_out for layer in each.layers]
+    kinds = []
+    for layers in (one, each):
+        marks = [layer.fingerprint for layer in layers.layers]
+        graphs = stage_graphs(layers.traced, layers.scan, assign(layers, range(1, len(marks))))
+        stages = [digest(graph) for graph in graphs]
+        kinds.append(([marks.index(mark) for mark in marks], [stages.index(stage) for stage in stages]))
+    assert kinds[0] == kinds[1]
+    assert len(set(kinds[0][1])) < len(one.layers)
 
 
 def test_a_regulariser_follows_its_parameters():
