@@ -85,6 +85,11 @@ class Asked:
         """The same, to be answered within so many seconds from now, or what is left if that is less."""
         return replace(self, deadline=self.deadline.within(seconds))
 
+    @property
+    def ran_out(self) -> str:
+        """What notes on something that was not searched begin with."""
+        return f"search_time_limit={self.options.search_time_limit:g} s"
+
     @cached_property
     def plan(self) -> Plan | None:
         """The plan to run without solving.

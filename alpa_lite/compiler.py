@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, Op
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options, Sharded
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
-from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.layers.division import Divisible, divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -35,10 +36,10 @@ from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
 from alpa_lite.passes.sharding import search, wishes, worth
-from alpa_lite.passes.sharding.deadline import Deadline
-from alpa_lite.passes.stages import planning, staging, submeshes
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
+from alpa_lite.passes.stages import planning, promise, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
-from alpa_lite.passes.stages.layer_costs import PRICES
+from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Priced
 from alpa_lite.passes.stages.staging import StageGraph
@@ -62,6 +63,18 @@ LEAST_TASKS = 20
 
 Two stages and two micro-batches are as many.
 """
+
+PATIENCE = 1.0
+"""Seconds that pricing the layers of even a small step takes: what repays less is not searched."""
+
+ONE_MESH = 0.5
+"""The part of the time that one mesh has, where pipelines are searched after it."""
+
+PRICING = 0.6
+"""The part of the time for pipelines in which layers are priced; the stages are planned in the rest."""
+
+AFTER = 1.0
+"""What follows the search (lowering, writing the plan, verifying it), as a multiple of tracing before it."""
 
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
@@ -121,6 +134,7 @@ def compile_step(
             asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden)
         )
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
+        asked = asked.within(asked.deadline.left - AFTER * asked.deadline.spent)
         cache = plan_cache.cache_of(step, asked)
         known = None if cache is None else cached(run, step, asked, cache)
         plan, staged = known or chosen(run, step, asked)
@@ -206,13 +220,13 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     """One mesh; a pipeline where nothing fits one mesh, or where one communicates too much.
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
-    what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, none
-    is searched.
+    what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
+    little to repay the search, none is searched.
     """
     mesh, reason = None, None
     if asked.one_mesh:
         try:
-            mesh = one_mesh(run, step, asked)
+            mesh = one_mesh(run, step, asked.within(ONE_MESH * asked.deadline.left) if asked.pipelines else asked)
         except InfeasibleError as error:
             if not asked.pipelines:
                 raise
@@ -222,8 +236,12 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return mesh
     if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
         return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
+    patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
     try:
-        found = pipeline(run, step, asked)
+        found = pipeline(run, step, asked.within(patience), mesh is not None)
+    except OutOfTime:
+        assert mesh is not None
+        return beside(noted(mesh, f"{asked.ran_out}: pipelines were not searched"), "pipeline", "not searched in time")
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         if mesh is None:
             if reason is None:
@@ -315,22 +333,50 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
     solution = found.solution
     verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
+    late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
+    if late:
+        costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
     return noted(run("programs", programs.single, loop, planned, verdict, remat), *costs)
 
 
-def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
+def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = False) -> Staged:
     """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
+
+    Layers are priced in a part of the time, first on the submeshes of a balanced pipeline; planning the stages has the
+    rest.
+
+    Args:
+      beside_one_mesh: whether a plan of one mesh is at hand. Then a single stage on all devices, which is one mesh, is
+        no pipeline, and where there is no time, there is none.
 
     Raises:
       InfeasibleError: no pipeline fits; names what binds.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for what the cluster or the step does not have.
+      OutOfTime: beside one mesh, no pipeline could be evaluated.
     """
-    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
+    kinds = submeshes.by_promise(submeshes.kinds(asked.cluster, asked.pipeline), asked.cluster)
+    if beside_one_mesh:
+        kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
     given = asked.num_microbatches
     counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
-    price = functools.partial(priced_layers, run, step, asked)
-    chosen = stages.best(counts, kinds, price, lambda costs, some: sliced(run, costs, asked, some, asked.budget))
+    pricing = asked.within(PRICING * asked.deadline.left)
+    known: dict[str, Layer] = {}
+
+    def choose(costs: Priced, some: Sequence[int]) -> Sliced:
+        return sliced(run, costs, asked, some, asked.budget)
+
+    def best_of(kinds: tuple[int, ...], asked: Asked) -> Sliced:
+        price = functools.partial(priced_layers, run, step, asked, known)
+        cut = functools.partial(in_layers, run, step, asked)
+        return stages.best(counts, kinds, price, choose, cut, asked.deadline)
+
+    try:
+        chosen = best_of(kinds, pricing)
+    except OutOfTime:
+        if beside_one_mesh:
+            raise
+        chosen = best_of(kinds[:1], replace(asked, deadline=Deadline()))
     staged = realised(run, chosen, asked)
     room = asked.budget
     for _ in range(SLICINGS - 1):
@@ -344,17 +390,28 @@ def pipeline(run: Passes, step: Step, asked: Asked) -> Staged:
         except InfeasibleError:
             break
         staged = realised(run, chosen, asked)
+    late = [size for size in sorted(kinds) if size not in chosen.priced.devices]
+    if late and pricing.deadline.over:
+        sizes = ", ".join(map(str, late))
+        staged = noted(staged, f"{asked.ran_out}: pipelines with submeshes of {sizes} devices were not searched")
     return fitting(staged, asked)
 
 
-def priced_layers(run: Passes, step: Step, asked: Asked, count: int, kinds: tuple[int, ...]) -> Priced:
+def priced_layers(
+    run: Passes, step: Step, asked: Asked, known: dict[str, Layer], count: int, kinds: tuple[int, ...]
+) -> Priced:
     """The step in micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
+    layers = in_layers(run, step, asked, count)
     return run(
-        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds,
+        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, known=known,
         time_limit=asked.options.solver_time_limit, deadline=asked.deadline, wishes=asked.wishes, progress=run.count,
     )  # fmt: skip
+
+
+def in_layers(run: Passes, step: Step, asked: Asked, count: int) -> Divisible:
+    """The step in micro-batches and in layers."""
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
+    return run("layers", divisible, loop, max_layers=MAX_LAYERS)
 
 
 def sliced(run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float) -> Sliced:
@@ -481,11 +538,16 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
 
 
 def worth_a_pipeline(whole: Staged, cluster: Cluster) -> bool:
-    """Whether one mesh spends enough on anything but computation."""
+    """Whether one mesh spends enough on anything but computation for a pipeline to repay being searched."""
     least = LEAST_TASKS * cluster.dispatch.seconds(cluster.num_devices // cluster.nodes // 2 or 1)
     found = whole.stages[0].found
     objective = found.solution.objective
-    return found.compute_seconds < min(WORTH * objective, objective - least)
+    return found.compute_seconds < min(WORTH * objective, objective - least) and repaid(whole, cluster) >= PATIENCE
+
+
+def repaid(whole: Staged, cluster: Cluster) -> float:
+    """Seconds of search that the fastest pipeline that there can be repays."""
+    return worthwhile(whole.seconds - promise.least_seconds(whole.stages[0].found, cluster))
 
 
 def fitting(staged: Staged, asked: Asked) -> Staged:

@@ -59,7 +59,7 @@ class Deadline:
 
     def within(self, seconds: float) -> Deadline:
         """A limit that begins now, of so many seconds or of what is left, whichever is less; with the same clock."""
-        return Deadline(min(seconds, self.left), self._clock)
+        return Deadline(max(min(seconds, self.left), 0.0), self._clock)
 
     def check(self) -> None:
         """Raises OutOfTime if nothing is left."""

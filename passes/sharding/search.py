@@ -66,6 +66,10 @@ class Found:
         return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
 
 
+LATE = "not searched"
+"""The status of candidates for which there was no time, or that could not save enough to repay solving them."""
+
+
 class Beaten(Exception):
     """There is no plan below the cutoff, or none was found in the time.
 
@@ -220,7 +224,7 @@ class _Race:
             if known:
                 limit = min(limit, max(FEW - (begun - deadline.left), worthwhile(cutoff - bound.seconds)))
             if bound.seconds >= cutoff or (known and limit <= 0):
-                status = "cutoff" if bound.seconds >= cutoff else _LATE
+                status = "cutoff" if bound.seconds >= cutoff else LATE
                 self._rows.append(Candidate(self.method, problem.mesh.shape, None, None, status))
                 self._note(bound.seconds, bound.seconds)
                 continue
@@ -237,7 +241,7 @@ class _Race:
             replace(row, status="chosen" if i == self._chosen else "slower" if row.step_seconds else row.status)
             for i, row in enumerate(self._rows)
         ]
-        rows += [Candidate(self.method, mesh.shape, None, None, _LATE) for mesh in self.late]
+        rows += [Candidate(self.method, mesh.shape, None, None, LATE) for mesh in self.late]
         if self._bound < solution.bound * (1 - _EQUAL):
             solution = replace(solution, bound=self._bound)
             solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
@@ -310,7 +314,6 @@ _RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
 _TEXTBOOK = 0.3  # of the time, for textbook plans
-_LATE = "not searched"
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
 _CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
 _EQUAL = 1e-9  # relative difference of seconds that is rounding

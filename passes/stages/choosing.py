@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from alpa_lite import schedules
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.options import Pipeline
+from alpa_lite.passes.layers.division import Divisible
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import slicing
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Priced
 from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
@@ -55,24 +57,31 @@ def best(
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
     choose: Callable[[Priced, Sequence[int]], Sliced],
+    cut: Callable[[int], Divisible],
+    deadline: Deadline,
 ) -> Sliced:
     """The best stages, numbers of micro-batches compared at costs of their own.
 
-    Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself; if that
-    is worse than was estimated, another number may be better, and is priced too, `PRICED` at most.
+    Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself, if
+    there is time; if that is worse than was estimated, another may be better, and is priced too, `PRICED` at most.
 
     Args:
       counts: the numbers, rising.
-      kinds: the numbers of devices of submeshes.
+      kinds: the numbers of devices of submeshes, the most promising first.
       price: the costs of layers at a number of micro-batches on some kinds of submeshes.
       choose: the best stages at some costs and with one of some numbers; raises InfeasibleError if none fits.
+      cut: the step in layers with a number of micro-batches.
+      deadline: until when numbers are priced.
 
     Raises:
       InfeasibleError: none of the numbers fits.
+      OutOfTime: not even one number was priced.
     """
     left = list(counts)
     reference = left[len(left) // 2]
+    before = deadline.spent
     scaled = price(reference, kinds)
+    took = deadline.spent - before
     found: Sliced | None = None
     tried = 0
     while left and tried < PRICED:
@@ -86,6 +95,10 @@ def best(
             break
         count = rough.slices.num_microbatches
         left.remove(count)
+        if took > deadline.left and count != reference:
+            step = cut(count)
+            if found is not None or len(step.layering.layers) == len(scaled.layers):
+                return found or replace(rough, priced=scaled.rescaled(step))
         exact = rough if count == reference else _exactly(rough, kinds, price, choose)
         if exact is None:
             continue
@@ -111,7 +124,7 @@ def _exactly(
     for sizes in (tuple(sorted(set(rough.slices.devices))), kinds):
         try:
             return choose(price(count, sizes), [count])
-        except InfeasibleError:  # what was scaled fitted by little
+        except (InfeasibleError, OutOfTime):  # what was scaled fitted by little
             continue
     return None
 

@@ -58,38 +58,43 @@ class LayerCost:
     temporary: float
 
 
-def layer_costs(
-    graph: StageGraph,
-    clusters: Sequence[Cluster],
-    methods: Sequence[Sharded],
-    *,
-    time_limit: float,
-    wishes: Wishes = NO_WISHES,
-) -> tuple[tuple[LayerCost, ...], ...]:
-    """For each submesh, the costs at each of `PRICES`.
+class Layer:
+    """A layer as a stage, and what it costs on the submeshes that were asked for."""
 
-    Args:
-      graph: the layer as a stage.
-      clusters: the devices of each kind of submesh.
-      methods: for each of them, the logical meshes that are allowed.
-      time_limit: `solver_time_limit` of the options.
-      wishes: what the user says of arguments.
-    """
-    traced = graph.traced
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules)
-    shared = tables.Shared(traced, groups)
-    out = []
-    for cluster, method in zip(clusters, methods, strict=True):
-        found = limits.admitted(traced, groups, cluster, method, wishes, max_axes=2)
+    def __init__(self, graph: StageGraph, wishes: Wishes = NO_WISHES) -> None:
+        """`wishes`: what the user says of arguments."""
+        traced = graph.traced
+        self._graph, self._wishes = graph, wishes
+        self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+        self._groups = grouping.group(traced, self._rules)
+        self._shared = tables.Shared(traced, self._groups)
+        self._known: dict[tuple[int, Sharded], tuple[LayerCost, ...]] = {}
+
+    def costs(self, cluster: Cluster, method: Sharded, *, time_limit: float) -> tuple[LayerCost, ...]:
+        """The costs at each of `PRICES`.
+
+        Args:
+          cluster: the devices of a kind of submesh; those of one cluster that are as many are of one kind.
+          method: the logical meshes that are allowed.
+          time_limit: `solver_time_limit` of the options.
+        """
+        key = cluster.num_devices, method
+        if key not in self._known:
+            self._known[key] = self._solved(cluster, method, time_limit)
+        return self._known[key]
+
+    def _solved(self, cluster: Cluster, method: Sharded, time_limit: float) -> tuple[LayerCost, ...]:
+        graph, rules, groups = self._graph, self._rules, self._groups
+        found = limits.admitted(graph.traced, groups, cluster, method, self._wishes, max_axes=2)
         admitted = tuple(one for one in found if _sensible(one[0], cluster, method)) or found
-        offers = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared)
+        offers = market(
+            graph.traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=self._shared
+        )  # fmt: skip
         costs: list[LayerCost] = []
         for price in PRICES:
             decided = DecidedStage(graph, rules, groups, offers.at(price), cluster)
             costs.append(_cost(lowered(decided, split_weights=False)))
-        out.append(tuple(costs))
-    return tuple(out)
+        return tuple(costs)
 
 
 def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:

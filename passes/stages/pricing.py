@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,12 +18,14 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
-from alpa_lite.passes.stages.layer_costs import LayerCost
+from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
+
+_ONCE = ("update", "fixed")  # tables of what does not depend on the size of a micro-batch
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -65,6 +67,12 @@ class Priced:
             seconds[cost.mesh_shape] = seconds.get(cost.mesh_shape, 0.0) + cost.forward + cost.backward
         return max(seconds, key=lambda shape: seconds[shape])
 
+    def rescaled(self, step: Divisible) -> Priced:
+        """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
+        scale = self.num_microbatches / step.accumulated.num_microbatches
+        tables = {name: table * (1.0 if name in _ONCE else scale) for name, table in self.tables.items()}
+        return replace(self, step=step, tables=tables)
+
     def costs(self, count: int) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch."""
         scale = self.num_microbatches / count
@@ -99,34 +107,48 @@ def priced(
     *,
     time_limit: float,
     deadline: Deadline,
+    known: dict[str, Layer],
     wishes: Wishes = NO_WISHES,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
-    """The costs of a step's layers.
+    """The costs of a step's layers, on as many kinds of submeshes as there is time for.
 
     Args:
       step: the step in layers.
-      kinds: the numbers of devices of submeshes.
+      kinds: the numbers of devices of submeshes, the most promising first.
       time_limit: `solver_time_limit` of the options.
-      deadline: of all layers together.
+      deadline: of all of it; the method's own kinds of submeshes are all priced.
+      known: layers that were priced before, by their digests; those that are priced are added.
       wishes: what the user says of arguments.
       progress: told what is counted, how many are done, and of how many.
+
+    Raises:
+      OutOfTime: not even the first kind is priced.
     """
     layers = step.layering
     number = len(layers.layers)
     graphs = staging.stage_graphs(layers.traced, layers.scan, assign(layers, range(1, number)))
-    clusters = [cluster.part(size) for size in kinds]
-    methods = [submeshes.shape_of(method, submeshes.stage_with(method, size), size) for size in kinds]
-    known: dict[str, tuple[tuple[LayerCost, ...], ...]] = {}
-    found = []
-    for n, graph in enumerate(graphs):
-        name = planning.digest(graph, wishes)
-        if name not in known:
-            progress("layers priced", n, number)
-            limit = min(time_limit, deadline.left)
-            known[name] = layer_costs.layer_costs(graph, clusters, methods, time_limit=limit, wishes=wishes)
-        found.append(known[name])
-    return Priced(step, cluster, tuple(kinds), tuple(found), _tables(found))
+    names = [planning.digest(graph, wishes) for graph in graphs]
+    distinct = dict(zip(names, graphs, strict=True))
+    found: dict[int, dict[str, tuple[LayerCost, ...]]] = {}
+    for position, size in enumerate(kinds):
+        part = cluster.part(size)
+        shape = submeshes.shape_of(method, submeshes.stage_with(method, size), size)
+        costs: dict[str, tuple[LayerCost, ...]] = {}
+        for n, (name, graph) in enumerate(distinct.items()):
+            if deadline.over and method.mesh_shapes is None:
+                break
+            progress("layers priced", position * len(distinct) + n, len(kinds) * len(distinct))
+            if name not in known:
+                known[name] = Layer(graph, wishes)
+            costs[name] = known[name].costs(part, shape, time_limit=min(time_limit, deadline.left))
+        if len(costs) == len(distinct):
+            found[size] = costs
+    if not found:
+        raise OutOfTime
+    sizes = tuple(sorted(found))
+    offers = tuple(tuple(found[size][name] for size in sizes) for name in names)
+    return Priced(step, cluster, sizes, offers, _tables(offers))
 
 
 def _tables(layers: Sequence[tuple[tuple[LayerCost, ...], ...]]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import InfeasibleError
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.choosing import Sliced, best
 
 KINDS = (1, 2, 4, 8)
@@ -23,10 +24,16 @@ class Search:
     def __init__(self, unfit: dict[int, int], worse: dict[int, float] | None = None) -> None:
         self.unfit, self.worse = unfit, worse or {}
         self.priced: list[tuple[int, Any]] = []
+        self.now = 0.0
 
     def price(self, count: int, kinds: Any) -> Any:
         self.priced.append((count, kinds))
-        return SimpleNamespace(num_microbatches=count)
+        self.now += 4.0
+        return SimpleNamespace(num_microbatches=count, layers=(), rescaled=lambda step: step)
+
+    def cut(self, count: int) -> Any:
+        layers: Any = SimpleNamespace(layering=SimpleNamespace(layers=()), num_microbatches=count)
+        return layers
 
     def choose(self, priced: Any, counts: Sequence[int]) -> Sliced:
         count = priced.num_microbatches
@@ -53,7 +60,7 @@ class Search:
 )
 def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced) -> None:
     search = Search(unfit)
-    found = best([1, 2, 4, 8], KINDS, search.price, search.choose)
+    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, Deadline())
     assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
     assert search.priced == priced
     assert {row.num_microbatches for row in found.weighed} >= {1, 2, 4}
@@ -71,6 +78,17 @@ def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced) -
 )
 def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, chosen, priced) -> None:
     search = Search({}, worse)
-    found = best([1, 2, 4, 8], KINDS, search.price, search.choose)
+    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, Deadline())
     assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
     assert [count for count, _ in search.priced] == priced
+
+
+@pytest.mark.parametrize(
+    ("seconds", "priced"), [(5.0, [(4, KINDS)]), (9.0, [(4, KINDS), (8, (4,))]), (11.0, [(4, KINDS), (8, (4,))])]
+)
+def test_the_best_number_is_priced_itself_if_there_is_time_for_it(seconds, priced) -> None:
+    search = Search({}, {8: 1.5})
+    deadline = Deadline(seconds, lambda: search.now)
+    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline)
+    assert found.slices.num_microbatches == found.priced.num_microbatches == 8
+    assert search.priced == priced
