@@ -10,6 +10,7 @@
     alpa-lite explain plan.json layers/3/ffn/up/kernel
     alpa-lite diff a.json b.json
     alpa-lite clusters
+    alpa-lite calibrate --seconds 60 -o here.json
 
 Each command has one function here; the training loop is in `alpa_lite.training`. JAX is imported only by commands that
 need it, and only after the number of virtual CPU devices is set, which JAX reads at its first use at the latest.
@@ -278,7 +279,13 @@ def plan(
             show_default=False,
         ),
     ],
-    cluster: Annotated[str, typer.Option(help="A name that `alpa-lite clusters` lists, or local.", show_default=False)],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="A name that `alpa-lite clusters` lists, local, or a file of `alpa-lite calibrate`.",
+            show_default=False,
+        ),
+    ],
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Of a model, the number of examples in the batch of one step.", show_default=False),
@@ -316,6 +323,8 @@ def plan(
 
     if cluster.lower() == "local":
         machine = training.local_cluster(None)
+    elif cluster.endswith(".json") and nodes is None and shape is None:
+        machine = Cluster.calibrated(cluster)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
     named = _named(model, size, batch, settings, args, kwargs)
@@ -475,6 +484,44 @@ def clusters() -> None:
             f"{machine.node_link.bandwidth / 1e9:,.0f}",
         )
     _console().print(table)
+
+
+@app.command()
+@_clean
+def calibrate(
+    devices: Devices = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="About how long it may take; what there is no time for is not measured.")
+    ] = 60.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Write what was found to this file.",
+            show_default="~/.cache/alpa_lite/calibration-DEVICE-NUMBER.json",
+        ),
+    ] = None,
+) -> None:
+    """Measure the devices of this machine: products, memory, collectives, the start of tasks; fit the cost model.
+
+    Plans use the file by ALPA_LITE_CALIBRATION=FILE, by Cluster.calibrated(FILE), or by cluster=FILE. Nothing else
+    should run meanwhile.
+    """
+    from alpa_lite import training
+    from alpa_lite.calibration import measuring, storing
+    from alpa_lite.cluster import CALIBRATION
+    from alpa_lite.report import calibration, progress
+
+    count = training.local_cluster(devices, calibration=None).num_devices
+    with progress.planning("calibrating") as report:
+        found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
+    console = _console()
+    console.print(calibration.renderable(found))
+    path = storing.default_path(found.cluster) if out is None else out
+    found.save(path)
+    console.print(f"\nsaved to {path}: set {CALIBRATION} to it, or give cluster={str(path)!r}", soft_wrap=True)
 
 
 def _save(path: Path, option: str, text: str) -> None:

@@ -15,9 +15,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alpa_lite import presets, topology
+from alpa_lite.calibration import files
 from alpa_lite.errors import OptionError
 from alpa_lite.topology import Level
 
@@ -27,6 +28,9 @@ DEVICE_RESERVE = 0.1
 ALLOCATOR_RESERVE = 0.05
 #: The part of a machine's memory that is left to the operating system, Python and the compiler.
 HOST_RESERVE = 0.25
+
+#: The environment variable that names the file of a calibration for `Cluster.local()`.
+CALIBRATION = "ALPA_LITE_CALIBRATION"
 
 _TPU_CHIPS_PER_HOST = 4
 #: What is left of the f32 rate, that of TF32, for integers on vector units: 19.5 of 156 T/s on an A100.
@@ -64,6 +68,23 @@ class Dispatch:
         return self.task + self.device * devices
 
 
+@dataclass(frozen=True)
+class Curve:
+    """What a collective over groups of devices was measured to take: alpha + payload * beta seconds.
+
+    Attributes:
+      kind: as `alpa_lite.cost.CollectiveKind`.
+      group: the devices of a group on each level, as `alpa_lite.cost.MeshCost.group` says.
+      alpha: seconds.
+      beta: seconds per byte of payload.
+    """
+
+    kind: str
+    group: tuple[int, ...]
+    alpha: float
+    beta: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Devices, how they are joined, and how fast everything is.
@@ -87,6 +108,8 @@ class Cluster:
       tile: the elements that the matrix unit handles at once along m and n.
       parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
       dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
+      collectives: measured, in place of what the links say of these kinds and groups.
+      measured: what of all this was measured on the devices themselves, in words. Not part of the fingerprint.
       source: where the numbers are from. Not part of the fingerprint.
     """
 
@@ -108,6 +131,8 @@ class Cluster:
     tile: int = 128
     parallel_units: int = 1
     dispatch: Dispatch = Dispatch(presets.TASK_SECONDS)
+    collectives: tuple[Curve, ...] = ()
+    measured: tuple[str, ...] = ()
     source: str = "given by the caller"
 
     def __post_init__(self) -> None:
@@ -116,25 +141,53 @@ class Cluster:
         object.__setattr__(self, "peak_flops", tuple(sorted((str(k), float(v)) for k, v in peaks)))
         object.__setattr__(self, "topology", tuple(self.topology))
         object.__setattr__(self, "wraparound", tuple(self.wraparound))
+        object.__setattr__(self, "collectives", tuple(self.collectives))
+        object.__setattr__(self, "measured", tuple(self.measured))
         if isinstance(self.dispatch, int | float):
             object.__setattr__(self, "dispatch", Dispatch(float(self.dispatch)))
         _validate(self)
 
     @classmethod
-    def local(cls, devices: Sequence[Any] | None = None) -> Cluster:
+    def local(
+        cls, devices: Sequence[Any] | None = None, calibration: str | os.PathLike[str] | Literal["auto"] | None = "auto"
+    ) -> Cluster:
         """The cluster of `devices`, by default all that JAX has here.
 
         CPU devices share the machine's memory (or the control group's limit), cores and memory bandwidth evenly. GPUs
         and TPUs are looked up in the presets by `device_kind`; their memory is what the allocator reports, if it does.
 
+        Args:
+          devices: of one kind.
+          calibration: a file that `alpa-lite calibrate` wrote for these devices, whose figures count in place of the
+            presets'; "auto" stands for that which the environment variable `ALPA_LITE_CALIBRATION` names, if any.
+
         Raises:
-          OptionError: for a kind of device that no preset describes.
+          OptionError: for a kind of device that no preset describes, or a calibration of other devices.
         """
         if devices is None:
             import jax
 
             devices = jax.devices()
-        return _local(devices)
+        given = os.environ.get(CALIBRATION) if calibration == "auto" else calibration
+        return _local(devices) if given is None or given == "" else _measured(given, _local(devices))
+
+    @classmethod
+    def calibrated(cls, file: str | os.PathLike[str]) -> Cluster:
+        """The cluster that `alpa-lite calibrate` measured and wrote to a file. The devices need not be here.
+
+        Raises:
+          OptionError: the file cannot be read, or is damaged.
+        """
+        return files.read(file, lambda data: cls.from_json(data["cluster"]))
+
+    @classmethod
+    def named(cls, name: str) -> Cluster:
+        """The preset of a name, or with a name that ends in ".json" the cluster of a calibration's file.
+
+        Raises:
+          OptionError: there is neither.
+        """
+        return cls.calibrated(name) if name.endswith(".json") else cls.preset(name)
 
     @classmethod
     def preset(cls, name: str, nodes: int | None = None, topology: Sequence[int] | None = None) -> Cluster:
@@ -177,9 +230,9 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over every field but `source`."""
+        """16 hexadecimal digits over every field but `source` and `measured`."""
         fields = self.to_json()
-        del fields["source"]
+        del fields["source"], fields["measured"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def peak(self, dtype: Any) -> float:
@@ -267,7 +320,8 @@ class Cluster:
         """The fields as JSON values."""
         fields = dataclasses.asdict(self)
         fields["peak_flops"] = dict(self.peak_flops)
-        return fields | {"topology": list(self.topology), "wraparound": list(self.wraparound)}
+        fields["collectives"] = [dataclasses.asdict(curve) | {"group": list(curve.group)} for curve in self.collectives]
+        return fields | {name: list(fields[name]) for name in ("topology", "wraparound", "measured")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
@@ -283,7 +337,9 @@ class Cluster:
         links: dict[str, Any] = {
             key: Link(**data[key]) for key in ("node_link", "network_link", "card_link") if data[key] is not None
         }
-        return cls(**(dict(data) | links | {"dispatch": Dispatch(**data["dispatch"])}))
+        curves = tuple(Curve(**(curve | {"group": tuple(curve["group"])})) for curve in data["collectives"])
+        rest = {"dispatch": Dispatch(**data["dispatch"]), "collectives": curves, "measured": tuple(data["measured"])}
+        return cls(**(dict(data) | links | rest))
 
     def __str__(self) -> str:
         if self.topology:
@@ -335,6 +391,9 @@ def _validate(cluster: Cluster) -> None:
     require(
         right, "dispatch", "give Dispatch(seconds of a task, seconds for each of its devices), or seconds of a task"
     )
+    for curve in cluster.collectives:
+        right = all(isinstance(value, int | float) and value >= 0 for value in (curve.alpha, curve.beta))
+        require(right, "collectives", f"{curve} needs seconds >= 0")
     cards = cluster.devices_per_card
     require(cluster.devices_per_node % cards == 0, "devices_per_card", "it must divide devices_per_node")
     require(
@@ -402,6 +461,21 @@ def _local(devices: Sequence[Any]) -> Cluster:
     if per_node % cluster.devices_per_card:
         cluster = dataclasses.replace(cluster, card_link=None, devices_per_card=1)
     return dataclasses.replace(cluster, devices_per_node=per_node, **limit)
+
+
+def _measured(file: str | os.PathLike[str], here: Cluster) -> Cluster:
+    """The cluster of a calibration for the devices here, with the memory that they have now.
+
+    Of accelerators, fewer devices are as fast as those that were measured; CPU devices share one machine.
+    """
+    found = Cluster.calibrated(file)
+    fewer = here.num_devices < found.num_devices and here.platform != "cpu"
+    if found.device != here.device or not (fewer or here.num_devices == found.num_devices):
+        raise OptionError(
+            f"the calibration {str(file)!r} is of {found.num_devices} {found.device}, and here are {here.num_devices} "
+            f"{here.device}; write one of these with `alpa-lite calibrate`, or unset {CALIBRATION}"
+        )
+    return dataclasses.replace(found.part(here.num_devices), memory=here.memory, reserve=here.reserve)
 
 
 def _local_slice(name: str, devices: Sequence[Any]) -> Cluster:

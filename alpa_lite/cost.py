@@ -16,6 +16,8 @@ and alpha counts one step for starting the collective and those of the better of
 on each level. (An affine cost takes each term from the algorithm that is best at it; double binary trees nearly reach
 both.)
 
+Where a cluster has measured `collectives`, these are taken for the groups that they are of.
+
 **Torus dims** are one level together: an axis sends over all the torus dims that it lies on at once. A dim gives two
 links per device where the axis closes a ring and one where it is a line, divided by the number of groups that are
 interleaved on the same links; a step is a hop. All-to-all is bound by the bisection of the worst dim: with s devices a
@@ -34,7 +36,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from alpa_lite.cluster import Cluster
+from alpa_lite.cluster import Cluster, Curve
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.topology import Level, Piece, decompose
 
@@ -193,6 +195,8 @@ class MeshCost:
         rungs = self._rungs(frozenset(axes))
         if kind == "slice" or not rungs:
             return 0.0, 0.0
+        if self.cluster.collectives and (curve := self._curves.get((kind, self.group(axes)))):
+            return curve.alpha, curve.beta
         steps = sum(rung.steps for rung in rungs)
         launch = self.cluster.node_link.latency
         if kind == "collective_permute":
@@ -212,6 +216,26 @@ class MeshCost:
             beta += (rung.size - 1) / rung.size / (rung.bandwidth * inside)
             inside *= rung.size
         return (launch + 2 * steps, 2 * beta) if kind == "all_reduce" else (launch + steps, beta)
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, tuple[int, ...]], Curve]:
+        return {(curve.kind, curve.group): curve for curve in self.cluster.collectives}
+
+    def group(self, axes: Axes) -> tuple[int, ...]:
+        """How many devices a group over `axes` has on each level of the machine, innermost first.
+
+        (8,) are all devices of a node of eight, (1, 2) two devices of two nodes. Levels beyond the last that joins any
+        are left out; () is a device by itself, or a group that straddles a level unevenly.
+        """
+        if self._pieces is None:
+            return ()
+        sizes = [1] * len(self._levels)
+        for name, axis in zip(self.mesh.axis_names, self._pieces, strict=True):
+            for piece in axis if name in axes else ():
+                sizes[piece.level] *= piece.size
+        while sizes and sizes[0] == 1:
+            del sizes[0]
+        return tuple(reversed(sizes))
 
     def _rungs(self, axes: frozenset[str]) -> list[_Rung]:
         """The levels that a group over `axes` occupies, innermost first, the torus dims as one."""

@@ -109,7 +109,7 @@ class Options:
 
         put("method", _method(self.method))
         put("memory_per_device", _memory(self.memory_per_device))
-        put("cluster", Cluster.preset(self.cluster) if isinstance(self.cluster, str) else self.cluster)
+        put("cluster", Cluster.named(self.cluster) if isinstance(self.cluster, str) else self.cluster)
         for name in ("batch_argnums", "state_argnums", "static_argnums", "donate_argnums"):
             put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
         for name in ("batch_argnames", "state_argnames", "static_argnames"):

@@ -29,10 +29,13 @@ VIRTUAL_DEVICES = 8
 _LINES = 20  # of losses, whatever the number of steps
 
 
-def local_cluster(devices: int | None) -> Cluster:
+def local_cluster(devices: int | None, calibration: Literal["auto"] | None = "auto") -> Cluster:
     """The cluster of the first `devices` devices here; None for all accelerators, or eight virtual CPU devices.
 
     The number of virtual CPU devices can only be set before JAX first looks for devices; accelerators are unaffected.
+
+    Args:
+      calibration: as for `Cluster.local`.
 
     Raises:
       OptionError: if there are fewer devices.
@@ -46,7 +49,7 @@ def local_cluster(devices: int | None) -> Cluster:
         )
     if devices is None and found[0].platform == "cpu":
         devices = min(VIRTUAL_DEVICES, len(found))
-    return Cluster.local(found[:devices])
+    return Cluster.local(found[:devices], calibration=calibration)
 
 
 def abstract(

@@ -116,11 +116,28 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
             owned=verdict.owned,
         ),
         candidates=verdict.candidates,
-        notes=tuple(dict.fromkeys((*staged.traced.notes, *staged.loop.notes, *chain(*ordered), *notes(staged)))),
+        notes=tuple(
+            dict.fromkeys(
+                (
+                    *staged.traced.notes,
+                    *staged.loop.notes,
+                    *chain(*ordered),
+                    *notes(staged),
+                    *_measured(cluster),
+                )
+            )
+        ),
         ingredients=parts,
         products=figures.products(staged.stages, cluster),
         comparisons=verdict.others,
     )
+
+
+def _measured(cluster: Cluster) -> list[str]:
+    """What of the prices was measured, if anything was; where nothing was, all are the preset's."""
+    if not cluster.measured:
+        return []
+    return [f"prices measured on the devices: {', '.join(cluster.measured)}; all other prices are those of the preset"]
 
 
 def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective, float]]:

@@ -1,0 +1,195 @@
+"""Fits the parameters of a cluster to what was measured.
+
+Every fit makes the relative errors small, since operations of a microsecond and of a second matter in their own plans.
+
+    products      peak * efficiency of each dtype, and one tile for all (and for one dtype after the other the same
+                  parallel units as the preset has): the formula of `MeshCost.matmul`, with the least mean |log ratio|
+    elementwise   bytes/s of memory: twice the array's bytes over the seconds, their geometric mean
+    collectives   alpha and beta >= 0 of each kind and group: least squares of (alpha + payload * beta) / seconds - 1
+    dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
+    links         where permutations between the devices of a node were measured: their bandwidth and latency, for
+                  transfers and for groups that were not measured
+
+What was not measured stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from alpa_lite.calibration.samples import Sample
+from alpa_lite.cluster import Cluster, Curve, Dispatch, Link
+from alpa_lite.cost import MeshCost
+from alpa_lite.layout import LogicalMesh
+
+TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""The tiles that are tried."""
+
+LARGEST = 0.9
+"""The share of the peak that large products are taken to reach where no peak is known: of CPU devices, and where the
+measured rate exceeds that of the data sheet."""
+
+_ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One fit.
+
+    Attributes:
+      name: of what, such as "all_reduce over 8".
+      parameters: what was found, by name, in seconds, bytes and FLOP.
+      error: the median of |predicted / measured - 1|; worst: the greatest.
+      count: of samples.
+    """
+
+    name: str
+    parameters: Mapping[str, float]
+    error: float
+    worst: float
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**vars(self), "parameters": dict(self.parameters)}
+
+
+def fitted(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
+    """The cluster with every parameter for which there are samples, and the fits.
+
+    Args:
+      cluster: what is known without measuring.
+      missing: how many further samples there was no time for.
+    """
+    by: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by.setdefault("dispatch" if sample.figure in ("run", "transfer") else sample.figure, []).append(sample)
+    fits: list[Fit] = []
+    said: list[str] = []
+    if "elementwise" in by:
+        fit, cluster = _memory(cluster, by["elementwise"])
+        fits.append(fit)
+        said.append("memory bandwidth")
+    if "product" in by:
+        found, cluster = _products(cluster, by["product"])
+        fits += found
+        said.append(f"products in {', '.join(sorted({sample.dtype for sample in by['product']}))}")
+    if "collective" in by:
+        found, cluster = _collectives(cluster, by["collective"])
+        fits += found
+        said.append(f"{len(found)} kinds and groups of collectives")
+    if "dispatch" in by:
+        fit, cluster = _dispatch(cluster, by["dispatch"])
+        fits.append(fit)
+        said.append("the start of tasks")
+    if missing:
+        said.append(f"{missing} of {len(samples) + missing} measurements did not fit into the time")
+    return tuple(fits), dataclasses.replace(cluster, measured=tuple(said))
+
+
+def errors(predicted: Iterable[float], measured: Iterable[float]) -> tuple[float, float, int]:
+    """The median and the greatest relative error, and the number of samples."""
+    each = np.array([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
+    return float(np.median(each)), float(each.max()), len(each)
+
+
+def _memory(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+    rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
+    rate = math.exp(float(np.mean(np.log(rates))))
+    fit = Fit("memory", {"bytes/s": rate}, *errors((rate for _ in rates), rates))
+    return fit, dataclasses.replace(cluster, memory_bandwidth=rate)
+
+
+def _products(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:
+    """The tile that explains all dtypes best, each with a rate of its own."""
+    dtypes = sorted({sample.dtype for sample in samples})
+    groups = [[sample for sample in samples if sample.dtype == dtype] for dtype in dtypes]
+
+    def rated(tile: int) -> tuple[float, list[float]]:
+        shaped = dataclasses.replace(cluster, tile=tile)
+        found = [_rate(shaped, group) for group in groups]
+        return sum(loss * len(group) for (loss, _), group in zip(found, groups, strict=True)), [r for _, r in found]
+
+    (_, rates), tile = min(((rated(tile), tile) for tile in TILES), key=lambda one: one[0][0])
+    peaks = dict(cluster.peak_flops)
+    largest = max(rate / cluster.peak(dtype) for dtype, rate in zip(dtypes, rates, strict=True))
+    share = largest if largest <= 1 and cluster.platform != "cpu" else LARGEST
+    peaks |= {dtype: rate / share for dtype, rate in zip(dtypes, rates, strict=True)}
+    cluster = dataclasses.replace(cluster, tile=tile, peak_flops=peaks, matmul_efficiency=share)
+    cost = _one(cluster)
+    out = []
+    for dtype, rate, group in zip(dtypes, rates, groups, strict=True):
+        measured = [sample.seconds for sample in group]
+        out.append(
+            Fit(
+                f"products in {dtype}", {"FLOP/s": rate, "tile": tile},
+                *errors((_product(cost, sample) for sample in group), measured),
+            )
+        )  # fmt: skip
+    return out, cluster
+
+
+def _rate(cluster: Cluster, samples: Sequence[Sample]) -> tuple[float, float]:
+    """(loss, FLOP/s) of large products of one dtype, for the tile of the cluster."""
+    peak = cluster.peak(samples[0].dtype)
+    best = (math.inf, peak)
+    reached = [2.0 * math.prod(s.sizes) / s.seconds for s in samples]
+    for rate in np.geomspace(min(reached), 8 * max(reached), 121):
+        cost = _one(dataclasses.replace(cluster, peak_flops={"f32": rate, samples[0].dtype: rate}, matmul_efficiency=1))
+        loss = float(np.mean([abs(math.log(_product(cost, sample) / sample.seconds)) for sample in samples]))
+        best = min(best, (loss, float(rate)))
+    return best
+
+
+def _one(cluster: Cluster) -> MeshCost:
+    return MeshCost(cluster, LogicalMesh((1,), ("x",)))
+
+
+def _product(cost: MeshCost, sample: Sample) -> float:
+    m, n, k = sample.sizes
+    return cost.matmul(m, n, k, 1, sample.dtype, _ITEMSIZE[sample.dtype])
+
+
+def affine(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """a, b >= 0 with the least sum of squares of (a + amount * b) / seconds - 1."""
+    times, x = np.asarray(seconds, dtype=np.float64), np.asarray(amounts, dtype=np.float64)
+    scale = max(float(x.max()), 1e-300)
+    (a, b), _ = nnls(np.stack([1 / times, x / scale / times], axis=1), np.ones(len(times)))
+    return float(a), float(b) / scale
+
+
+def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:
+    """A curve for each kind and group with two payloads or more; the link of a node from permutations."""
+    fits, curves = [], []
+    samples = sorted(samples, key=lambda s: (s.kind, s.group, s.sizes))
+    for (kind, group), some in itertools.groupby(samples, key=lambda s: (s.kind, s.group)):
+        own = list(some)
+        if len({sample.sizes for sample in own}) < 2:
+            continue
+        payloads, seconds = [sample.sizes[0] for sample in own], [sample.seconds for sample in own]
+        alpha, beta = affine(payloads, seconds)
+        curves.append(Curve(kind, group, alpha, beta))
+        size = " x ".join(map(str, reversed(group)))
+        found = {"alpha": alpha, "beta": beta}
+        fits.append(Fit(f"{kind} over {size}", found, *errors((alpha + p * beta for p in payloads), seconds)))
+    near = [c for c in curves if c.kind == "collective_permute" and len(c.group) == 1 and c.beta > 0]
+    if near:
+        found = min(near, key=lambda curve: curve.group)
+        cluster = dataclasses.replace(cluster, node_link=Link(1 / found.beta, found.alpha / 2))
+    return fits, dataclasses.replace(cluster, collectives=tuple(curves))
+
+
+def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+    devices, seconds = [sample.sizes[0] for sample in samples], [sample.seconds for sample in samples]
+    task, device = affine(devices, seconds)
+    found = Dispatch(task, device)
+    fit = Fit("dispatch", {"task": task, "device": device}, *errors(map(found.seconds, devices), seconds))
+    return fit, dataclasses.replace(cluster, dispatch=found)

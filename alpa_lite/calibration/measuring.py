@@ -1,0 +1,246 @@
+"""Measures devices, all at once: the only module of the library that times something to plan with it.
+
+An operation of the device is repeated in a loop inside one compiled program, whose number of rounds is an argument: the
+seconds of `n` rounds less those of none, divided by `n`. Each round depends on the one before by one element, so that
+the compiler can neither leave a round out nor join two. What starts a task is measured as a pipeline does it: every
+submesh is given its turn, and nothing is waited for until the end.
+
+All cases are compiled first and then measured in turn, several times, so that what disturbs the machine for a second
+disturbs a little of everything. Of each case the lower quartile counts: other processes can only slow it down.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.calibration import samples
+from alpa_lite.calibration.fitting import fitted
+from alpa_lite.calibration.samples import Grid, Sample
+from alpa_lite.calibration.storing import Calibration
+from alpa_lite.cluster import Cluster
+from alpa_lite.errors import OptionError
+from alpa_lite.layout import Axes, LogicalMesh
+
+COMPILING = 0.6
+"""The share of the time in which cases are compiled; what has not been by then is left out."""
+
+ONE = 0.012
+"""Seconds of one timing, about: a hundred times what the clock and the call disturb it by."""
+
+ROUNDS = 25
+"""How often each case is timed at most."""
+
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64}
+_TASKS = 48  # of one timing of what starts tasks
+_VALUES = 5  # arguments of a task, as pipelines have in the mean (benchmarks/results/pipeline_overhead.json)
+_TINY = 1e-30
+
+Case = Callable[[], float]
+"""Times one operation once: its seconds."""
+
+Count = Callable[[str, int, int], None]
+"""Called with what is counted, how many are done, and how many there are."""
+
+
+def calibrate(
+    devices: Sequence[Any] | int | None = None, *, seconds: float = 60.0, grid: Grid | None = None,
+    progress: Count = lambda what, done, total: None,
+) -> Calibration:  # fmt: skip
+    """Measures devices and fits a cluster to them.
+
+    Args:
+      devices: or how many of those that JAX has here, by default all; they must belong to this process.
+      seconds: about how long it may take, compiling included. What there is no time for stays as the preset says.
+      grid: the sizes that are measured; by default those of `Grid.of`.
+      progress: told how many cases have been compiled and measured.
+
+    Raises:
+      OptionError: the devices belong to several processes, no preset describes them, or there is too little time.
+    """
+    found = list(jax.devices()[:devices] if devices is None or isinstance(devices, int) else devices)
+    if any(device.process_index != jax.process_index() for device in found):
+        raise OptionError("calibrate: the devices belong to several processes; calibrate those of one node")
+    started = time.perf_counter()
+    cluster = Cluster.local(found, calibration=None)
+    grid = Grid.of(cluster.platform) if grid is None else grid
+    wanted = list(samples.cases(grid, cluster))
+    ready: list[tuple[Sample, Case]] = []
+    for number, (sample, mesh, axes) in enumerate(wanted):
+        if time.perf_counter() - started > COMPILING * seconds:
+            break
+        progress("cases compiled", number, len(wanted))
+        ready.append((sample, case(sample, found, mesh, axes)))
+    measured = list(rounds(ready, started + seconds, progress))
+    if not measured:
+        raise OptionError(f"seconds={seconds!r}: nothing could be compiled and measured in that time; give more")
+    fits, fit = fitted(cluster, measured, len(wanted) - len(measured))
+    return Calibration.now(fit, fits, tuple(measured), len(wanted), time.perf_counter() - started)
+
+
+def rounds(ready: Sequence[tuple[Sample, Case]], end: float, progress: Count) -> Iterator[Sample]:
+    """Times all cases in turn until `end`, once at least and `ROUNDS` times at most: the samples with their seconds."""
+    times: list[list[float]] = [[] for _ in ready]
+    for turn in range(ROUNDS):
+        progress("rounds measured", turn, ROUNDS)
+        for own, (_, timed) in zip(times, ready, strict=True):
+            if turn and time.perf_counter() > end:
+                break
+            own.append(timed())
+    for own, (sample, _) in zip(times, ready, strict=True):
+        least = float(np.quantile([one for one in own if one > 0] or [0.0], 0.25))
+        if least > 0:
+            yield Sample(**(vars(sample) | {"seconds": least}))
+
+
+def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes: Axes) -> Case:
+    """Compiles what a sample is of, and runs it once."""
+    match sample.figure:
+        case "run":
+            return _tasks(_runs(sample.sizes[0], devices))
+        case "transfer":
+            return _tasks(_transfers(sample.sizes[0], devices))
+        case "product":
+            m, n, k = sample.sizes
+            dtype = _DTYPES[sample.dtype]
+            return _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
+        case "elementwise":
+            return _loop(devices, None, _elementwise, [((sample.sizes[0] // 4,), jnp.float32)])
+        case "collective":
+            assert mesh is not None
+            operation, size = _collective(sample.kind, mesh, axes, max(1, sample.sizes[0] // 4))
+            return _loop(devices, mesh, operation, [((size,), jnp.float32)])
+
+
+# -- operations of devices --------------------------------------------------------------------------------------------
+
+
+def _product(x: Any, weights: Any) -> Any:
+    out = x @ weights
+    return x.at[0, 0].set(out[0, 0] * _TINY)
+
+
+def _elementwise(x: Any) -> Any:
+    return x * 0.999 + 0.001
+
+
+def _collective(kind: str, mesh: LogicalMesh, axes: Axes, elements: int) -> tuple[Callable[[Any], Any], int]:
+    """What a round does to each device's operand, and the operand's elements, for a payload of so many elements."""
+    size = mesh.product(axes)
+    rounded = max(1, elements // size) * size
+
+    def then(x: Any, out: Any) -> Any:
+        return x.at[0].set(out.reshape(-1)[0] * _TINY)
+
+    if kind == "all_reduce":
+        return lambda x: then(x, jax.lax.psum(x, axes)), rounded
+    if kind == "all_gather":
+        return lambda x: then(x, jax.lax.all_gather(x, axes, tiled=True)), rounded // size
+    if kind == "reduce_scatter":
+        return lambda x: then(x, jax.lax.psum_scatter(x, axes, tiled=True)), rounded
+    if kind == "all_to_all":
+        return lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True), rounded
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    return lambda x: jax.lax.ppermute(x, axes, ring), rounded
+
+
+def _loop(
+    devices: Sequence[Any], logical: LogicalMesh | None, operation: Callable[..., Any], operands: Sequence[Any]
+) -> Case:
+    """Times an operation on blocks of arrays that every device has: the first operand goes round."""
+    logical = LogicalMesh((len(devices),), ("x",)) if logical is None else logical
+    mesh = Mesh(np.array(devices).reshape(logical.shape), logical.axis_names)
+    spec = PartitionSpec(logical.axis_names)
+    sharding = NamedSharding(mesh, spec)
+
+    def local(count: Any, first: Any, *rest: Any) -> Any:
+        turn = functools.partial(_turn, operation, [x[0] for x in rest])
+        return jax.lax.fori_loop(0, count, turn, first[0])[None]
+
+    whole = jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), *(spec for _ in operands)), out_specs=spec, check_vma=False
+    )
+    arrays = [
+        jax.jit(lambda s=shape, d=dtype: jnp.full((len(devices), *s), 0.5, d), out_shardings=sharding)()
+        for shape, dtype in operands
+    ]
+    run = jax.jit(whole).lower(jnp.int32(1), *arrays).compile()
+    counts = {n: jax.device_put(np.int32(n), NamedSharding(mesh, PartitionSpec())) for n in (0, 1)}
+
+    def seconds(count: int) -> float:
+        if count not in counts:
+            counts[count] = jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec()))
+            jax.block_until_ready(counts[count])
+        start = time.perf_counter()
+        jax.block_until_ready(run(counts[count], *arrays))
+        return time.perf_counter() - start
+
+    seconds(1)
+    count = 1
+    while count < 2**20 and (found := seconds(count)) < ONE:
+        count = count * 2 if found < ONE / 8 else max(count + 1, int(count * ONE / found))
+    return lambda: (seconds(count) - seconds(0)) / count
+
+
+def _turn(operation: Callable[..., Any], rest: Sequence[Any], number: Any, x: Any) -> Any:
+    del number
+    return operation(x, *rest)
+
+
+# -- what starts tasks ------------------------------------------------------------------------------------------------
+
+
+def _submeshes(size: int, devices: Sequence[Any]) -> list[NamedSharding]:
+    """The devices in submeshes of a size, as shardings of arrays over each."""
+    parts = [devices[i : i + size] for i in range(0, len(devices), size)]
+    return [NamedSharding(Mesh(np.array(part), ("x",)), PartitionSpec("x")) for part in parts]
+
+
+def _runs(size: int, devices: Sequence[Any]) -> Callable[[int, dict[int, Any]], Any]:
+    """Starts the next executable of a submesh on what the one before made."""
+    start: dict[int, Any] = {}
+    compiled = []
+    for number, sharding in enumerate(_submeshes(size, devices)):
+        start[number] = [jax.device_put(np.full((8 * size,), 0.5, np.float32), sharding) for _ in range(_VALUES)]
+        step = jax.jit(lambda *values: [x + 1.0 for x in values], out_shardings=[sharding] * _VALUES)
+        compiled.append(step.lower(*start[number]).compile())
+
+    def task(number: int, values: dict[int, Any]) -> None:
+        here = number % len(compiled)
+        values[here] = compiled[here](*values.get(here, start[here]))
+
+    return task
+
+
+def _transfers(size: int, devices: Sequence[Any]) -> Callable[[int, dict[int, Any]], Any]:
+    """Starts the transfer of an array to the next submesh."""
+    shardings = _submeshes(size, devices)
+    start = [jax.device_put(np.full((8 * size,), 0.5, np.float32), sharding) for sharding in shardings]
+
+    def task(number: int, values: dict[int, Any]) -> None:
+        here = number % len(shardings)
+        values[number] = jax.device_put(start[here], shardings[(here + 1) % len(shardings)])
+
+    return task
+
+
+def _tasks(task: Callable[[int, dict[int, Any]], Any]) -> Case:
+    """Times many tasks, from the first start to the last result, divided by their number."""
+
+    def timed() -> float:
+        values: dict[int, Any] = {}
+        start = time.perf_counter()
+        for number in range(_TASKS):
+            task(number, values)
+        jax.block_until_ready(values)
+        return (time.perf_counter() - start) / _TASKS
+
+    timed()
+    return timed

@@ -1,0 +1,118 @@
+"""What is measured: a value for each measurement, and the list of those that a calibration makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import CollectiveKind, MeshCost
+from alpa_lite.layout import Axes, LogicalMesh
+
+Figure = Literal["product", "elementwise", "collective", "run", "transfer"]
+"""What a sample is of.
+
+    product      a matrix product of [m, k] and [k, n] on each device; `sizes` is (m, n, k)
+    elementwise  one operation that reads and writes an array of `sizes` bytes on each device
+    collective   `kind` over groups of devices; `sizes` is the payload in bytes, as `cost.MeshCost` counts it
+    run          the start of an executable on `sizes` devices
+    transfer     the start of a transfer between submeshes of `sizes` devices
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Attributes:
+      figure: what it is of.
+      sizes: as `Figure` says.
+      seconds: of one operation, on all devices at once; 0 before it is measured.
+      dtype: of the operands, by its short name.
+      kind: of a collective.
+      group: of a collective, the devices of a group on each level, as `MeshCost.group` says.
+    """
+
+    figure: Figure
+    sizes: tuple[int, ...]
+    seconds: float = 0.0
+    dtype: str = "f32"
+    kind: str = ""
+    group: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**vars(self), "sizes": list(self.sizes), "group": list(self.group)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Sample:
+        """The sample that `to_json` wrote. Raises TypeError, KeyError or ValueError for damaged data."""
+        found = cls(**(data | {"sizes": tuple(data["sizes"]), "group": tuple(data["group"])}))
+        if found.figure not in get_args(Figure) or not found.seconds > 0:
+            raise ValueError(f"a sample of {found.figure!r} with {found.seconds!r} seconds")
+        return found
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes that are measured.
+
+    Attributes:
+      products: dtype and (m, n, k).
+      elementwise: bytes of the array on each device.
+      payloads: bytes, of each kind of collective and each group of devices.
+    """
+
+    products: tuple[tuple[str, tuple[int, int, int]], ...]
+    elementwise: tuple[int, ...]
+    payloads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, platform: str) -> Grid:
+        """The usual sizes: what one device of a plan has to do, on a CPU device a hundred times less."""
+        if platform == "cpu":
+            cubes = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512))
+            flat = ((16, 256, 256), (64, 512, 128), (256, 64, 512), (512, 512, 32))
+            halves = ((64, 64, 64), (256, 256, 256))
+            payloads, elementwise = (2**12, 2**15, 2**18, 2**21), (2**19, 2**21, 2**23)
+        else:
+            cubes = ((512,) * 3, (1024,) * 3, (2048,) * 3, (4096,) * 3)
+            flat = ((128, 4096, 4096), (4096, 4096, 128), (8192, 1024, 4096), (256, 8192, 1024))
+            halves = (*cubes, *flat, (8192,) * 3)
+            payloads, elementwise = (2**14, 2**18, 2**22, 2**26), (2**24, 2**27, 2**29)
+        products = [*(("f32", sizes) for sizes in (*cubes, *flat)), *(("bf16", sizes) for sizes in halves)]
+        return cls(tuple(products), elementwise, payloads)
+
+
+def cases(grid: Grid, cluster: Cluster) -> Iterator[tuple[Sample, LogicalMesh | None, Axes]]:
+    """What is to be measured, the most important first since time may not suffice; of a collective the mesh and axes.
+
+    Products, arrays and the start of tasks come first, then collectives, those over the most devices before others.
+    """
+    count = cluster.num_devices
+    work = [Sample("product", sizes, dtype=dtype) for dtype, sizes in grid.products]
+    moves = [Sample("elementwise", (size,)) for size in grid.elementwise]
+    sizes = [size for size in (1 << n for n in range(count.bit_length())) if count % size == 0]
+    starts = [Sample("run", (size,)) for size in sizes]
+    starts += [Sample("transfer", (size,)) for size in sizes if 2 * size <= count]
+    for sample in (*work, *moves, *starts):
+        yield sample, None, ()
+    for group, (mesh, axes) in groups(cluster).items():
+        for kind in get_args(CollectiveKind):
+            for payload in grid.payloads:
+                yield Sample("collective", (payload,), kind=kind, group=group), mesh, axes
+
+
+def groups(cluster: Cluster) -> dict[tuple[int, ...], tuple[LogicalMesh, Axes]]:
+    """The groups of devices that collectives of plans run over, the largest first, each with a mesh that has it."""
+    found: dict[tuple[int, ...], tuple[LogicalMesh, Axes]] = {}
+    for shape in cluster.mesh_shapes():
+        mesh = LogicalMesh(shape, tuple("xyz"[: len(shape)]))
+        cost = MeshCost(cluster, mesh)
+        for number in range(1, 1 << len(shape)):
+            axes = tuple(name for i, name in enumerate(mesh.axis_names) if number >> i & 1)
+            group = cost.group(axes)
+            if group:
+                found.setdefault(group, (mesh, axes))
+    return dict(sorted(found.items(), key=lambda item: (-item[1][0].product(item[1][1]), item[0])))

@@ -1,0 +1,38 @@
+"""What a calibration found, as text: for each fit its parameters and how far off it is (`alpa-lite calibrate`)."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.text import Text
+
+from alpa_lite.calibration.fitting import Fit
+from alpa_lite.calibration.storing import Calibration
+from alpa_lite.report import units
+from alpa_lite.report.tables import add, section, table
+
+
+def renderable(found: Calibration) -> Group:
+    """The calibration as a Rich renderable."""
+    machine = found.cluster
+    head = Text(f"{machine.num_devices} {machine.device} calibrated", style="bold")
+    head.append(
+        f" in {units.seconds(found.seconds)} (JAX {found.jax}): {len(found.samples)} of {found.wanted} measurements",
+        style="not bold",
+    )
+    rows = table("figure", "found", "samples", "median error", "worst", right=(2, 3, 4))
+    for fit in found.fits:
+        add(rows, fit.name, _said(fit), str(fit.count), units.percent(fit.error, 1.0), units.percent(fit.worst, 1.0))
+    return Group(head, section("Fits", rows))
+
+
+def _said(fit: Fit) -> str:
+    """The parameters of a fit in words."""
+    values = fit.parameters
+    if "bytes/s" in values:
+        return f"{values['bytes/s'] / 1e9:.3g} GB/s"
+    if "FLOP/s" in values:
+        return f"{values['FLOP/s'] / 1e9:,.0f} GFLOP/s, tile {values['tile']:.0f}"
+    if "task" in values:
+        return f"{units.seconds(values['task'])} a task, {units.seconds(values['device'])} for each of its devices"
+    rate = f" + bytes / {1e-9 / values['beta']:.3g} GB/s" if values["beta"] else ""
+    return f"{units.seconds(values['alpha'])}{rate}"

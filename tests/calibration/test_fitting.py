@@ -1,0 +1,104 @@
+"""Fits recover the parameters of a machine from what it would take, and say how far off they are."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from alpa_lite.calibration import fitting, samples
+from alpa_lite.calibration.samples import Grid, Sample
+from alpa_lite.cluster import Cluster, Dispatch, Link
+from alpa_lite.cost import MeshCost
+from alpa_lite.layout import LogicalMesh
+
+ASSUMED = Cluster(
+    device="x", platform="cpu", devices_per_node=8, memory=2**30, peak_flops={"f32": 1e12, "bf16": 1e12, "f64": 5e11},
+    memory_bandwidth=1e11, node_link=Link(1e10, 1e-6), tile=128,
+)  # fmt: skip
+TRUE = dataclasses.replace(
+    ASSUMED, peak_flops={"f32": 3e10, "bf16": 9e10}, matmul_efficiency=1.0, tile=16, memory_bandwidth=5e9,
+    node_link=Link(2e9, 2e-5), dispatch=Dispatch(1e-5, 4e-5),
+)  # fmt: skip
+GRID = Grid.of("cpu")
+
+
+def ideal(sample: Sample, mesh: LogicalMesh | None, axes: tuple[str, ...]) -> float:
+    """What an operation takes on a machine that is as the cost model says."""
+    one = MeshCost(TRUE, LogicalMesh((1,), ("x",)))
+    match sample.figure:
+        case "product":
+            m, n, k = sample.sizes
+            return one.matmul(m, n, k, 1, sample.dtype, {"f32": 4, "bf16": 2}[sample.dtype])
+        case "elementwise":
+            return 2 * sample.sizes[0] / TRUE.memory_bandwidth
+        case "run" | "transfer":
+            return TRUE.dispatch.seconds(sample.sizes[0])
+    assert mesh is not None
+    return MeshCost(TRUE, mesh).collective(sample.kind, axes, sample.sizes[0])
+
+
+def measured(noise: float = 0.0, figures: tuple[str, ...] = ()) -> list[Sample]:
+    random = np.random.default_rng(0)
+    return [
+        dataclasses.replace(case, seconds=ideal(case, mesh, axes) * (1 + noise * random.uniform(-1, 1)))
+        for case, mesh, axes in samples.cases(GRID, ASSUMED)
+        if not figures or case.figure in figures
+    ]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_machine_is_recovered(noise: float) -> None:
+    fits, found = fitting.fitted(ASSUMED, measured(noise))
+    near = pytest.approx(1.0, rel=0.03 + noise)
+    assert found.tile == TRUE.tile
+    for dtype in ("f32", "bf16"):
+        assert found.peak(dtype) * found.matmul_efficiency / TRUE.peak(dtype) == near
+    assert found.memory_bandwidth / TRUE.memory_bandwidth == near
+    assert found.dispatch.device / TRUE.dispatch.device == near
+    mesh = LogicalMesh((2, 4), ("a", "b"))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"):
+        for axes in (("a",), ("b",), ("a", "b")):
+            for payload in (2**13, 2**20):
+                was = MeshCost(TRUE, mesh).collective(kind, axes, payload)
+                assert MeshCost(found, mesh).collective(kind, axes, payload) / was == near
+    assert max(fit.error for fit in fits) <= 0.02 + noise
+
+
+def test_the_error_of_a_fit_is_that_of_what_the_model_cannot_say() -> None:
+    """Memory that is twice as fast for small arrays: the mean lies between."""
+    cases = [Sample("elementwise", (2**20,), 2**21 / 2e9), Sample("elementwise", (2**22,), 2**23 / 1e9)]
+    (fit,), found = fitting.fitted(ASSUMED, cases)
+    assert found.memory_bandwidth == pytest.approx(2**0.5 * 1e9)
+    assert (fit.worst, fit.count) == (pytest.approx(2**0.5 - 1), 2)
+
+
+def test_what_was_not_measured_stays_as_it_was() -> None:
+    _, found = fitting.fitted(ASSUMED, measured(figures=("run", "transfer")), missing=3)
+    assert found.dispatch.device == pytest.approx(4e-5)
+    assert dataclasses.replace(found, dispatch=ASSUMED.dispatch, measured=()) == ASSUMED
+    assert found.measured[0] == "the start of tasks" and "3 of 10 measurements" in found.measured[1]
+    one = [dataclasses.replace(case, seconds=1.0) for case, _, _ in samples.cases(GRID, ASSUMED) if case.kind][:1]
+    assert fitting.fitted(ASSUMED, one)[1].collectives == ()  # one payload has no slope
+
+
+def test_peaks_that_nobody_measured_stay() -> None:
+    _, found = fitting.fitted(ASSUMED, measured(figures=("product",)))
+    assert found.peak("f64") == ASSUMED.peak("f64")
+    fast = [dataclasses.replace(case, seconds=1e-7) for case in measured(figures=("product",))]
+    gpu = fitting.fitted(dataclasses.replace(ASSUMED, platform="cuda"), fast)[1]
+    assert gpu.peak("f32") * gpu.matmul_efficiency > ASSUMED.peak("f32")  # faster than the data sheet
+
+
+def test_rates_are_never_negative() -> None:
+    alpha, beta = fitting.affine([1.0, 2.0, 4.0], [4.0, 2.0, 1.0])
+    assert alpha > 0 and beta == 0
+
+
+def test_cases_have_all_groups_of_a_machine_once_and_products_first() -> None:
+    cases = [case for case, _, _ in samples.cases(GRID, ASSUMED)]
+    assert len(set(cases)) == len(cases) == 80
+    assert [case.figure for case in cases[:10]] == ["product"] * 10
+    assert {case.group for case in cases if case.kind} == {(2,), (4,), (8,)}
+    nodes = dataclasses.replace(ASSUMED, nodes=2, network_link=Link(1e9, 1e-5))
+    assert set(samples.groups(nodes)) >= {(8, 2), (8,), (1, 2), (2, 2)}
+    assert {case.figure for case, _, _ in samples.cases(GRID, ASSUMED.part(1))} == {"product", "elementwise", "run"}
