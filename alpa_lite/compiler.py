@@ -28,13 +28,16 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, Op
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options, Sharded
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
-from alpa_lite.passes.layers.division import Divisible, divided, divisible
+from alpa_lite.passes.layers.division import Divisible, divided, divisible, recomputing
+from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
+from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
+from alpa_lite.passes.programs.ways import Outcome, Way
 from alpa_lite.passes.sharding import search, wishes, worth
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.stages import planning, promise, staging, submeshes
@@ -226,7 +229,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     mesh, reason = None, None
     if asked.one_mesh:
         try:
-            mesh = one_mesh(run, step, asked.within(ONE_MESH * asked.deadline.left) if asked.pipelines else asked)
+            within = asked.within(ONE_MESH * asked.deadline.left) if asked.pipelines else asked
+            mesh = one_mesh(run, step, within, asked.remat[:1] if asked.pipelines else asked.remat)
         except InfeasibleError as error:
             if not asked.pipelines:
                 raise
@@ -246,10 +250,10 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         if mesh is None:
             if reason is None:
                 raise
-            again = recomputed(run, step, asked)
-            if again is None:
+            try:
+                return one_mesh(run, step, asked, asked.remat[1:])
+            except (InfeasibleError, MicrobatchError):
                 raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
-            return again
         return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
     if mesh is None:
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
@@ -259,60 +263,35 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     return beside(noted(mesh, note), "pipeline", found)
 
 
-def one_mesh(run: Passes, step: Step, asked: Asked) -> Staged:
+def one_mesh(run: Passes, step: Step, asked: Asked, remats: Sequence[Choice]) -> Staged:
     """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
 
-    Where the step does not fit as it is, fewer examples at a time cost least; where that does not help either, and no
-    pipeline is to be tried before, the backward pass computes again what it does not save.
+    Args:
+      remats: what the backward pass may compute again so that the step fits; where it fits, all that is allowed is
+        weighed.
 
     Raises:
       InfeasibleError: nothing fits.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
-    try:
-        return whole(run, step, asked, asked.num_microbatches or 1, asked.remat[0])
-    except InfeasibleError as error:
-        first = error
-    if asked.num_microbatches is None:
-        try:
-            return in_parts(run, step, asked, first)
-        except InfeasibleError as error:
-            first = error
-    again = None if asked.pipelines else recomputed(run, step, asked)
-    if again is None:
-        raise first
-    return again
-
-
-def in_parts(run: Passes, step: Step, asked: Asked, first: InfeasibleError) -> Staged:
-    """One mesh with the least power of two of micro-batches that fits, where one, with the error `first`, does not."""
-
-    def solve(count: int) -> Staged:
-        return noted(whole(run, step, asked, count, asked.remat[0]), numbers.fewer_do_not_fit(count, asked.budget))
-
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-    return numbers.least(solve, first, floor, asked.budget)
+    solve = functools.partial(whole, run, step, asked)
+    found = ways.best(
+        solve, remats, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
+        also=asked.remat[len(remats) :] if remats == asked.remat[:1] else (),
+    )  # fmt: skip
+    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
+    return noted(found.value, *found.notes, *late)
 
 
-def recomputed(run: Passes, step: Step, asked: Asked) -> Staged | None:
-    """One mesh whose backward pass computes again what it does not save: the least that fits; None if nothing does."""
-    for remat in asked.remat[1:]:
-        try:
-            found = whole(run, step, asked, asked.num_microbatches or 1, remat)
-        except (InfeasibleError, MicrobatchError):
-            continue
-        return noted(found, f"rematerialisation {remat!r}: with less, the step does not fit into the memory")
-    return None
-
-
-def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "none") -> Staged:
+def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Outcome[Staged]:
     """The whole step as one stage, on the best mesh of all devices within the budget.
 
     Raises:
-      InfeasibleError: no mesh fits.
+      InfeasibleError: no mesh fits. Beaten: with a cutoff, no plan below it was found.
       MicrobatchError: the step cannot be cut into as many micro-batches.
     """
-    loop = looped(run, step, asked, count, remat)
+    loop, layers = looped(run, step, asked, way)
     traced = loop.traced
     rules = step.rules
     if traced is not step.traced:
@@ -321,6 +300,7 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
         budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, deadline=asked.deadline,
+        cutoff=cutoff,
         progress=run.count,
     )  # fmt: skip
     costs = ()
@@ -336,7 +316,8 @@ def whole(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "no
     late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
     if late:
         costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
-    return noted(run("programs", programs.single, loop, planned, verdict, remat), *costs)
+    staged = noted(run("programs", programs.single, loop, planned, verdict, str(way.remat)), *costs)
+    return Outcome(staged, solution.objective, found.free, layers)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = False) -> Staged:
@@ -493,18 +474,19 @@ def solve_stages(
     return tuple(out)
 
 
-def looped(run: Passes, step: Step, asked: Asked, count: int, remat: Choice = "none") -> Accumulated:
-    """The step as one mesh runs it: with several micro-batches a loop over them.
+def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:
+    """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
 
-    What computes forward values again does so in the body of a loop, be it of one micro-batch.
+    What computes forward values again does so in the body of a loop, be it of one micro-batch. Layers are counted only
+    there.
     """
-    if count == 1 and remat == "none":
-        return Accumulated(step.traced, -1, 1, ())
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    if remat == "none":
-        return loop
+    if way == Way():
+        return Accumulated(step.traced, -1, 1, ()), 0
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, **asked.inexact)
+    if way.remat == NOTHING:
+        return loop, 0
     layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
-    return run("layers", divided, layers, (), (remat,)).accumulated
+    return run("layers", recomputing, layers, way.remat), len(layers.layering.layers)
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -517,13 +499,13 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     division, verdict = plan.division, Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
-        loop = looped(run, step, asked, plan.num_microbatches, remat)
+        loop, _ = looped(run, step, asked, Way(plan.num_microbatches, remat))
         graph = staging.whole(loop.traced, loop.scan)
         communication = asked.options.communication
         decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
         verdict = replace(verdict, candidates=decided.found.candidates)
         planned = run("lowering", planning.lowered_whole, decided, communication)
-        return run("programs", programs.single, loop, planned, verdict, remat)
+        return run("programs", programs.single, loop, planned, verdict, str(remat))
     if division.owned:
         return owned.replayed(run, step, asked, plan)
     count = plan.num_microbatches

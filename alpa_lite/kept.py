@@ -15,6 +15,7 @@ from alpa_lite.errors import MicrobatchError, OptionError, PlanError
 from alpa_lite.owned import owned, solved
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
@@ -86,7 +87,8 @@ def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tup
     """
     layers = run("layers", divisible, loop, max_layers=plan.division.max_layers)
     replay.check_layers(plan, len(layers.layering.layers))
-    cut = run("layers", divided, layers, plan.division.first_layers[1:], replay.remat_of(plan))
+    again: list[Choice] = [remat.choice for remat in replay.remat_of(plan)]
+    cut = run("layers", divided, layers, plan.division.first_layers[1:], again)
     loop = cut.accumulated
     return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
 

@@ -60,8 +60,8 @@ class Sharded(Method):
 
     Attributes:
       mesh_shape: the shape of the mesh, major to minor; None tries every shape of the cluster.
-      remat: what the backward pass computes again, as in `Pipeline`; "auto" is the least that fits the memory, and
-        nothing where micro-batches suffice. The compiler for CPU merges what is computed again with the first time, so
+      remat: what the backward pass computes again, as in `Pipeline`; "auto" is the fastest within the memory, of all
+        layers or of the first of them. The compiler for CPU merges what is computed again with the first time, so
         there only "none" is planned.
     """
 

@@ -354,7 +354,8 @@ class Division:
       first_layers: of each stage.
       submeshes: the submesh of each stage.
       first_devices: the number of each submesh's first device.
-      remat: what each stage's backward pass computes again: "none", "layer" or "selective".
+      remat: what each stage's backward pass computes again: "none", "layer" or "selective"; on one mesh also "layer in
+        the first 5 of 12 layers".
       buffer_bytes: per device of each submesh, what buffers take between tasks at their peak.
       temporary_bytes: likewise, the most that an executable needs in addition.
       timeline: the simulated step.

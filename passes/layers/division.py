@@ -2,6 +2,8 @@
 
     divisible   cuts scans over layers as finely as layers are wanted, so that stages may begin between any two
                 iterations, and finds the layers. On these the search prices and chooses.
+    recomputing one mesh: makes the first layers, or all, compute again what they do not save, and cuts scans between
+                these layers and the others.
     divided     cuts the scans where the chosen stages begin and nowhere else, so that each stage has one shorter scan,
                 and makes the stages that rematerialise compute again what they do not save.
 
@@ -15,11 +17,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite.errors import OptionError
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.flow import producers, reads
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
 from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
+from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.scans import Cut
 from alpa_lite.passes.layers.types import Assignment, Layer, Layering
@@ -95,14 +99,33 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
     return Divided(accumulated, layers, layering_stages.assign(layers, cuts))
 
 
-def _coarse(step: Divisible, cuts: Sequence[int]) -> tuple[Layering, list[int]]:
+def recomputing(step: Divisible, remat: Remat) -> Accumulated:
+    """The step as one mesh runs it, whose backward pass computes again what `remat` says.
+
+    Raises:
+      OptionError: it is for another number of layers.
+    """
+    cuts: list[int] = []
+    choices: list[Choice] = [remat.choice]
+    if remat.first is not None:
+        first, total = remat.first
+        if total != len(step.layering.layers):
+            raise OptionError(f"{remat}: the step has {len(step.layering.layers)} layers")
+        cuts, choices = [first], [remat.choice, "none"]
+        layering_stages.check_cuts(step.layering, cuts)
+    layers, cuts = _coarse(step, cuts, split_arguments=False)
+    layers = rematerialised(layers, cuts, choices)
+    return replace(step.accumulated, traced=layers.traced, scan=layers.scan)
+
+
+def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) -> tuple[Layering, list[int]]:
     """The layers of the step cut at stages alone, and the first of each stage."""
     fine = step.fine
     if fine is None:
         return step.layering, list(cuts)
     before = step.accumulated
     points = scans.kept_points(fine, step.layering, cuts)
-    coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=True)
+    coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=split_arguments)
     rules = factors.rules_of(coarse.traced.graph.ops(), coarse.traced.graph.values)
     whole = layering.layering(coarse.traced, coarse.scan, rules, max_layers=1)
     number_of = {fine.part(i): n for n, layer in enumerate(step.layering.layers) for i in layer.ops}

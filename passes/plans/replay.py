@@ -18,7 +18,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.passes import factors
-from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.groups import Dims, Grouping
@@ -103,7 +103,7 @@ def check_layers(plan: Plan, found: int) -> None:
         )
 
 
-def remat_of(plan: Plan) -> tuple[Choice, ...]:
+def remat_of(plan: Plan) -> tuple[Remat, ...]:
     """What each stage computes again.
 
     Raises:
@@ -111,12 +111,12 @@ def remat_of(plan: Plan) -> tuple[Choice, ...]:
     """
     out = []
     for name in plan.division.remat:
-        known = [choice for choice in REMAT if choice == name]
-        if not known:
+        known = Remat.parse(name)
+        if known is None or known.choice not in REMAT or (known.first and plan.pipelined):
             raise PlanError(
                 f"the plan recomputes {name!r} in a stage, which this version does not support. Plan again."
             )
-        out += known
+        out.append(known)
     return tuple(out)
 
 

@@ -1,0 +1,274 @@
+"""One mesh: how many micro-batches, and what the backward pass computes again, by predicted seconds.
+
+Both save activations and cost seconds: micro-batches repeat what is done for each of them (gathers of weights, the
+latency of operations), and what is computed again is computed twice. They pay where memory binds, since what they leave
+free lets the integer program choose faster layouts. A *way* is a number of micro-batches and a choice of what is
+computed again. Let T(way) be the seconds of its best plan within the budget, and F(way) those of its best plan without
+one. More micro-batches and more computed again only add, so
+
+    T(more)  >=  F(more)  >=  F(less):
+
+where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. Else the least number of
+micro-batches that fits is followed by twice as many, four times as many, and so on while there is a gain; then by
+"selective" and "layer" rematerialisation with as many micro-batches as the best, or fewer; each with the best seconds
+so far as a cutoff, as long as a bound leaves room for a gain and the time allows. Where all layers computed again is
+the best, fewer of them are tried by bisection: the first k of n layers (Chen et al. 2016 compute all again; k trades
+seconds for bytes one layer at a time).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.passes.layers.remat import NOTHING, Remat
+from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.search import Beaten
+from alpa_lite.report import units
+
+T = TypeVar("T")
+
+ANY = 1e30
+"""A cutoff that every plan is below: where none fits, nothing is then spent on saying what would."""
+
+GAIN = 0.02
+"""By what share a way must be faster than one with fewer micro-batches, or less computed again, to be taken."""
+
+FAILURES = 2
+"""After so many doublings in a row without a gain, no more micro-batches are tried."""
+
+HALVINGS = 3
+"""How often the number of layers that are computed again is bisected."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one mesh runs a step: so many micro-batches, and what the backward pass computes again."""
+
+    count: int = 1
+    remat: Remat = NOTHING
+
+    def __str__(self) -> str:
+        parts = f"{self.count} micro-batch{'es' * (self.count > 1)}"
+        return parts if self.remat == NOTHING else f"{parts}, rematerialisation {str(self.remat)!r}"
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The best plan of a way.
+
+    Attributes:
+      value: the plan.
+      seconds: predicted, of a step.
+      free: seconds that no plan of the way undercuts, whatever the budget.
+      layers: the number of layers that could be computed again; 0 if that is not known.
+    """
+
+    value: T
+    seconds: float
+    free: float
+    layers: int = 0
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether more memory would make it faster, by more than a gain that is looked for."""
+        return self.seconds * (1 - GAIN) > self.free
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[T]):
+    """The best way.
+
+    Attributes:
+      value: its plan.
+      notes: for the plan: why this way.
+      late: ways that the time did not allow to try.
+    """
+
+    value: T
+    notes: tuple[str, ...]
+    late: tuple[Way, ...]
+
+
+Solve = Callable[[Way, float], Outcome[T]]
+"""The best plan of a way below a cutoff of seconds; `inf` for none.
+
+Raises MicrobatchError if the step cannot be cut so; Beaten if no plan is below a finite cutoff; without one
+InfeasibleError, which says what would fit and takes longer.
+"""
+
+
+def best(
+    solve: Solve[T],
+    remats: Sequence[Choice],
+    given: int | None,
+    *,
+    floor: float,
+    budget: float,
+    deadline: Deadline,
+    also: Sequence[Choice] = (),
+) -> Chosen[T]:
+    """The fastest way that fits.
+
+    Args:
+      remats: what may be computed again so that something fits, the least first. One alone is kept in all layers.
+      given: the number of micro-batches, if it is not to be chosen.
+      floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
+      deadline: after which nothing more is tried, once something has been.
+      also: what may be computed again where something fits without, if that is faster.
+
+    Raises:
+      InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
+    """
+    search = _Search(solve, given, floor < budget, budget, deadline)
+    for remat in map(Remat, remats):
+        if search.best is not None:
+            search.again(remat)
+        else:
+            search.fitting(remat)
+            if search.best is not None and not given:
+                search.more()
+    if search.best is None:
+        search.explain()
+    for remat in map(Remat, also):
+        search.again(remat)
+    if len(remats) + len(also) > 1:
+        search.fewer_layers()
+    assert search.best is not None
+    return Chosen(search.best[1].value, search.notes(), tuple(dict.fromkeys(search.skipped)))
+
+
+class _Search(Generic[T]):
+    """What has been tried."""
+
+    def __init__(self, solve: Solve[T], given: int | None, may_fit: bool, budget: float, deadline: Deadline) -> None:
+        self.solve, self.given, self.may_fit, self.budget, self.deadline = solve, given, may_fit, budget, deadline
+        self.best: tuple[Way, Outcome[T]] | None = None
+        self.first: tuple[Way, Outcome[T]] | None = None
+        self.slowest = 0.0  # seconds that trying a way took
+        self.misfits: list[Way] = []
+        self.refused: MicrobatchError | None = None
+        self.skipped: list[Way] = []
+        self.free: dict[int, float] = {}  # number of micro-batches -> seconds that none of as many, or more, undercuts
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds below which another way is a gain."""
+        return ANY if self.best is None else self.best[1].seconds * (1 - GAIN)
+
+    def is_open(self, way: Way) -> bool:
+        """Whether a way may be a gain, and the time allows to try it; notes it where the time alone does not."""
+        if max((free for count, free in self.free.items() if count <= way.count), default=0.0) >= self.cutoff:
+            return False
+        if self.slowest > self.deadline.left:
+            self.skipped.append(way)
+            return False
+        return True
+
+    def attempt(self, way: Way) -> Outcome[T] | None:
+        """The outcome of a way, which is kept if it is the best; None if there is none."""
+        before, found = self.deadline.spent, None
+        try:
+            found = self.solve(way, self.cutoff)
+            free = found.free
+        except Beaten as beaten:
+            free = beaten.free
+        self.slowest = max(self.slowest, self.deadline.spent - before)
+        if way.remat == NOTHING:
+            self.free[way.count] = free
+        if found is not None and found.seconds < self.cutoff:
+            self.first = self.first or (way, found)
+            self.best = way, found
+        return found
+
+    def fitting(self, remat: Remat) -> None:
+        """The least number of micro-batches that fits, if any does."""
+        count = self.given or 1
+        while self.is_open(way := Way(count, remat)) or not self.misfits:
+            try:
+                self.attempt(way)
+            except MicrobatchError as refusal:
+                if self.given or not self.misfits:
+                    raise
+                self.refused = self.refused or refusal
+                return
+            if self.best is not None:
+                return
+            self.misfits.append(way)
+            if self.given or not self.may_fit:
+                return
+            count *= 2
+
+    def more(self) -> None:
+        """More micro-batches than the best, as long as there is a gain."""
+        assert self.best is not None
+        way, found = self.best
+        is_bound, failures = found.is_bound, 0
+        while is_bound and failures < FAILURES and self.is_open(way := Way(2 * way.count, way.remat)):
+            try:
+                tried = self.attempt(way)
+            except MicrobatchError:
+                return
+            is_bound = tried is None or tried.is_bound
+            failures = 0 if self.best[0] == way else failures + 1
+
+    def again(self, remat: Remat) -> None:
+        """The same or fewer micro-batches, since activations take less, with something computed again."""
+        assert self.best is not None
+        count, failures = self.best[0].count, 0
+        while count and failures < FAILURES:
+            way = Way(count, remat)
+            if self.is_open(way):
+                try:
+                    self.attempt(way)
+                except MicrobatchError:
+                    return
+                failures = 0 if self.best[0] == way else failures + 1
+            count = 0 if self.given else count // 2
+
+    def explain(self) -> None:
+        """Raises why nothing fits; what is found only now, by looking at memory alone, is taken."""
+        if not self.misfits:
+            raise InfeasibleError("nothing else may be computed again")
+        first, last = self.misfits[0], max(way.count for way in self.misfits)
+        try:
+            self.best = self.first = first, self.solve(first, math.inf)
+        except InfeasibleError as error:
+            why = str(self.refused) if last == first.count and self.refused else ""
+            why = f"the step does not fit with {last} of them." if last > first.count else why
+            if not why or self.given:
+                raise
+            raise InfeasibleError(f"{error} Micro-batches do not help: {why}", error.smallest_budget) from error
+
+    def fewer_layers(self) -> None:
+        """Fewer layers computed again, by bisection, where all of them are the best."""
+        assert self.best is not None
+        way, found = self.best
+        if way.remat.choice == "none" or found.layers < 2:
+            return
+        low, high, total = 0, found.layers, found.layers
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            fewer = Way(way.count, Remat(way.remat.choice, (middle, total)))
+            if middle in (low, high) or not self.is_open(fewer):
+                return
+            self.attempt(fewer)
+            low, high = (low, middle) if self.best[0] == fewer else (middle, high)
+
+    def notes(self) -> tuple[str, ...]:
+        """Why this way."""
+        assert self.best is not None and self.first is not None
+        way, found = self.best
+        memory = f"memory_per_device={units.exact_bytes(self.budget)}"
+        out = []
+        if way != self.first[0]:
+            seconds = self.first[1].seconds
+            out.append(f"{way}: {self.first[0]} would take {seconds:.4g} s within {memory}, this {found.seconds:.4g} s")
+        elif self.misfits:
+            less = "fewer" if way.remat == NOTHING else "less"
+            out.append(f"{way}: with {less}, the step does not fit into {memory}")
+        return tuple(out)
