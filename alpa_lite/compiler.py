@@ -44,7 +44,7 @@ from alpa_lite.passes.stages import planning, promise, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.pricing import VARIANTS, Priced
+from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
@@ -323,8 +323,7 @@ def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Out
 def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = False) -> Staged:
     """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
 
-    Layers are priced in a part of the time, first on the submeshes of a balanced pipeline; planning the stages has the
-    rest.
+    Stages are chosen in a part of the time; planning them has the rest.
 
     Args:
       beside_one_mesh: whether a plan of one mesh is at hand. Then a single stage on all devices, which is one mesh, is
@@ -336,7 +335,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = Fals
       OptionError: the method asks for what the cluster or the step does not have.
       OutOfTime: beside one mesh, no pipeline could be evaluated.
     """
-    kinds = submeshes.by_promise(submeshes.kinds(asked.cluster, asked.pipeline), asked.cluster)
+    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if beside_one_mesh:
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
     given = asked.num_microbatches
@@ -344,20 +343,12 @@ def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = Fals
     pricing = asked.within(PRICING * asked.deadline.left)
     known: dict[str, Layer] = {}
 
-    def choose(costs: Priced, some: Sequence[int]) -> Sliced:
-        return sliced(run, costs, asked, some, asked.budget)
+    def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
+        return sliced(run, costs, pricing, some, asked.budget, limit, must=not beside_one_mesh)
 
-    def best_of(kinds: tuple[int, ...], asked: Asked) -> Sliced:
-        price = functools.partial(priced_layers, run, step, asked, known)
-        cut = functools.partial(in_layers, run, step, asked)
-        return stages.best(counts, kinds, price, choose, cut, asked.deadline)
-
-    try:
-        chosen = best_of(kinds, pricing)
-    except OutOfTime:
-        if beside_one_mesh:
-            raise
-        chosen = best_of(kinds[:1], replace(asked, deadline=Deadline()))
+    price = functools.partial(priced_layers, run, step, asked, known)
+    cut = functools.partial(in_layers, run, step, asked)
+    chosen = stages.best(counts, kinds, price, choose, cut, pricing.deadline)
     staged = realised(run, chosen, asked)
     room = asked.budget
     for _ in range(SLICINGS - 1):
@@ -371,21 +362,19 @@ def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = Fals
         except InfeasibleError:
             break
         staged = realised(run, chosen, asked)
-    late = [size for size in sorted(kinds) if size not in chosen.priced.devices]
-    if late and pricing.deadline.over:
-        sizes = ", ".join(map(str, late))
-        staged = noted(staged, f"{asked.ran_out}: pipelines with submeshes of {sizes} devices were not searched")
+    if chosen.unfinished:
+        staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
     return fitting(staged, asked)
 
 
 def priced_layers(
     run: Passes, step: Step, asked: Asked, known: dict[str, Layer], count: int, kinds: tuple[int, ...]
 ) -> Priced:
-    """The step in micro-batches and in layers, each distinct layer planned on submeshes of these sizes."""
+    """The step in micro-batches and in layers, with bounds on what each costs on submeshes of these sizes."""
     layers = in_layers(run, step, asked, count)
     return run(
-        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, known=known,
-        time_limit=asked.options.solver_time_limit, deadline=asked.deadline, wishes=asked.wishes, progress=run.count,
+        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, made=known, wishes=asked.wishes,
+        progress=run.count,
     )  # fmt: skip
 
 
@@ -395,9 +384,23 @@ def in_layers(run: Passes, step: Step, asked: Asked, count: int) -> Divisible:
     return run("layers", divisible, loop, max_layers=MAX_LAYERS)
 
 
-def sliced(run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float) -> Sliced:
-    """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device."""
-    return run("slicing", stages.choose, costs, asked.pipeline, counts, room)
+def sliced(
+    run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float, limit: float = math.inf,
+    *, must: bool = True,
+) -> Sliced:  # fmt: skip
+    """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device.
+
+    Costs of layers are worked out as far as the choice depends on them.
+    """
+
+    def choose(costs: Priced, rough: bool) -> Sliced:
+        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough)
+
+    def work_out(costs: Priced, wanted: Sequence[Key]) -> Priced:
+        most = asked.options.solver_time_limit
+        return run("costs", stages.worked_out, costs, wanted, time_limit=most, progress=run.count)
+
+    return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must)
 
 
 def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:

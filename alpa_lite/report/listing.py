@@ -180,10 +180,11 @@ def _layers(layers: Layering) -> Iterator[str]:
 
 
 def _priced(priced: Priced) -> Iterator[str]:
-    for number, kinds in enumerate(priced.layers):
-        for devices, offers in zip(priced.devices, kinds, strict=True):
-            for price, cost in enumerate(offers):
-                yield f"layer {number} on {devices} devices, price {price}: {cost}"
+    first = {layer: number for number, layer in reversed(list(enumerate(priced.layers)))}
+    for number, layer in enumerate(priced.layers):
+        yield f"layer {number}: as layer {first[layer]}, at least {layer.least(priced.cluster)} on one device"
+    for (layer, kind, price), cost in sorted(priced.known.items(), key=lambda item: (first[item[0][0]], *item[0][1:])):
+        yield f"layer {first[layer]} on {priced.devices[kind]} devices, price {price}: {cost}"
 
 
 def _sliced(found: Sliced) -> Iterator[str]:

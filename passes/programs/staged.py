@@ -205,14 +205,14 @@ def notes(staged: Staged) -> tuple[str, ...]:
 def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:
     """For each submesh the bytes per device that its stages will need: as in `Staged.bytes`, without a program.
 
-    What waits to be sent is left out. Where the backward pass is split, less than all of a micro-batch is held until
-    its weight task; then this is too much.
+    What waits to be sent is left out. Where the backward pass is split, a micro-batch is counted with the larger of
+    what its backward task and its weight task read.
     """
     flying = schedules.in_flight(schedule)
     fixed, each, most = ([0.0] * len(flying) for _ in range(3))
     for mesh, stage in zip(mesh_of, stages, strict=True):
         fixed[mesh] += stage.held.fixed
-        each[mesh] = max(each[mesh], stage.held.saved + stage.held.entering)
+        each[mesh] = max(each[mesh], stage.held.saved + stage.held.entering, stage.held.apart)
         most[mesh] = max([most[mesh], *stage.temporary.values()])
     return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
 

@@ -4,12 +4,15 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 `PlannedStage`, each stage solved, lowered and cut into the segments that a schedule runs (forward, backward, update).
 """
 
-from alpa_lite.passes.stages.choosing import best, choose
+from alpa_lite.passes.stages.choosing import best, choose, settled
 from alpa_lite.passes.stages.owned import owned_graphs
 from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.pricing import priced
+from alpa_lite.passes.stages.pricing import priced, worked_out
 from alpa_lite.passes.stages.staging import stage_graphs
 from alpa_lite.passes.stages.turns import turns_of
 
-__all__ = ["PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "stage_graphs", "turns_of"]
+__all__ = [
+    "PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "settled", "stage_graphs", "turns_of",
+    "worked_out",
+]  # fmt: skip

@@ -15,11 +15,20 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import slicing
-from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Priced
+from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Key, Priced
 from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
 
 GAP = 5e-3
 """How near the optimum of its model the DP stops."""
+
+ROUGH_GAP = 3e-2
+"""The same, where it only says which costs of layers to work out."""
+
+ROUGHLY = ("1f1b",)
+"""The schedules that are searched for that: it keeps the fewest micro-batches in flight."""
+
+NEAR = 1e-2
+"""By what share stages must be faster by their bounds for these to be worked out."""
 
 PRICED = 3
 """How many numbers of micro-batches are compared at their own costs, at most."""
@@ -38,6 +47,7 @@ class Sliced:
       weighed: what the DP compared.
       bound: no pipeline of the DP's model is faster, in seconds.
       idle_devices: if devices are left over, how many and why.
+      unfinished: whether the time was over before the search.
     """
 
     priced: Priced
@@ -45,6 +55,7 @@ class Sliced:
     weighed: tuple[Weighed, ...]
     bound: float
     idle_devices: str = ""
+    unfinished: bool = False
 
     @property
     def seconds(self) -> float:
@@ -56,7 +67,7 @@ def best(
     counts: Sequence[int],
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
-    choose: Callable[[Priced, Sequence[int]], Sliced],
+    choose: Callable[[Priced, Sequence[int], float], Sliced],
     cut: Callable[[int], Divisible],
     deadline: Deadline,
 ) -> Sliced:
@@ -67,15 +78,16 @@ def best(
 
     Args:
       counts: the numbers, rising.
-      kinds: the numbers of devices of submeshes, the most promising first.
+      kinds: the numbers of devices of submeshes.
       price: the costs of layers at a number of micro-batches on some kinds of submeshes.
-      choose: the best stages at some costs and with one of some numbers; raises InfeasibleError if none fits.
+      choose: the best stages at some costs and with one of some numbers; of those that take a number of seconds or
+        more, any. Raises InfeasibleError if none fits.
       cut: the step in layers with a number of micro-batches.
       deadline: until when numbers are priced.
 
     Raises:
       InfeasibleError: none of the numbers fits.
-      OutOfTime: not even one number was priced.
+      OutOfTime: of `choose`.
     """
     left = list(counts)
     reference = left[len(left) // 2]
@@ -84,16 +96,16 @@ def best(
     took = deadline.spent - before
     found: Sliced | None = None
     tried = 0
-    while left and tried < PRICED:
+    while left and tried < PRICED and (found is None or not deadline.over):
         try:
-            rough = choose(scaled, left)
+            rough = choose(scaled, left, math.inf if found is None else found.seconds)
         except InfeasibleError:
             if found is None:
                 raise
             break
         if found is not None and rough.seconds >= found.seconds:
             break
-        count = rough.slices.num_microbatches
+        count, scaled = rough.slices.num_microbatches, rough.priced
         left.remove(count)
         if took > deadline.left and count != reference:
             step = cut(count)
@@ -117,19 +129,81 @@ def _exactly(
     rough: Sliced,
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
-    choose: Callable[[Priced, Sequence[int]], Sliced],
+    choose: Callable[[Priced, Sequence[int], float], Sliced],
 ) -> Sliced | None:
     """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
     count = rough.slices.num_microbatches
     for sizes in (tuple(sorted(set(rough.slices.devices))), kinds):
         try:
-            return choose(price(count, sizes), [count])
+            return choose(price(count, sizes), [count], math.inf)
         except (InfeasibleError, OutOfTime):  # what was scaled fitted by little
             continue
     return None
 
 
-def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: float) -> Sliced:
+def settled(
+    priced: Priced,
+    choose: Callable[[Priced, bool], Sliced],
+    work_out: Callable[[Priced, Sequence[Key]], Priced],
+    budget: float,
+    deadline: Deadline,
+    limit: float = math.inf,
+    *,
+    must: bool = True,
+) -> Sliced:
+    """The best stages at costs that are worked out where they use them.
+
+    The best stages by bounds are worked out, and the search is done again, until no bound of any others is below the
+    best that is worked out by more than `NEAR`: first among equal submeshes and few schedules, which takes little time
+    and tells most of what is needed, then among all. Where the time is over, the best stages so far are the answer.
+
+    Args:
+      priced: costs of layers, most of them bounds.
+      choose: the best stages at some costs; roughly, if the second argument is true. Raises InfeasibleError if none
+        fits.
+      work_out: the costs with some worked out.
+      deadline: until when to search.
+      limit: seconds; of stages that take as many or more, any are returned.
+      must: whether to go on without time until some stages are worked out.
+      budget: bytes per device.
+
+    Raises:
+      InfeasibleError: none fits.
+      OutOfTime: none was worked out in the time.
+    """
+    best: Sliced | None = None
+    for rough in (True, False):
+        while best is None or not deadline.over:
+            if deadline.over and not must:
+                raise OutOfTime
+            try:
+                found = choose(priced, rough)
+            except InfeasibleError:
+                if best is None and not rough:
+                    raise
+                break
+            if found.seconds >= limit:
+                return replace(found, priced=priced)
+            wanted = priced.unknown(found.slices.stages)
+            if not wanted and (best is None or found.seconds < best.seconds):
+                best = found
+            if not wanted or (best is not None and found.seconds >= (1 - NEAR) * best.seconds):
+                break
+            priced = work_out(priced, wanted)
+            exact = _at(found, priced)
+            if max(exact.slices.bytes) <= budget and (best is None or exact.seconds < best.seconds):
+                best = exact
+    assert best is not None
+    return replace(best, priced=priced, unfinished=deadline.over)
+
+
+def _at(found: Sliced, priced: Priced) -> Sliced:
+    """The same stages at other costs."""
+    seconds, size = slicing.evaluate(priced.costs(found.slices.num_microbatches), found.slices)
+    return replace(found, priced=priced, slices=replace(found.slices, seconds=seconds, bytes=size))
+
+
+def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: float, *, rough: bool = False) -> Sliced:
     """What the stage DP chooses.
 
     Args:
@@ -137,19 +211,22 @@ def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: floa
       method: what is given.
       counts: the numbers of micro-batches to choose from.
       budget: bytes per device.
+      rough: whether to look at equal submeshes and fewer schedules alone, and to stop farther from the optimum.
 
     Raises:
       InfeasibleError: no pipeline fits; names what binds.
       OptionError: the method asks for a rematerialisation that there is not.
     """
     shapes = method.mesh_shapes
+    names = ROUGHLY if rough else schedules.NAMES
     options = SliceOptions(
         budget=budget,
-        schedules=schedules.NAMES if method.schedule == "auto" else (method.schedule,),
+        schedules=names if method.schedule == "auto" else (method.schedule,),
         num_stages=method.num_stages,
         kinds=None if shapes is None else tuple(priced.devices.index(math.prod(shape)) for shape in shapes),
         variants=None if method.remat == "auto" else _variants(method.remat),
-        gap=GAP,
+        gap=ROUGH_GAP if rough else GAP,
+        equal=rough,
     )
     costs = [priced.costs(count) for count in counts]
     found = slicing.slice_stages(costs, options)

@@ -16,15 +16,18 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.rematerialisation import is_kept
-from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, reads, writes
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
-from alpa_lite.passes.sharding.market import market
+from alpa_lite.passes.sharding.market import Market, market
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_WISHES, Wishes
 
 PRICES = (0.0, 4.0)
 """Prices of memory, in units of `sharding.market.Market`."""
+
+ENDLESS = 3600.0
+"""Seconds, for programs without a choice."""
 
 GAP = 1e-2
 """How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
@@ -44,6 +47,7 @@ class LayerCost:
       again: seconds for one micro-batch of computing the rest of it again.
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs in addition.
+      apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
     """
 
     mesh_shape: tuple[int, ...]
@@ -56,10 +60,22 @@ class LayerCost:
     again: float
     entering: float
     temporary: float
+    apart: float = 0.0
+
+    def spread(self, devices: int, factor: float = 1.0) -> LayerCost:
+        """Of a layer on one device: the least that it costs on so many.
+
+        Args:
+          factor: how many times more device-seconds of the passes there are than on one.
+        """
+        fields = {name: value / devices for name, value in vars(self).items() if isinstance(value, float | int)}
+        for name in ("forward", "backward", "again"):
+            fields[name] *= factor
+        return LayerCost(mesh_shape=(), **fields)
 
 
 class Layer:
-    """A layer as a stage, and what it costs on the submeshes that were asked for."""
+    """A layer as a stage, and what it costs on the submeshes and at the prices of memory that were asked for."""
 
     def __init__(self, graph: StageGraph, wishes: Wishes = NO_WISHES) -> None:
         """`wishes`: what the user says of arguments."""
@@ -68,33 +84,50 @@ class Layer:
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
         self._groups = grouping.group(traced, self._rules)
         self._shared = tables.Shared(traced, self._groups)
-        self._known: dict[tuple[int, Sharded], tuple[LayerCost, ...]] = {}
+        self._markets: dict[tuple[int, Sharded], Market] = {}
+        self._known: dict[tuple[int, Sharded, int], LayerCost] = {}
+        self._least: LayerCost | None = None
 
-    def costs(self, cluster: Cluster, method: Sharded, *, time_limit: float) -> tuple[LayerCost, ...]:
-        """The costs at each of `PRICES`.
+    def least(self, cluster: Cluster) -> LayerCost:
+        """On one device, where there is nothing to choose.
+
+        Several devices share its seconds and bytes at best: what each of n computes and holds is at least an n-th.
+        """
+        if self._least is None:
+            one = cluster.part(1)
+            found = limits.admitted(self._graph.traced, self._groups, one, Sharded((1,)), NO_WISHES, max_axes=2)
+            self._least = self._cost(one, self._market(one, found, ENDLESS), PRICES[0])
+        return self._least
+
+    def at(self, cluster: Cluster, method: Sharded, price: int, *, time_limit: float) -> LayerCost:
+        """The cost at one of `PRICES`, by number.
 
         Args:
           cluster: the devices of a kind of submesh; those of one cluster that are as many are of one kind.
           method: the logical meshes that are allowed.
-          time_limit: `solver_time_limit` of the options.
-        """
-        key = cluster.num_devices, method
-        if key not in self._known:
-            self._known[key] = self._solved(cluster, method, time_limit)
-        return self._known[key]
+          time_limit: seconds; half of them for memory for nothing, half for another price.
 
-    def _solved(self, cluster: Cluster, method: Sharded, time_limit: float) -> tuple[LayerCost, ...]:
-        graph, rules, groups = self._graph, self._rules, self._groups
-        found = limits.admitted(graph.traced, groups, cluster, method, self._wishes, max_axes=2)
-        admitted = tuple(one for one in found if _sensible(one[0], cluster, method)) or found
-        offers = market(
-            graph.traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=self._shared
+        Raises:
+          InfeasibleError: no choice was found in the time.
+        """
+        kind = cluster.num_devices, method
+        if (*kind, price) not in self._known:
+            if kind not in self._markets:
+                found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
+                sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
+                self._markets[kind] = self._market(cluster, sensible or found, time_limit)
+            self._known[(*kind, price)] = self._cost(cluster, self._markets[kind], PRICES[price])
+        return self._known[(*kind, price)]
+
+    def _market(self, cluster: Cluster, admitted: limits.Admitted, time_limit: float) -> Market:
+        return market(
+            self._graph.traced, self._groups, self._rules, cluster, admitted, time_limit=time_limit, gap=GAP,
+            shared=self._shared,
         )  # fmt: skip
-        costs: list[LayerCost] = []
-        for price in PRICES:
-            decided = DecidedStage(graph, rules, groups, offers.at(price), cluster)
-            costs.append(_cost(lowered(decided, split_weights=False)))
-        return tuple(costs)
+
+    def _cost(self, cluster: Cluster, offers: Market, price: float) -> LayerCost:
+        decided = DecidedStage(self._graph, self._rules, self._groups, offers.at(price), cluster)
+        return _cost(lowered(decided, split_weights=False))
 
 
 def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:
@@ -120,7 +153,35 @@ def _cost(planned: PlannedStage) -> LayerCost:
         again=again,
         entering=held.entering,
         temporary=max(planned.temporary.values(), default=0),
+        apart=_apart(planned),
     )
+
+
+def _apart(planned: PlannedStage) -> float:
+    """Bytes per device that the backward pass of a micro-batch leaves for gradients of parameters, computed apart.
+
+    Of what they read, what is made for every micro-batch: activations, and cotangents.
+    """
+    segment = planned.segments.of("backward")
+    if segment is None:
+        return 0.0
+    held = {
+        register
+        for wire, bound in zip(segment.inputs, segment.binds, strict=True)
+        for register in bound
+        if wire.kind in ("saved", "crossing")
+    }
+    read: set[int] = set()  # by gradients of parameters
+    other: set[int] = set()
+    for item in reversed(segment.instructions):
+        if isinstance(item, Reshard):
+            late = item.result in read and item.result not in other
+        else:
+            late = item.op.index in planned.graph.weight
+        (read if late else other).update(reads(item))
+        if not late:
+            held.update(writes(item))
+    return float(sum(_bytes(planned, register) for register in read & held))
 
 
 def _selective(planned: PlannedStage) -> tuple[float, float]:

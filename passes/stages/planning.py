@@ -44,11 +44,13 @@ class Held:
       fixed: arguments, and what is computed before the micro-batches.
       saved: for each micro-batch in flight, what the backward pass reads of the forward pass.
       entering: for each micro-batch in flight, what comes from the stage before.
+      apart: for each micro-batch in flight, what the weight pass reads of the passes before, if there is one.
     """
 
     fixed: int
     saved: int
     entering: int
+    apart: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +122,13 @@ class PlannedStage(DecidedStage):
     @cached_property
     def held(self) -> Held:
         """Bytes of the buffers between runs."""
-        fixed = saved = entering = 0
+        fixed = saved = entering = apart = 0
         for segment in self.segments.items:
             for i, wire in enumerate(segment.inputs):
                 if segment.kind == "backward" and wire.kind == "saved":
                     saved += self.wire_bytes(segment, i)
+                if segment.kind == "weight" and wire.kind in ("saved", "crossing"):
+                    apart += self.wire_bytes(segment, i)
                 if segment.kind == "forward" and wire.kind == "crossing":
                     entering += self.wire_bytes(segment, i)
             if segment.kind == "prologue":
@@ -132,7 +136,7 @@ class PlannedStage(DecidedStage):
         for port, register in zip(self.graph.inputs, self.program.body.inputs, strict=False):
             if port.kind in ("argument", "copy"):
                 fixed += bytes_of(self.found.mesh, *self.segments.register_type(register))
-        return Held(fixed, saved, entering)
+        return Held(fixed, saved, entering, apart)
 
     def runs(self, segment: Segment) -> int:
         """How often a step runs a segment."""

@@ -1,24 +1,30 @@
 """What the layers of a step cost on each kind of submesh: the tables that the choice of stages reads.
 
-Every distinct layer is planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
-two prices of memory (`stages.layer_costs`); repeated layers are planned once. What a range of layers costs is the sum
-over its layers. Seconds and bytes for other numbers of micro-batches are scaled by the size of a micro-batch.
+A distinct layer can be planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
+two prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
+begin as bounds, and only those that the best stages by these bounds use are worked out, until the best stages use no
+bound (`choosing.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
+numbers of micro-batches are scaled by the size of a micro-batch.
+
+Bounds. On one device a layer has nothing to choose, and costs little to plan. Of its seconds and bytes, each of n
+devices has an n-th at least. Two more are assumed: more devices do not spend fewer device-seconds on a layer (they
+communicate more, and compute smaller blocks), and the fastest choice with memory for nothing is no slower than that at
+a price.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.options import Pipeline
+from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import StageCosts
@@ -33,6 +39,9 @@ REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
+Key = tuple[Layer, int, int]
+"""A distinct layer, the number of a kind of submesh, and that of a price of memory."""
+
 
 @dataclass(frozen=True, eq=False)
 class Priced:
@@ -42,36 +51,49 @@ class Priced:
       step: the step in layers.
       cluster: all devices.
       devices: the numbers of devices of each kind of submesh.
-      layers: for each layer and kind of submesh, the costs at each price of memory.
+      methods: for each kind of submesh, the logical meshes that are allowed.
+      layers: those of the step; identical ones are one.
+      known: the costs that were worked out.
+      scale: of what depends on the size of a micro-batch, if layers were planned at another one.
       tables: name -> [layers, kinds, variants]: `forward`, `backward`, `update` in seconds, `fixed`, `inflight`,
-        `temporary` in bytes per device.
+        `split` (in flight with a split backward pass), `temporary` in bytes per device.
     """
 
     step: Divisible
     cluster: Cluster
     devices: tuple[int, ...]
-    layers: tuple[tuple[tuple[LayerCost, ...], ...], ...]
+    methods: tuple[Sharded, ...]
+    layers: tuple[Layer, ...]
+    known: Mapping[Key, LayerCost]
     tables: Mapping[str, np.ndarray]
+    scale: float = 1.0
 
     @property
     def num_microbatches(self) -> int:
-        """The number at which the layers were planned."""
+        """The number that the costs are for."""
         return self.step.accumulated.num_microbatches
 
-    def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...]:
-        """The logical mesh that suits most of a stage's layers, by their seconds."""
+    def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
+        """The logical mesh that suits most of a stage's layers, by their seconds; None where none was worked out."""
         seconds: dict[tuple[int, ...], float] = {}
-        price = VARIANTS[stage.variant][0]
-        for layer in range(stage.first, stage.stop):
-            cost = self.layers[layer][kind][price]
-            seconds[cost.mesh_shape] = seconds.get(cost.mesh_shape, 0.0) + cost.forward + cost.backward
-        return max(seconds, key=lambda shape: seconds[shape])
+        for key in self._keys(stage.first, stage.stop, kind, stage.variant):
+            cost = self.known.get(key)
+            if cost is not None:
+                seconds[cost.mesh_shape] = seconds.get(cost.mesh_shape, 0.0) + cost.forward + cost.backward
+        return max(seconds, key=lambda shape: seconds[shape]) if seconds else None
+
+    def unknown(self, stages: Sequence[StageChoice]) -> tuple[Key, ...]:
+        """The costs of some stages that are bounds as yet."""
+        keys = [key for s in stages for key in self._keys(s.first, s.stop, s.kind, s.variant)]
+        return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
+
+    def _keys(self, first: int, stop: int, kind: int, variant: int) -> list[Key]:
+        return [(layer, kind, VARIANTS[variant][0]) for layer in self.layers[first:stop]]
 
     def rescaled(self, step: Divisible) -> Priced:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
-        scale = self.num_microbatches / step.accumulated.num_microbatches
-        tables = {name: table * (1.0 if name in _ONCE else scale) for name, table in self.tables.items()}
-        return replace(self, step=step, tables=tables)
+        scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
+        return _with(replace(self, step=step, scale=scale), self.known)
 
     def costs(self, count: int) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch."""
@@ -90,6 +112,7 @@ class Priced:
             update=self.tables["update"],
             fixed_bytes=self.tables["fixed"],
             inflight_bytes=self.tables["inflight"] * scale,
+            split_bytes=self.tables["split"] * scale,
             boundary_seconds=boundary,
             boundary_bytes=crossing / max(1, max(self.devices)),
             devices=self.devices,
@@ -105,55 +128,97 @@ def priced(
     method: Pipeline,
     kinds: Sequence[int],
     *,
-    time_limit: float,
-    deadline: Deadline,
-    known: dict[str, Layer],
+    made: dict[str, Layer],
     wishes: Wishes = NO_WISHES,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
-    """The costs of a step's layers, on as many kinds of submeshes as there is time for.
+    """Bounds on the costs of a step's layers.
 
     Args:
       step: the step in layers.
-      kinds: the numbers of devices of submeshes, the most promising first.
-      time_limit: `solver_time_limit` of the options.
-      deadline: of all of it; the method's own kinds of submeshes are all priced.
-      known: layers that were priced before, by their digests; those that are priced are added.
+      kinds: the numbers of devices of submeshes.
+      made: layers that there are already, by their digests; new ones are added.
       wishes: what the user says of arguments.
       progress: told what is counted, how many are done, and of how many.
-
-    Raises:
-      OutOfTime: not even the first kind is priced.
     """
     layers = step.layering
     number = len(layers.layers)
     graphs = staging.stage_graphs(layers.traced, layers.scan, assign(layers, range(1, number)))
-    names = [planning.digest(graph, wishes) for graph in graphs]
-    distinct = dict(zip(names, graphs, strict=True))
-    found: dict[int, dict[str, tuple[LayerCost, ...]]] = {}
-    for position, size in enumerate(kinds):
-        part = cluster.part(size)
-        shape = submeshes.shape_of(method, submeshes.stage_with(method, size), size)
-        costs: dict[str, tuple[LayerCost, ...]] = {}
-        for n, (name, graph) in enumerate(distinct.items()):
-            if deadline.over and method.mesh_shapes is None:
-                break
-            progress("layers priced", position * len(distinct) + n, len(kinds) * len(distinct))
-            if name not in known:
-                known[name] = Layer(graph, wishes)
-            costs[name] = known[name].costs(part, shape, time_limit=min(time_limit, deadline.left))
-        if len(costs) == len(distinct):
-            found[size] = costs
-    if not found:
-        raise OutOfTime
-    sizes = tuple(sorted(found))
-    offers = tuple(tuple(found[size][name] for size in sizes) for name in names)
-    return Priced(step, cluster, sizes, offers, _tables(offers))
+    sizes = tuple(sorted(kinds))
+    methods = [submeshes.shape_of(method, submeshes.stage_with(method, size), size) for size in sizes]
+    found = []
+    for n, graph in enumerate(graphs):
+        name = planning.digest(graph, wishes)
+        if name not in made:
+            progress("layers bounded", n, number)
+            made[name] = Layer(graph, wishes)
+        found.append(made[name])
+    alone = [(k, price) for k, price in _choices(sizes) if sizes[k] == 1]
+    known = {(layer, *choice): layer.least(cluster) for layer in dict.fromkeys(found) for choice in alone}
+    return _with(Priced(step, cluster, sizes, tuple(methods), tuple(found), {}, {}), known)
 
 
-def _tables(layers: Sequence[tuple[tuple[LayerCost, ...], ...]]) -> dict[str, np.ndarray]:
+def worked_out(
+    costs: Priced,
+    wanted: Sequence[Key],
+    *,
+    time_limit: float,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Priced:
+    """The same with some costs worked out, in place of bounds.
+
+    Args:
+      wanted: of `Priced.unknown`.
+      time_limit: `solver_time_limit` of the options, for one cost.
+      progress: as of `priced`.
+    """
+    found: dict[Key, LayerCost] = {}
+    for n, key in enumerate(wanted):
+        progress("layers priced", n, len(wanted))
+        layer, kind, price = key
+        part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
+        for number in range(price + 1):
+            if (layer, kind, number) not in costs.known:
+                found[layer, kind, number] = layer.at(part, method, number, time_limit=time_limit)
+    return _with(costs, {**costs.known, **found}) if found else costs
+
+
+def _with(costs: Priced, known: Mapping[Key, LayerCost]) -> Priced:
+    """The same with these costs, and bounds in place of others."""
+    rows = {layer: _rows(layer, costs, known) for layer in dict.fromkeys(costs.layers)}
+    tables = _tables([rows[layer] for layer in costs.layers])
+    tables = {name: table * (1.0 if name in _ONCE else costs.scale) for name, table in tables.items()}
+    return replace(costs, known=known, tables=tables)
+
+
+def _rows(layer: Layer, costs: Priced, known: Mapping[Key, LayerCost]) -> list[list[LayerCost]]:
+    """For each kind of submesh the costs at each price, or bounds."""
+    least, factor, rows = layer.least(costs.cluster), 1.0, []
+    for kind, number in enumerate(costs.devices):
+        free = known.get((layer, kind, 0))
+        if free is not None and least.forward + least.backward > 0:
+            factor = max(factor, number * (free.forward + free.backward) / (least.forward + least.backward))
+        bound = least.spread(number, factor)
+        row = [free or bound]
+        for price in range(1, len(layer_costs.PRICES)):
+            other = bound
+            if free is not None:
+                seconds = {name: getattr(free, name) for name in ("forward", "backward", "update", "again")}
+                other = replace(least.spread(number), **seconds)
+            row.append(known.get((layer, kind, price), other))
+        rows.append(row)
+    return rows
+
+
+def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Every kind of submesh with every price, by number."""
+    return itertools.product(range(len(kinds)), range(len(layer_costs.PRICES)))
+
+
+def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.ndarray]:
     shape = len(layers), len(layers[0]), len(VARIANTS)
-    out = {name: np.zeros(shape) for name in ("forward", "backward", "update", "fixed", "inflight", "temporary")}
+    names = "forward", "backward", "update", "fixed", "inflight", "split", "temporary"
+    out = {name: np.zeros(shape) for name in names}
     for n, kinds in enumerate(layers):
         for k, offers in enumerate(kinds):
             for v, (price, remat) in enumerate(VARIANTS):
@@ -163,6 +228,7 @@ def _tables(layers: Sequence[tuple[tuple[LayerCost, ...], ...]]) -> dict[str, np
                 out["forward"][n, k, v], out["backward"][n, k, v] = cost.forward, cost.backward + again
                 out["update"][n, k, v], out["fixed"][n, k, v] = cost.update, cost.fixed
                 out["inflight"][n, k, v] = cost.entering + saved
+                out["split"][n, k, v] = max(cost.entering + saved, cost.apart)
                 out["temporary"][n, k, v] = cost.temporary + cost.saved - saved
     return out
 

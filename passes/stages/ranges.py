@@ -27,6 +27,8 @@ class StageCosts:
       devices: the devices of each kind of submesh.
       total_devices, devices_per_node: of the cluster.
       weight: [L, L+1, K, V], the part of `backward` that computes gradients of parameters; None for half of it.
+      split_bytes: [L, L+1, K, V], per device and micro-batch, from forward to the gradients of parameters where these
+        are computed apart; None for `inflight_bytes`.
     """
 
     num_microbatches: int
@@ -41,11 +43,12 @@ class StageCosts:
     total_devices: int
     devices_per_node: int
     weight: np.ndarray | None = None
+    split_bytes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         layers, kinds = self.forward.shape[0], len(self.devices)
         shape = (layers, layers + 1, kinds, self.forward.shape[-1])
-        for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight"):
+        for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight", "split_bytes"):
             value = getattr(self, name)
             if value is not None and value.shape != shape:
                 raise OptionError(f"{name} has shape {value.shape}; give [L, L+1, K, V] = {shape}.")
@@ -77,6 +80,12 @@ class StageCosts:
         """`weight`, or half of `backward`."""
         return self.backward / 2 if self.weight is None else self.weight
 
+    def flying(self, schedule: str) -> np.ndarray:
+        """Bytes per device of a micro-batch in flight under a schedule."""
+        if schedule == "zb-h1" and self.split_bytes is not None:
+            return self.split_bytes
+        return self.inflight_bytes
+
     def cut_seconds(self, layer: int, before: int, after: int) -> float:
         """One transfer over the cut before `layer`, between stages of two kinds."""
         at = (layer, before, after) if self.boundary_seconds.ndim == 3 else layer
@@ -103,6 +112,7 @@ def from_layers(
     devices_per_node: int,
     weight: np.ndarray | None = None,
     temporary_bytes: np.ndarray | None = None,
+    split_bytes: np.ndarray | None = None,
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
 
@@ -130,6 +140,7 @@ def from_layers(
         total_devices=total_devices,
         devices_per_node=devices_per_node,
         weight=None if weight is None else _ranges(weight, np.add),
+        split_bytes=None if split_bytes is None else _ranges(split_bytes, np.add),
     )
 
 

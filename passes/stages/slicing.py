@@ -24,7 +24,8 @@ shops, whose excess is (B - 1)(max_s f + max_s b), which equals the above where 
 
 Memory. fixed + inflight * (micro-batches in flight, `schedules.in_flight_formula`) + buffers of both cuts <= budget. A
 submesh with v stages holds the sum of their fixed bytes and buffers, and, of as many micro-batches as its formula says,
-what its largest stage saves.
+what its largest stage saves. Where gradients of parameters are computed apart (zb-h1), a micro-batch is in flight until
+they are, with the activations and cotangents that they read: what was computed again is held for them, too.
 
 Devices. Submeshes are powers of two that divide a node, or whole nodes; then any choice with sum n_k <= D can be placed
 with each submesh aligned: laid out by falling size every offset is a multiple of the next size (Alpa, theorem 1).
@@ -69,11 +70,16 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
       OptionError: an option names what is not there, or `costs` is empty.
     """
     _validate(costs, options)
+    equal = [task for c in costs for task in _equal_tasks(c, options)]
+    first, weighed = _fastest(equal, options, fewer=False) if equal else (_Best(None, math.inf), ())
+    if options.equal and equal:
+        infeasible = _why_not(costs, equal, options, fewer=True) if first.slices is None else None
+        return StageSlicing(first.slices, None, first.bound, infeasible, weighed)
     tasks = [task for c in costs for task in _tasks(c, options)]
-    anywhere, weighed = _fastest(tasks, options, fewer=True)
+    anywhere, weighed = _fastest(tasks, options, fewer=True, known=first.slices)
     exact, fastest, weighed_exact = anywhere, anywhere.slices, weighed
     if fastest is None or fastest.devices_used != costs[0].total_devices:
-        exact, weighed_exact = _fastest(tasks, options, fewer=False)
+        exact, weighed_exact = _fastest(tasks, options, fewer=False, known=first.slices)
     chosen = exact.slices
     fewer = fastest if fastest and (chosen is None or fastest.seconds < chosen.seconds * (1 - 1e-9)) else None
     weighed = weighed if fewer else weighed_exact
@@ -97,7 +103,7 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
         latency, excess = _terms(slices.schedule, costs, at, cut, slices.virtual)
         terms.append((float(latency), float(excess), float(costs.update[at])))
         fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
-        each[stage.mesh].append(float(costs.inflight_bytes[at]))
+        each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
     counts = [in_flight_formula(slices.schedule, meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
     total = sum(t[0] for t in terms) + max(t[1] for t in terms) + max(t[2] for t in terms)
     return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
@@ -105,7 +111,7 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
 
 @dataclass(frozen=True)
 class _Task:
-    """One B, schedule and number of virtual stages; for virtual ones also S and the kind of all submeshes."""
+    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind."""
 
     costs: StageCosts
     schedule: str
@@ -169,10 +175,30 @@ def _tasks(costs: StageCosts, options: SliceOptions) -> list[_Task]:
     return tasks
 
 
-def _fastest(tasks: Sequence[_Task], options: SliceOptions, *, fewer: bool) -> tuple[_Best, tuple[Weighed, ...]]:
-    """The best of all tasks, in the order of their simplest bounds, and what each came to."""
-    best: StageSlices | None = None
-    limit = bound = math.inf
+def _equal_tasks(costs: StageCosts, options: SliceOptions) -> list[_Task]:
+    """What can be searched for one B on equal submeshes that take up all devices, one stage on each."""
+    lowest, highest = _stage_range(costs, options)
+    tasks = []
+    for kind, size in enumerate(costs.devices):
+        stages, rest = divmod(costs.total_devices, size)
+        wanted = options.kinds is None or options.kinds == (kind,) * stages
+        if rest or not wanted or not lowest <= stages <= highest:
+            continue
+        cut = costs.boundary_seconds
+        own = costs if cut.ndim == 1 else replace(costs, boundary_seconds=cut[:, kind, kind])
+        for name in options.schedules:
+            if name != "interleaved-1f1b" and (name != "zb-h1" or stages <= costs.num_microbatches):
+                tasks.append(_Task(own, name, 1, stages, kind))
+    return tasks
+
+
+def _fastest(
+    tasks: Sequence[_Task], options: SliceOptions, *, fewer: bool, known: StageSlices | None = None
+) -> tuple[_Best, tuple[Weighed, ...]]:
+    """The best of all tasks, in the order of their simplest bounds, and what each came to; or `known`, if none is."""
+    best = known
+    bound = math.inf
+    limit = math.inf if known is None else known.seconds
     weighed: list[Weighed] = []
     area = functools.cache(lambda costs, kind: _least_area(costs, kind, options.variants))
     order = [(area(t.costs, t.kind) * t.costs.num_microbatches / t.costs.total_devices, t) for t in tasks]
@@ -187,12 +213,15 @@ def _fastest(tasks: Sequence[_Task], options: SliceOptions, *, fewer: bool) -> t
         weighed += _weighed(task, problem, found)
         if problem is not None and found.path is not None:
             limit, best = found.seconds, _slices(task, problem, found.path)
+    if known is not None and best is known:
+        row = known.num_microbatches, known.schedule, known.virtual, known.num_meshes
+        weighed.append(Weighed(*row, known.seconds, max(known.bytes), min(bound, limit), "met"))
     return _Best(best, min(bound, limit)), _ranked(weighed, best)
 
 
 def _can_use_all(task: _Task) -> bool:
     """Whether a task is one of pipelines that may use every device."""
-    return task.virtual == 1 or task.meshes * task.costs.devices[task.kind] == task.costs.total_devices
+    return not task.meshes or task.meshes * task.costs.devices[task.kind] == task.costs.total_devices
 
 
 def _least_area(costs: StageCosts, kind: int, variants: tuple[int, ...] | None) -> float:
@@ -267,7 +296,7 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
         excess=excess,
         update=c.update[at],
         fixed=c.fixed_bytes[at] + buffers[:, None],
-        each=c.inflight_bytes[at],
+        each=c.flying(name)[at],
         num_nodes=layers * wide + 1,
         sources=tuple(allowed) if by_kind else (0,),
         devices=c.total_devices,
@@ -279,20 +308,28 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
     )
     if name == "zb-h1":
         stages = most[0], min(most[1], count)
-        return replace(
+        problem = replace(
             problem,
             count=lambda left, total: in_flight_formula(name, max(total, left), count, 0),
             stages=stages,
             exact_count=False,
         )
-    if task.virtual == 1:
+        return _of_equal(problem, task.meshes) if task.meshes else problem
+    if not task.meshes:
         return problem
+    if task.virtual == 1:
+        return _of_equal(problem, task.meshes)
     chunks = task.meshes * task.virtual
 
     def in_chunk(left: int, total: int) -> int:
         return in_flight_formula(name, task.meshes, count, (chunks - left) % task.meshes, task.virtual)
 
     return replace(problem, size=np.zeros_like(k), devices=0, count=in_chunk, stages=(chunks, chunks), kinds=None)
+
+
+def _of_equal(problem: PathProblem, meshes: int) -> PathProblem:
+    """The problem of so many submeshes of one kind: there are no devices to divide."""
+    return replace(problem, size=np.zeros_like(problem.size), devices=0, stages=(meshes, meshes), kinds=None)
 
 
 def _minimise(task: _Task, options: SliceOptions, fewer: bool, cutoff: float) -> tuple[Minimum, PathProblem]:

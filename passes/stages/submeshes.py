@@ -47,15 +47,6 @@ def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
     return tuple(found)
 
 
-def by_promise(sizes: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
-    """The same sizes, the most promising first: a stage for each node, or two on one node, then what is near to that.
-
-    The first makes a balanced pipeline of equal stages, whose communication stays within nodes.
-    """
-    start = cluster.devices_per_node if cluster.nodes > 1 else max(1, cluster.num_devices // 2)
-    return tuple(sorted(sizes, key=lambda size: (abs(math.log2(size / start)), -size)))
-
-
 def shape_of(method: Pipeline, stage: int, devices: int) -> Sharded:
     """The logical meshes that a stage may have on a submesh of so many devices."""
     shapes = method.mesh_shapes

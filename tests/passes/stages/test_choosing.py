@@ -35,7 +35,7 @@ class Search:
         layers: Any = SimpleNamespace(layering=SimpleNamespace(layers=()), num_microbatches=count)
         return layers
 
-    def choose(self, priced: Any, counts: Sequence[int]) -> Sliced:
+    def choose(self, priced: Any, counts: Sequence[int], limit: float) -> Sliced:
         count = priced.num_microbatches
         best = min(counts, key=lambda other: (self.seconds(count, other), -other))
         tried = sum(number == best for number, _ in self.priced)
