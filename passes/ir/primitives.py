@@ -174,6 +174,24 @@ UNFUSED = (
 )
 """Operations that compilers do not fuse with elementwise ones: they read and write memory themselves."""
 
+SAME_BYTES = PLACEMENT | _names("name reshape squeeze stop_gradient bitcast_convert_type copy")
+"""The result is the operand under another shape, dtype or name."""
+
+IN_LOOPS = (ELEMENTWISE | REARRANGED | SELECTIONS | _names("iota tile")) - SAME_BYTES - {"dynamic_update_slice"}
+"""Operations that compilers compute within any kernel that needs them, element by element."""
+
+TRANSCENDENTAL = DRAWS | _names("""
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
+    igamma igamma_grad_a igammac lgamma log log1p logistic polygamma pow sin sinh tan tanh zeta
+""")
+"""Elementwise operations that take many instructions an element."""
+
+FOLDS = CUMULATIVE | _names("""
+    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reduce_window
+    reduce_window_max reduce_window_min reduce_window_sum
+""")
+"""Reductions: compilers take what is reduced into their kernel."""
+
 DECIDING = PRODUCTS | KERNELS | _names("gather scatter sort dynamic_update_slice")
 """Operations whose sharding is a decision of its own, however little they compute."""
 

@@ -4,7 +4,7 @@ The integer program prices groups of operations and the passages of values betwe
 
     an operation      its share of the seconds of its group, with the strategy that was chosen. Operations share a group
                       in proportion to what each would take by itself, max(FLOPs / peak, bytes / bandwidth), where bytes
-                      are those that come into the group or leave it there;
+                      are those that the compiled program reads and writes for it (`ir.fusion`);
     a collective      alpha * share + bytes * beta, where share is what the program charged of the latency: collectives
                       that the compiler combines start together.
 
@@ -20,6 +20,7 @@ from typing import Any
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
+from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.groups import Grouping
@@ -100,22 +101,11 @@ def prices(
 def _alone(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
 ) -> dict[int, float]:  # fmt: skip
-    """Seconds of each operation by itself on one device, to share out its group's: bytes count at the group's edges."""
+    """Seconds of each operation by itself on one device, to share out its group's."""
     values = traced.graph.values
-    made = {value: op.index for op in grouping.ops.values() for value in op.results}
-    moved = dict.fromkeys(grouping.ops, 0.0)
-    leaving: set[int] = set()
-    for demand in grouping.demands:
-        home = grouping.homes.get(demand.value)
-        if home is not None and home.group == demand.group:
-            continue
-        leaving.add(demand.value)
-        if demand.op in moved:
-            moved[demand.op] += values[demand.value].nbytes
-    for value in leaving & made.keys():
-        moved[made[value]] += values[value].nbytes
+    moved = fusion.moved(traced.graph.block, values)
     out = {}
     for number, op in grouping.ops.items():
         flops = 0.0 if op.bodies else work(op, rules[op.key], values)
-        out[number] = cost.compute(flops, moved[number], working_dtype(op, values))
+        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values))
     return out

@@ -21,11 +21,15 @@ class Choices:
         self.strategies = tuple(strategies)
         sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
         self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
+        self._cuts: dict[Dims, np.ndarray] = {}
         self._layouts: dict[tuple[Dims, bool], tuple[tuple[Layout, ...], np.ndarray]] = {}
 
     def cut(self, dims: Dims) -> np.ndarray:
         """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
-        return self.parts[:, [f for dim in dims for f in dim]].prod(1)
+        found = self._cuts.get(dims)
+        if found is None:
+            found = self._cuts[dims] = self.parts[:, [f for dim in dims for f in dim]].prod(1)
+        return found
 
     def layouts(self, dims: Dims, partial: bool) -> tuple[tuple[Layout, ...], np.ndarray]:
         """The layouts of a tensor, and which of them each strategy leads to; `partial`: with the strategy's sums."""

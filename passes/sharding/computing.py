@@ -1,13 +1,16 @@
 """Seconds of computing of every strategy of a group of operations.
 
-They are the roofline of the local work, max(FLOPs / peak, bytes / bandwidth). Light operations fuse, so a group pays
-the bytes that enter and leave it.
+They are the roofline of the local work, max(FLOPs / peak, bytes / bandwidth). Bytes are those that the compiled program
+moves (`ir.fusion`): of a chain of elementwise operations what it starts with and what it ends with, wherever these are
+in groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +19,30 @@ from alpa_lite.graph import Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices
-from alpa_lite.passes.sharding.groups import Group
+from alpa_lite.passes.sharding.groups import Dims, Group
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule
+
+
+@dataclass(eq=False)
+class _Work:
+    """What a group does.
+
+    Attributes:
+      flops: of all its operations. dtype: whose peak bounds them.
+      moved: dims in the group's factors -> bytes of what has these dims.
+      made: values and bytes of what is laid out as `produced` says.
+    """
+
+    flops: float = 0.0
+    dtype: Any = None
+    moved: dict[Dims, float] = field(default_factory=dict)
+    made: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, dims: Dims, factors: tuple[int, ...], nbytes: float) -> None:
+        """Bytes of a tensor with such dims of an operation whose factors are these of the group."""
+        own = tuple([tuple([factors[f] for f in dim]) for dim in dims])
+        self.moved[own] = self.moved.get(own, 0.0) + nbytes
 
 
 class Computing:
@@ -42,28 +66,53 @@ class Computing:
         self.rules, self.cost, self.mesh, self.shared, self.produced = rules, cost, cost.mesh, shared, produced
         self.values: tuple[Value, ...] = shared.traced.graph.values
         self.inputs = set(shared.traced.graph.block.inputs)
+        arguments = zip(shared.traced.graph.block.inputs, shared.traced.arguments, strict=False)
+        self.batch = {value for value, argument in arguments if argument.role == "batch"}
         self.part_counts: dict[Layout, int] = {}
 
-    def seconds(self, group: Group, choices: Choices) -> np.ndarray:
-        """[strategies] seconds of the operations of one group: FLOPs, or bytes that enter and leave it."""
+    def seconds(self, group: Group, choices: Choices, typical: int) -> np.ndarray:
+        """[strategies] seconds of the operations of one group, each time it runs.
+
+        Args:
+          typical: the group that shows what groups of this colour move, since the first and the last of a model's
+            layers are fused with other neighbours than all those between.
+        """
+        shown = self.shared.grouping.groups[typical]
+        key = group.index, typical
+        found = self.shared.works.get(key)
+        if found is None:
+            found = self.shared.works[key] = self.work(shown)
         moved = np.zeros(len(choices.strategies))
-        for demand in self.shared.arriving.get(group.index, ()):
-            if demand.op >= 0:
-                moved += self.values[demand.value].nbytes / choices.cut(demand.dims)
+        for dims, nbytes in found.moved.items():
+            moved += nbytes / choices.cut(dims)
+        for value, nbytes in found.made:
+            layouts, klass = self.produced(value, choices)
+            moved += (nbytes / np.array([self.parts(la) for la in layouts]))[klass]
+        rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices)])
+        return np.maximum(found.flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, found.dtype))
+
+    def work(self, group: Group) -> _Work:
+        """What a group does, whatever its strategy."""
+        out = _Work()
+        for number, factors in zip(group.ops, group.op_factors, strict=True):
+            op, moved = self.shared.grouping.ops[number], self.shared.moved[number]
+            rule = self.rules[op.key]
+            out.dtype = working_dtype(op, self.values) or out.dtype
+            out.flops += work(op, rule, self.values)
+            for dims, nbytes in zip(rule.operands, moved.reads, strict=True):
+                if nbytes:
+                    out.add(dims, factors, nbytes)
+            for value, dims, nbytes in zip(op.results, rule.results, moved.writes, strict=True):
+                if nbytes and group.kind == "heavy":
+                    out.made.append((value, nbytes))
+                elif nbytes:
+                    out.add(dims, factors, nbytes)
         for value in self.shared.homes_of.get(group.index, ()):
-            leaves = value in self.shared.grouping.defined and group.ops and self.escapes(value, group.index)
-            # Arguments are read once, and the batch is brought in: a smaller block is the better one.
-            times = bool(leaves) + (value in self.inputs)
-            if times:
-                layouts, klass = self.produced(value, choices)
-                moved += times * (self.values[value].nbytes / np.array([self.parts(la) for la in layouts]))[klass]
-        flops, dtype = 0.0, None
-        for number in group.ops:
-            op = self.shared.grouping.ops[number]
-            dtype = working_dtype(op, self.values) or dtype
-            flops += work(op, self.rules[op.key], self.values)
-        rate = np.array([self.cost.compute(1.0, 0.0, dtype, e) for e in self.efficiencies(group, choices)])
-        return np.maximum(flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, dtype))
+            if value in self.inputs:
+                # The batch is brought in. Of state a smaller block is the better one, if nothing else decides.
+                share = 1.0 if value in self.batch else _BLOCK
+                out.made.append((value, share * self.values[value].nbytes))
+        return out
 
     def efficiencies(self, group: Group, choices: Choices) -> Sequence[float | None]:
         """The share of the peak that a product reaches at its local sizes, by strategy; None for what is none there."""
@@ -83,13 +132,13 @@ class Computing:
             out.append(known[key])
         return out
 
-    def escapes(self, value: int, group: int) -> bool:
-        """Whether another group uses the value."""
-        return any(d.group != group for d in self.shared.uses.get(value, ()))
-
     def parts(self, layout: Layout) -> int:
         """Into how many blocks a layout cuts a tensor."""
         found = self.part_counts.get(layout)
         if found is None:
             found = self.part_counts[layout] = math.prod(self.mesh.product(a) for a in layout.dims)
         return found
+
+
+#: What an argument that is kept costs, as a share of reading it.
+_BLOCK = 0.01

@@ -242,7 +242,7 @@ class _Builder:
         group = self.grouping.groups[members[0]]
         compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
         if group.kind != "fixed" and not self.is_constraint(group):
-            compute = self.computing.seconds(group, choices) * group.trips
+            compute = self.computing.seconds(group, choices, members[len(members) // 2]) * group.trips
             communication = self.communication(group, choices) * group.trips
         return Node(group.index, members, choices.strategies, compute, communication)
 

@@ -5,12 +5,15 @@ Only the layouts and their costs depend on the mesh. A search over mesh shapes m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.graph import Traced
+from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
 from alpa_lite.passes.sharding.points import compressed, needed_points, tally
@@ -80,6 +83,16 @@ class Shared:
     arriving: dict[int, list[Demand]] = field(default_factory=dict)
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def moved(self) -> dict[int, fusion.Moved]:
+        """Op index -> what it reads and writes on one device, with what compilers fuse left out."""
+        return fusion.moved(self.traced.graph.block, self.traced.graph.values)
+
+    @functools.cached_property
+    def works(self) -> dict[tuple[int, int], Any]:
+        """What `sharding.computing` keeps of groups, which is the same on all meshes."""
+        return {}
 
     def __post_init__(self) -> None:
         for demand in self.grouping.demands:

@@ -1,0 +1,421 @@
+"""Which values a compiled program writes to memory and reads from it: a model of the fusion of operations.
+
+Problem. Compilers put operations into kernels. Within one, values stay in registers: a chain of elementwise operations
+reads its sources once and writes its end. What an operation costs is therefore not what it touches, but which of that
+is in memory. The rule is that of XLA's GPU passes (`priority_fusion`, `multi_output_fusion`, `softmax_rewriter_triton`
+in xla/service/gpu/transforms), as seen in programs that they compile for an H100; `benchmarks/bytes_accessed.py`
+compares the bytes.
+
+Operations are of these kinds:
+
+    view      another shape or name of the same bytes; costs nothing
+    barrier   a view of several values, which have to be in memory
+    loop      elementwise operations, broadcasts, slices, transpositions, gathers: may be a part of any kernel
+    reduce    takes what it reduces into its kernel, and ends it
+    update    writes a part of its first operand in place (scatter, dynamic_update_slice), and ends its kernel
+    library   a kernel of its own, which takes in nothing: products, sorts, Fourier transforms, collectives
+    control   its bodies are programs of their own, whose inputs and outputs are in memory
+
+Rule.
+
+1. A value is *stored* if it leaves the program, if a library or control operation reads it, or if no loop makes it.
+2. The result of a loop that k kernels read is stored also where that moves fewer bytes. With operands of a bytes and a
+   result of v: computing it in each of the kernels reads k a, storing it moves a + k v, since one of them makes it. An
+   expensive function (exp, tanh, ...) counts as four bytes an element more each time.
+3. Each stored result of a loop, reduction or update has a kernel, which reads every stored value that it needs once.
+4. Kernels over equally many elements, of which none needs another's results through a third, are one if they read the
+   same value (siblings), or if one reads what the other writes.
+5. A reduction of a short last dim whose result is repeated along that dim and meets there what was reduced is within
+   one kernel with it, as both of a softmax are.
+
+A product without a depth is a multiplication, one of a vector is a multiplication and a sum (see
+`cost.MeshCost.matmul_efficiency`). Layouts are left out: a transposition before a product may cost a copy or nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from alpa_lite.graph import Atom, Block, Lit, Op, Value
+from alpa_lite.passes.ir import primitives
+
+Kind = Literal["view", "barrier", "loop", "reduce", "update", "library", "control"]
+
+Sizes = Mapping[int, int] | Sequence[int]
+"""Bytes of each value."""
+
+#: The longest row that a kernel holds whole.
+_ROW = 4096
+#: What it costs to compute an expensive function of one element once more, in bytes of memory that could be moved.
+_EXPENSIVE = 4
+#: A kernel has at most so many stored results: registers and parameters of a kernel are limited.
+_MOST_OUTPUTS = 16
+#: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
+_MANY, _NEAR = 32, 8
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operation for the rule.
+
+    Attributes:
+      kind: what it is.
+      operands, results: values, by any numbers.
+      elements: how many it goes through: those of its result, of a reduction those of its operand.
+      partly: it reads no more of its first operand than its result has.
+      row: the length of the last dim where it reduces that alone, else 0.
+      expensive: a function that takes many instructions.
+      update: of an update the operand that says how much is written, and how often memory is touched for it.
+    """
+
+    kind: Kind
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    elements: int
+    partly: bool = False
+    row: int = 0
+    update: tuple[int, int] = (-1, 0)
+    expensive: bool = False
+
+    def taken(self, nbytes: Sizes) -> float:
+        """The share of its first operand that it reads."""
+        if not self.partly:
+            return 1.0
+        return min(1.0, sum(nbytes[r] for r in self.results) / max(1, nbytes[self.operands[0]]))
+
+    def written_bytes(self, value: int, nbytes: Sizes) -> float:
+        """Bytes that are written of a result, and read in order to write them."""
+        operand, times = self.update
+        return min(nbytes[value], nbytes[operand]) * times if times else nbytes[value]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What each item reads and writes.
+
+    Attributes:
+      reads: for each item, operand -> how often it is read there, by all kernels together; of parts their share.
+      writes: for each item, the results that it writes.
+      stored: the values that are in memory beside the inputs.
+    """
+
+    reads: tuple[Mapping[int, float], ...]
+    writes: tuple[tuple[int, ...], ...]
+    stored: frozenset[int]
+
+
+def kind_of(op: Op, values: Sequence[Value]) -> Kind:
+    """The kind of an operation."""
+    name = op.name
+    if name in primitives.CONTROL:
+        return "control"
+    if name == "optimization_barrier":
+        return "barrier"
+    if name in primitives.SAME_BYTES:
+        return "view"
+    if name == "broadcast_in_dim" and not isinstance(op.operands[0], Lit):
+        same = _size(op.operands[0], values) == _size(op.results[0], values)
+        return "view" if same else "loop"
+    if name == "dot_general":
+        m, n, k = _product(op, values)
+        return "loop" if k == 1 else "reduce" if 1 in (m, n) else "library"
+    if name in primitives.SCATTERS or name == "dynamic_update_slice":
+        return "update"
+    return "loop" if name in primitives.IN_LOOPS else "reduce" if name in primitives.FOLDS else "library"
+
+
+def item_of(op: Op, values: Sequence[Value]) -> Item:
+    """An operation of a graph, for the rule."""
+    kind = kind_of(op, values)
+    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
+    elements = max((_size(v, values) for v in op.results), default=0)
+    row, update = 0, (-1, 0)
+    if kind == "reduce" and operands:
+        elements = max(_size(v, values) for v in operands)
+        shape = values[operands[0]].shape
+        if op.params.get("axes") == (len(shape) - 1,):
+            row = shape[-1]
+    elif kind == "update":
+        wrote = op.operands[1 if op.name == "dynamic_update_slice" else -1]
+        update = (-1, 0) if isinstance(wrote, Lit) else (wrote, 1 if op.name == "dynamic_update_slice" else 2)
+    partly = op.name in primitives.SELECTIONS and bool(operands)
+    return Item(kind, operands, op.results, elements, partly, row, update, op.name in primitives.TRANSCENDENTAL)
+
+
+def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Traffic:
+    """Which values items read from memory and write to it.
+
+    Args:
+      items: in program order.
+      nbytes: of each value.
+      outputs: values that leave the program.
+    """
+    return _Fusion(items, nbytes, frozenset(outputs)).traffic()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one operation of a graph moves on one device, each time it runs.
+
+    Attributes:
+      reads: for each operand the bytes that are read of it.
+      writes: for each result the bytes that are written of it.
+    """
+
+    reads: tuple[float, ...]
+    writes: tuple[float, ...]
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.reads) + sum(self.writes)
+
+
+def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
+    """Op index -> what it moves, for all operations of a block and of the bodies in it."""
+    out: dict[int, Moved] = {}
+    sizes = [v.nbytes for v in values]
+    blocks = [block]
+    while blocks:
+        here = blocks.pop()
+        items = [item_of(op, values) for op in here.ops]
+        found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
+        for op, item, reads, writes in zip(here.ops, items, found.reads, found.writes, strict=True):
+            blocks.extend(op.bodies)
+            left = dict(reads)  # an operand that comes twice is read once
+            out[op.index] = Moved(
+                tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
+                tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
+            )
+    return out
+
+
+def moved_bytes(block: Block, values: Sequence[Value]) -> float:
+    """Bytes that a program reads and writes on one device: scans by their trips, the bodies of other loops once."""
+    each = moved(block, values)
+
+    def total(block: Block) -> float:
+        return sum(
+            each[op.index].bytes + op.params.get("length", 1) * sum(total(body) for body in op.bodies)
+            for op in block.ops
+        )
+
+    return total(block)
+
+
+def _size(atom: Atom, values: Sequence[Value]) -> int:
+    return math.prod(atom.aval.shape if isinstance(atom, Lit) else values[atom].shape)
+
+
+def _product(op: Op, values: Sequence[Value]) -> tuple[int, int, int]:
+    """(m, n, k) of a `dot_general`."""
+    (contracted, _), (batched, _) = op.params["dimension_numbers"]
+    left, right = (a.aval.shape if isinstance(a, Lit) else values[a].shape for a in op.operands[:2])
+    k = math.prod(left[d] for d in contracted)
+    batch = math.prod(left[d] for d in batched)
+    return math.prod(left) // max(1, k * batch), math.prod(right) // max(1, k * batch), k
+
+
+@dataclass
+class _Kernel:
+    """A kernel: its root, what it reads from memory and where, and the elements that it goes through."""
+
+    root: int
+    elements: int
+    # (value, the item that takes a part of it) -> the item that reads it, its operand, the share that is read
+    reads: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
+    needs: int = 0  # the kernels that must run before, a bit for each
+
+
+class _Fusion:
+    """The rule of the module's docstring, applied to one straight line of items."""
+
+    def __init__(self, items: Sequence[Item], nbytes: Sizes, outputs: frozenset[int]):
+        self.items, self.nbytes = items, nbytes
+        self.source: dict[int, int] = {}
+        for item in items:
+            if item.kind in ("view", "barrier"):
+                self.source.update((r, self.of(o)) for o, r in zip(item.operands, item.results, strict=False))
+        self.operands = [tuple(dict.fromkeys([self.of(v) for v in item.operands])) for item in items]
+        self.maker = {v: n for n, item in enumerate(items) for v in item.results if v not in self.source}
+        self.users: dict[int, list[int]] = {}
+        for n, item in enumerate(items):
+            if item.kind != "view":
+                for v in self.operands[n]:
+                    self.users.setdefault(v, []).append(n)
+        self.inner = self.softmaxes()
+        self.stored = {self.of(v) for v in outputs}
+        for n, item in enumerate(items):
+            if item.kind in ("library", "control", "barrier"):
+                self.stored.update(self.operands[n])
+            elif item.kind == "update":
+                self.stored.update(self.operands[n][:1])
+            if item.kind != "view" and not self.is_loop(n):
+                self.stored.update(v for v in item.results if v not in self.source)
+        self.shared()
+
+    def of(self, value: int) -> int:
+        """The value whose bytes a value is."""
+        return self.source.get(value, value)
+
+    def is_loop(self, n: int) -> bool:
+        return self.items[n].kind == "loop" or n in self.inner
+
+    def softmaxes(self) -> set[int]:
+        """Reductions that stay within the kernel of what they reduce: step 5 of the rule."""
+        found: set[int] = set()
+        for n, item in enumerate(self.items):
+            if item.kind == "reduce" and 0 < item.row <= _ROW and len(item.results) == 1:
+                value, users = item.results[0], self.users.get(item.results[0], [])
+                while len(users) == 1 and self.is_spread(users[0]):
+                    (value,) = self.items[users[0]].results
+                    users = self.users.get(value, [])
+                if len(users) == 1 and self.items[users[0]].kind == "loop":
+                    end = users[0]
+                    after = self.users.get(self.items[end].results[0], [])
+                    if len(self.operands[end]) == 2 and self.operands[n][0] in self.operands[end] and len(after) <= 1:
+                        found.add(n)
+        return found
+
+    def is_spread(self, n: int) -> bool:
+        """Whether an item repeats one operand, or changes it element by element."""
+        return self.items[n].kind == "loop" and len(self.operands[n]) == 1
+
+    def shared(self) -> None:
+        """Step 2 of the rule: from the end, since what reads a value is decided before it."""
+        least: dict[int, float] = {}  # the bytes that a value costs where it is computed from what is in memory
+        for n, item in enumerate(self.items):
+            if item.kind == "loop":
+                own = self.computing(n, least)
+                least.update((v, min(self.nbytes[v], own)) for v in item.results)
+        kernels: dict[int, frozenset[int]] = {}
+        for n in reversed(range(len(self.items))):
+            if not self.is_loop(n):
+                continue
+            item = self.items[n]
+            into: set[int] = set()
+            for v in item.results:
+                for user in self.users.get(v, ()):
+                    if self.is_loop(user) and self.stored.isdisjoint(self.items[user].results):
+                        into |= kernels[user]
+                    else:
+                        into.add(user)
+            if self.stored.isdisjoint(item.results) and len(into) > 1 and n not in self.inner:
+                once, size, k = self.computing(n, least), sum(self.nbytes[v] for v in item.results), len(into)
+                if k * once > once + k * size:
+                    self.stored.update(item.results)
+            kernels[n] = frozenset(list(into)[:_MANY])
+
+    def computing(self, n: int, least: Mapping[int, float]) -> float:
+        """What it costs to compute an item once more, in bytes."""
+        item = self.items[n]
+        if item.partly:
+            return self.nbytes[item.operands[0]] * item.taken(self.nbytes)
+        costs = _EXPENSIVE * item.elements if item.expensive else 0.0
+        return costs + sum(least.get(v, self.nbytes[v]) for v in self.operands[n])
+
+    def traffic(self) -> Traffic:
+        kernels = self.kernels()
+        groups = self.merged(kernels)
+        reads: list[dict[int, float]] = [{} for _ in self.items]
+        for group in groups:
+            own = {v for k in group if self.is_loop(kernels[k].root) for v in self.items[kernels[k].root].results}
+            seen: set[tuple[int, int]] = set()
+            for k in group:
+                for key, (item, operand, share) in kernels[k].reads.items():
+                    if key not in seen and key[0] not in own:
+                        seen.add(key)
+                        reads[item][operand] = reads[item].get(operand, 0.0) + share
+        writes = []
+        for item in self.items:
+            made = () if item.kind in ("view", "barrier", "control") else item.results
+            writes.append(tuple([v for v in made if v in self.stored]))
+        return Traffic(tuple(reads), tuple(writes), frozenset(self.stored))
+
+    def kernels(self) -> list[_Kernel]:
+        """Every kernel before any are merged, in program order."""
+        out: list[_Kernel] = []
+        owner: dict[int, int] = {}
+        for n, item in enumerate(self.items):
+            if item.kind in ("view", "barrier") or (self.is_loop(n) and self.stored.isdisjoint(item.results)):
+                continue
+            kernel = _Kernel(n, item.elements)
+            if item.kind != "control":
+                self.collect(kernel, n)
+            before = {owner[v] for v, _ in kernel.reads if v in owner}
+            for v in self.operands[n] if item.kind == "control" else ():
+                before.update([owner[v]] if v in owner else ())
+            for k in before:
+                kernel.needs |= out[k].needs | 1 << k
+            owner.update(dict.fromkeys(item.results, len(out)))
+            out.append(kernel)
+        return out
+
+    def collect(self, kernel: _Kernel, root: int) -> None:
+        """Notes what a kernel reads."""
+        waiting, seen = [(root, 1.0, -1)], {root}
+        while waiting:
+            n, whole, via = waiting.pop()
+            item = self.items[n]
+            for place, operand in enumerate(item.operands):
+                if item.update[1] and not place:
+                    continue  # written in place
+                share, part = whole, via
+                if item.partly and not place:
+                    share, part = whole * item.taken(self.nbytes), n
+                v = self.of(operand)
+                maker = self.maker.get(v)
+                if maker is None or v in self.stored:
+                    kernel.reads.setdefault((v, part), (n, operand, share))
+                elif maker not in seen:
+                    seen.add(maker)
+                    waiting.append((maker, share, part))
+
+    def merged(self, kernels: Sequence[_Kernel]) -> list[list[int]]:
+        """Step 4 of the rule."""
+        group = list(range(len(kernels)))
+        members = [[k] for k in group]
+
+        def join(a: int, b: int) -> None:
+            a, b = group[a], group[b]
+            if a != b and len(members[a]) + len(members[b]) <= _MOST_OUTPUTS:
+                members[a] += members[b]
+                for k in members[b]:
+                    group[k] = a
+                members[b] = []
+
+        readers: dict[int, list[int]] = {}
+        for k, kernel in enumerate(kernels):
+            if self.items[kernel.root].kind in ("loop", "reduce"):
+                for v, part in kernel.reads:
+                    if part < 0 and self.nbytes[v] >= kernel.elements:
+                        readers.setdefault(v, []).append(k)
+        owner = {v: k for k, kernel in enumerate(kernels) for v in self.items[kernel.root].results}
+        for v, found in readers.items():
+            maker = owner.get(v)
+            if maker is not None and self.is_loop(kernels[maker].root):
+                for k in found:
+                    if self.direct(kernels, maker, k, owner):
+                        join(maker, k)
+            for place, b in enumerate(found):
+                for a in found[max(0, place - _NEAR) : place]:
+                    if kernels[a].elements == kernels[b].elements and self.independent(
+                        kernels, members[group[a]], members[group[b]]
+                    ):
+                        join(a, b)
+        return [m for m in members if m]
+
+    def direct(self, kernels: Sequence[_Kernel], a: int, b: int, owner: Mapping[int, int]) -> bool:
+        """Whether kernel b reads what a makes, and nothing else that needs a."""
+        if kernels[a].elements != kernels[b].elements:
+            return False
+        others = {owner[v] for v, _ in kernels[b].reads if v in owner} - {a}
+        return not any(kernels[k].needs >> a & 1 for k in others)
+
+    @staticmethod
+    def independent(kernels: Sequence[_Kernel], some: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether no kernel needs what one of the others makes."""
+        return not any(kernels[a].needs >> b & 1 or kernels[b].needs >> a & 1 for a in some for b in others if a != b)

@@ -1,0 +1,90 @@
+"""Fusion: which values are in memory, by hand for programs whose kernels are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.passes.ir import fusion
+from alpa_lite.passes.tracing import tracing
+
+N, M = 64, 256
+FULL, ROW = 4 * N * M, 4 * N
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def moved(step: Any, *args: Any) -> float:
+    graph = tracing.trace(step, args, {}).graph
+    return fusion.moved_bytes(graph.block, graph.values)
+
+
+def shift(x: Any) -> Any:
+    """A loop kernel that is read by many."""
+    return (x + 1.0) * 2.0 - x * x
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "expected"),
+    [
+        (lambda x: shift(shift(x)), (f32(N, M),), 2 * FULL),
+        (lambda x: shift(x).sum(-1), (f32(N, M),), FULL + ROW),
+        # Two readers of one loop compute it twice; both read the same, and are one kernel.
+        (lambda x: (shift(x) + 1.0, shift(x) * 3.0), (f32(N, M),), 3 * FULL),
+        # A product reads and writes memory, and takes in nothing.
+        (lambda x, w: shift(shift(x) @ w), (f32(N, M), f32(M, M)), 4 * (N * M * 6 + M * M)),
+        # Adam: four values in, three out.
+        (
+            lambda p, m, v, g: (p - 0.9 * m / (jnp.sqrt(v) + 1e-8), 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g),
+            (f32(N, M),) * 4,
+            7 * FULL,
+        ),
+        # A softmax is one kernel, a normalisation by a mean that is used elsewhere is not.
+        (lambda x: jax.nn.softmax(shift(x)), (f32(N, M),), 2 * FULL),
+        # No depth: a multiplication. A vector: a multiplication and a sum, which take in what is around.
+        (lambda x, h: shift(jnp.einsum("nm,n->nm", shift(x), h)), (f32(N, M), f32(N)), 2 * FULL + ROW),
+        (lambda x, h: jnp.einsum("nm,m->n", shift(x), shift(h)), (f32(N, M), f32(M)), FULL + ROW + 4 * M),
+        # Slices read what they take, updates write what they put.
+        (lambda x: shift(x[:8]), (f32(N, M),), 2 * 4 * 8 * M),
+        (lambda x, y: x.at[3].set(shift(y)), (f32(N, M), f32(M)), 3 * 4 * M),
+        (lambda x, i: shift(x)[i], (f32(N, M), jax.ShapeDtypeStruct((4,), jnp.int32)), 2 * 4 * 4 * M),
+    ],
+)
+def test_bytes_by_hand(step, args, expected):
+    assert moved(step, *args) == pytest.approx(expected, abs=64)
+
+
+def test_expensive_functions_are_kept_where_that_moves_little():
+    """tanh of a bfloat16 that a product and a later kernel read, against a subtraction."""
+    half = jax.ShapeDtypeStruct((N, M), jnp.bfloat16)
+
+    def step(f):
+        def run(x, y):
+            z = f(x)
+            return z.sum(), jnp.cumsum((z * y).sum(-1)) + z.max(-1)
+
+        return run
+
+    assert moved(step(jnp.tanh), half, half) > moved(step(lambda x: x - 1), half, half)
+
+
+def test_bodies_run_by_their_trips():
+    def step(x, w):
+        return jax.lax.scan(lambda x, w: (shift(x @ w), None), x, w)[0]
+
+    one, two = (moved(step, f32(N, N), f32(k, N, N)) for k in (1, 2))
+    assert two == 2 * one == 2 * 5 * 4 * N * N
+
+
+def test_kernels_with_one_between_are_two():
+    """The mean is ready after the first kernel; what subtracts it reads the value a second time."""
+
+    def step(x):
+        return x - x.mean()
+
+    assert moved(step, f32(N, M)) == pytest.approx(3 * FULL, abs=64)
