@@ -161,7 +161,8 @@ def _bounds(problem: Problem, offset: float, sweeps: int) -> tuple[float, list[n
         return math.inf, every
     ascent = Ascent(part.problem)
     ascent.sweep(sweeps)
-    for bounds, mine, slack in zip(every, part.kept, ascent.slack()[0], strict=True):
+    slacks = np.split(ascent.slack()[0], part.problem.links.first[1:-1])
+    for bounds, mine, slack in zip(every, part.kept, slacks, strict=True):
         bounds[mine] = ascent.bound + offset + slack
     return ascent.bound + offset, every
 

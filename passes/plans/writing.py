@@ -29,7 +29,7 @@ from alpa_lite.passes.sharding import space as strategy_space
 from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.space import Node, Space, Strategy
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port

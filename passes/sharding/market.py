@@ -32,7 +32,8 @@ from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.sharding.solver.problem import Problem, from_graph, price_memory
+from alpa_lite.passes.sharding.solver.problem import Problem, price_memory
+from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared

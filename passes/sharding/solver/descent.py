@@ -4,8 +4,10 @@ One node at a time takes the strategy that is best while its neighbours stay, un
 upper bounds, which scale the linear program and let reduced costs forbid most of it. With one node fixed, it gives the
 plan that answers to that node's strategy. Memory is not looked at: price it first.
 
-Only the neighbours of what has changed are asked, so that a descent from a good choice costs some dozens of array
-operations. Descent must be able to leave what is forbidden, so a large cost stands for an infinite one.
+Nodes of one colour share no edge, so that they move together (`descend`). From a good choice of which one node has
+changed, only the neighbours of what has changed are asked (`Descent`): some dozens of array operations.
+
+Descent must be able to leave what is forbidden, so a large cost stands for an infinite one.
 """
 
 from __future__ import annotations
@@ -15,14 +17,47 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from alpa_lite.passes.sharding.solver.problem import Edge, Problem
+from alpa_lite.passes.sharding.solver.ragged import lowest, reduced
+from alpa_lite.passes.sharding.solver.replies import replies_by_color
 
-_SWEEPS = 20  # visits of each node, on average, after which a descent ends
+_SWEEPS = 20  # visits of each colour after which a descent ends
+_GAIN = 1e-12  # relative: what moves less is rounding, and would move back
 
 
 def descend(problem: Problem, choice: np.ndarray | None = None) -> np.ndarray:
     """A choice that no change of one node improves, from `choice` or from each node's cheapest strategy."""
-    start = [int(node.cost.argmin()) for node in problem.nodes] if choice is None else choice
-    return Descent(problem).run(start, range(len(problem.nodes)), _SWEEPS * len(problem.nodes))
+    links = problem.links
+    if not links.nodes:
+        return np.zeros(0, dtype=np.int64)
+    replies = links.prepared(replies_by_color)
+    choice = lowest(problem.cost, links.first[:-1]) if choice is None else np.array(choice, dtype=np.int64)
+    large = _large(problem)
+    cost, cells = np.minimum(problem.cost, large), np.minimum(problem.cells, large)
+    row = links.source[links.source_at[:-1] + choice[links.src]]
+    column = links.klass[links.klass_at[:-1] + choice[links.node]]
+    quiet = 0
+    for turn in range(_SWEEPS * len(replies)):
+        one = replies[turn % len(replies)]
+        total = one.total(cost, cells, row, column)
+        now = choice[one.nodes]
+        before, best = total[one.starts + now], np.minimum.reduceat(total, one.starts)
+        moves = best < before - _GAIN * np.abs(before)
+        quiet = 0 if moves.any() else quiet + 1
+        if quiet == len(replies):
+            break
+        if not quiet:
+            choice[one.nodes] = np.where(moves, lowest(total, one.starts), now)
+            row = links.source[links.source_at[:-1] + choice[links.src]]
+            column = links.klass[links.klass_at[:-1] + choice[links.node]]
+    return choice
+
+
+def _large(problem: Problem) -> float:
+    """Seconds that stand for infinite ones."""
+    cost = np.where(np.isfinite(problem.cost), problem.cost, 0.0)
+    cells = np.where(np.isfinite(problem.cells), problem.cells, 0.0)
+    most = reduced(np.maximum, cost, problem.links.first).sum() + reduced(np.maximum, cells, problem.links.cell).sum()
+    return 1e3 * float(most) or 1.0
 
 
 class Descent:
@@ -30,8 +65,7 @@ class Descent:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        finite = [np.max(x.cost, initial=0.0, where=np.isfinite(x.cost)) for x in (*problem.nodes, *problem.edges)]
-        large = 1e3 * float(sum(finite)) or 1.0
+        large = _large(problem)
         self._nodes = [np.minimum(node.cost, large) for node in problem.nodes]
         self._edges = [np.minimum(edge.cost, large) for edge in problem.edges]
         self._near: list[dict[int, None] | None] = [None] * len(problem.nodes)

@@ -22,6 +22,9 @@ from alpa_lite.passes.sharding.solver.descent import descend
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, forget_seconds, price_memory
 
+REACH = 0.02
+"""Half the width of the first box: a price at which what is over the budget costs this share of all seconds."""
+
 
 class MemoryDual:
     """Prices of memory, improved by `step`.
@@ -31,7 +34,8 @@ class MemoryDual:
       price: [points] the price that gives it, in seconds per byte.
     """
 
-    def __init__(self, problem: Problem, price: np.ndarray | None = None) -> None:
+    def __init__(self, problem: Problem, price: np.ndarray | None = None, messages: np.ndarray | None = None) -> None:
+        """Args: price, messages: where to begin; the messages as of `Ascent`."""
         self.problem = problem if problem.budget is not None else forget_seconds(problem)
         self.limit = problem.budget or 0.0
         self.bound = -np.inf
@@ -39,17 +43,24 @@ class MemoryDual:
             points = len(problem.base)
             price = np.zeros(points) if problem.budget is not None else np.full(points, 1.0 / max(points, 1))
         self.price = self._next = price
-        self._messages: Ascent | None = None
+        self._ascending: Ascent | None = None
+        self._begin = messages
         self._points: list[int] = []
         self._seconds: list[float] = []
         self._bytes: list[np.ndarray] = []
-        self._reach = np.inf
+        self._reach = REACH
         self._stalled = 0
         self.finished = False
 
-    def step(self, sweeps: int) -> np.ndarray:
+    @property
+    def messages(self) -> np.ndarray:
+        """Those of the last price, as of `Ascent`."""
+        assert self._ascending is not None
+        return self._ascending.messages
+
+    def step(self, sweeps: int, deadline: float = np.inf) -> np.ndarray:
         """Try the next price: returns the choice that is good at it."""
-        ascent = self._ascent(self._next, sweeps)
+        ascent = self._ascent(self._next, sweeps, deadline)
         bound = self._bound_of(ascent, self._next)
         self._reach *= 2.0 if bound > self.bound else 0.5
         self._stalled = 0 if bound - self.bound > 1e-3 * abs(bound) else self._stalled + 1
@@ -68,21 +79,21 @@ class MemoryDual:
         self._bytes.append(live)
         self._points += [t for t in peaks(self._bytes[-1], self.limit, 4) if t not in self._points]
 
-    def slack(self, sweeps: int) -> tuple[float, list[np.ndarray], dict[int, np.ndarray]]:
-        """A bound, and how far above it each strategy and pair is at the least: `Ascent.slack` at the best price."""
+    def slack(self, sweeps: int) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
+        """A bound, and how far above it each strategy and cell is at the least: `Ascent.slack` at the best price."""
         ascent = self._ascent(self.price, sweeps)
         bound = self._bound_of(ascent, self.price)
-        return bound, *ascent.slack()
+        return bound, ascent.slack()
 
-    def _ascent(self, price: np.ndarray, sweeps: int) -> Ascent:
+    def _ascent(self, price: np.ndarray, sweeps: int, deadline: float = np.inf) -> Ascent:
         """Message passing at a price, beginning with the messages of the last one."""
         priced = price_memory(self.problem, price)
-        if self._messages is None:
-            self._messages = Ascent(priced)
+        if self._ascending is None:
+            self._ascending = Ascent(priced, self._begin)
         else:
-            self._messages.reprice(priced)
-        self._messages.sweep(sweeps)
-        return self._messages
+            self._ascending.reprice(priced)
+        self._ascending.sweep(sweeps, deadline)
+        return self._ascending
 
     def _bound_of(self, ascent: Ascent, price: np.ndarray) -> float:
         return ascent.bound + float(price @ (self.problem.base - self.limit))
@@ -117,8 +128,6 @@ class MemoryDual:
             return
         self._next = np.zeros(len(self.price))
         self._next[points] = result.x[1:] * scale
-        if np.isinf(self._reach):
-            self._reach = float(result.x[1:].max()) / 2
         height = -result.fun * (size if peak else unit)
         self.finished = self._stalled >= 8 or height - self.bound <= 1e-4 * abs(height)
 

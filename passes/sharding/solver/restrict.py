@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.problem import Bytes, Consumer, Edge, Problem, Vertex, timeline, used
+from alpa_lite.passes.sharding.solver.links import Links
+from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
+from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
 
 
 class Contradiction(Exception):
@@ -25,15 +27,26 @@ class Restriction:
 
     Attributes:
       problem: with fewer strategies.
-      kept: for each node, the numbers of its strategies in the original problem.
+      strategies: the number of each of its strategies among those of the original problem.
+      original: where the strategies of each node begin there.
+      messages: for each place of `Ascent.messages` of this problem, its place in those of the problem before.
     """
 
     problem: Problem
-    kept: tuple[np.ndarray, ...]
+    strategies: np.ndarray
+    original: np.ndarray
+    messages: np.ndarray
+
+    @property
+    def kept(self) -> tuple[np.ndarray, ...]:
+        """For each node, the numbers of its strategies in the original problem."""
+        numbers = self.strategies - np.repeat(self.original[:-1], self.problem.links.sizes)
+        return tuple(np.split(numbers, self.problem.links.first[1:-1])) if self.problem.links.nodes else ()
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """A choice of the restricted problem as one of the original."""
-        return np.array([k[s] for k, s in zip(self.kept, choice, strict=True)], dtype=int)
+        links = self.problem.links
+        return self.strategies[links.first[:-1] + np.asarray(choice, dtype=np.int64)] - self.original[:-1]
 
     def further(self, problem: Problem) -> Restriction:
         """The consistent part of `problem`, which is this restriction's with more of it forbidden.
@@ -42,8 +55,7 @@ class Restriction:
           Contradiction: no choice is allowed.
         """
         part = consistent(problem)
-        kept = tuple(before[now] for before, now in zip(self.kept, part.kept, strict=True))
-        return Restriction(part.problem, kept)
+        return Restriction(part.problem, self.strategies[part.strategies], self.original, part.messages)
 
 
 def consistent(problem: Problem) -> Restriction:
@@ -52,61 +64,183 @@ def consistent(problem: Problem) -> Restriction:
     Raises:
       Contradiction: no choice is allowed.
     """
-    kept = tuple(np.flatnonzero(mask) for mask in _allowed(problem))
-    edges = tuple(_without(edge, kept) for edge in problem.edges)
-    base, nodes = problem.base, []
-    for node, mine in zip(problem.nodes, kept, strict=True):
-        memory = node.memory.at(mine)
-        if memory:
-            least = memory.size.min(1)
-            start, end = memory.span.T
-            base = base + timeline(len(base), start, end, least)
-            memory = Bytes(memory.span, memory.size - least[:, None]).tidy()
-        nodes.append(Vertex(node.cost[mine], memory))
-    return Restriction(Problem(tuple(nodes), edges, base, problem.budget), kept)
+    links, keep = problem.links, _allowed(problem)
+    chosen = np.flatnonzero(keep)
+    row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
+    row[links.source_row[keep[links.source_strategy]]] = True
+    column[links.klass_column[keep[links.klass_strategy]]] = True
+    smaller, cells, dropped = _smaller(links, keep, row, column)
+    items, base = _remaining(problem, keep, cells, np.diff(smaller.first))
+    part = Problem(smaller, problem.cost[chosen], problem.cells[cells], items, base, problem.budget)
+    return Restriction(part, chosen, links.first, _places(links, row, column, dropped))
 
 
-def _allowed(problem: Problem) -> list[np.ndarray]:
-    """[S] for each node: a mask of the strategies that are allowed and that every neighbour can meet."""
-    keep = [np.isfinite(node.cost) for node in problem.nodes]
-    constrained = [edge for edge in problem.edges if np.isinf(edge.cost).any()]
-    changed = True
-    while changed:
-        changed = False
-        for edge in constrained:
-            allowed = np.isfinite(edge.cost)
-            for node, klass in edge.consumers:
-                before = keep[edge.src].sum() + keep[node].sum()
-                if node == edge.src:
-                    keep[node] = keep[node] & allowed[edge.src_class, klass]
-                else:
-                    met = allowed & _live(edge.src_class, keep[edge.src], len(allowed))[:, None]
-                    keep[node] = keep[node] & np.asarray(met.any(0))[klass]
-                    met = met & _live(klass, keep[node], allowed.shape[1])
-                    keep[edge.src] = keep[edge.src] & np.asarray(met.any(1))[edge.src_class]
-                changed |= bool(keep[edge.src].sum() + keep[node].sum() < before)
-    if not all(mask.any() for mask in keep):
+def _smaller(
+    links: Links, keep: np.ndarray, row: np.ndarray, column: np.ndarray
+) -> tuple[Links, np.ndarray, np.ndarray]:
+    """The links that are left, the cells that are left, and a mask of the consumers that are equal to others."""
+    source_kept, klass_kept = keep[links.source_strategy], keep[links.klass_strategy]
+    first = offsets(reduced(np.add, keep.astype(np.int64), links.first))
+    rows, columns = (
+        reduced(np.add, row.astype(np.int64), links.row_at),
+        reduced(np.add, column.astype(np.int64), links.column_at),
+    )
+    source = (np.cumsum(row) - 1)[links.source_row[source_kept]]
+    source -= np.repeat(offsets(rows)[:-1], np.diff(first)[links.src])
+    klass = (np.cumsum(column) - 1)[links.klass_column[klass_kept]]
+    klass -= np.repeat(offsets(columns)[links.edge], np.diff(first)[links.node])
+    which = np.flatnonzero(row)
+    edge_of = np.repeat(np.arange(len(rows)), rows)
+    begin = links.cell[edge_of] + (which - links.row_at[edge_of]) * links.columns[edge_of]
+    taken = np.flatnonzero(column) - np.repeat(links.column_at[:-1], columns)
+    wide = columns[edge_of]
+    cells = np.repeat(begin, wide) + taken[ranges(offsets(columns)[edge_of], wide)]
+    dropped = np.zeros(len(links.edge), dtype=bool)
+    at = offsets(np.diff(first)[links.node])
+    for c, others in _twins(links):
+        mine = klass[at[c] : at[c + 1]]
+        dropped[c] = any(not dropped[d] and (klass[at[d] : at[d + 1]] == mine).all() for d in others)
+    edge, node = links.edge, links.node
+    if dropped.any():
+        stay = ~dropped
+        klass = klass[ranges(at[:-1][stay], np.diff(at)[stay])]
+        edge, node = edge[stay], node[stay]
+    return Links(first, links.src, rows, columns, source, edge, node, klass, links.palette), cells, dropped
+
+
+def _twins(links: Links) -> list[tuple[int, list[int]]]:
+    """Consumers that share edge and node with earlier ones, and these."""
+    key = links.edge * (links.nodes + 1) + links.node
+    if len(np.unique(key)) == len(key):
+        return []
+    found: dict[int, list[int]] = {}
+    out = []
+    for c, k in enumerate(key.tolist()):
+        if k in found:
+            out.append((c, list(found[k])))
+        found.setdefault(k, []).append(c)
+    return out
+
+
+def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.ndarray) -> tuple[Items, np.ndarray]:
+    """The bytes that are left, and those that every choice has."""
+    items, links, base = problem.items, problem.links, problem.base
+    if not len(items.owner):
+        return items, base
+    entry = np.concatenate([keep, np.zeros(len(problem.cells), dtype=bool)])
+    entry[len(keep) + cells] = True
+    mask = entry[ranges(links.begin[items.owner], np.diff(items.at))]
+    at = offsets(reduced(np.add, mask.astype(np.int64), items.at))
+    size = items.size[mask]
+    banned = np.isinf(problem.cells)
+    if banned.any():
+        banned = np.concatenate([np.zeros(len(keep), dtype=bool), banned])
+        size[banned[ranges(links.begin[items.owner], np.diff(items.at))][mask]] = 0.0
+    of_node = items.owner < links.nodes
+    least = np.where(of_node, reduced(np.minimum, size, at), 0.0)
+    base = base + timeline(len(base), items.start, items.end, least)
+    size -= np.repeat(least, np.diff(at))
+    left = Items(items.owner, items.start, items.end, at, size)
+    return left.of(np.flatnonzero(reduced(np.maximum, size, at) > 0)), base
+
+
+def _places(links: Links, row: np.ndarray, column: np.ndarray, dropped: np.ndarray) -> np.ndarray:
+    """The places of the messages that are left: for each consumer, the rows and then the columns of its edge."""
+    at = offsets((links.rows + links.columns)[links.edge])
+    rows, columns = np.flatnonzero(row), np.flatnonzero(column)
+    row_at, column_at = np.searchsorted(rows, links.row_at), np.searchsorted(columns, links.column_at)
+    stay = np.flatnonzero(~dropped)
+    edge = links.edge[stay]
+    high, wide = np.diff(row_at)[edge], np.diff(column_at)[edge]
+    begin = at[stay] - links.row_at[edge]
+    mine = np.repeat(begin, high) + rows[ranges(row_at[edge], high)]
+    begin = at[stay] + links.rows[edge] - links.column_at[edge]
+    theirs = np.repeat(begin, wide) + columns[ranges(column_at[edge], wide)]
+    out = np.zeros(len(mine) + len(theirs), dtype=np.int64)
+    new = offsets(high + wide)
+    out[ranges(new[:-1], high)] = mine
+    out[ranges(new[:-1] + high, wide)] = theirs
+    return out
+
+
+def _allowed(problem: Problem) -> np.ndarray:
+    """[strategies] a mask of those that are allowed and that every neighbour can meet."""
+    links, keep = problem.links, np.isfinite(problem.cost)
+    allowed = np.isfinite(problem.cells)
+    if not allowed.all():
+        keep = _met(links, keep, allowed)
+    if not reduced(np.logical_or, keep, links.first).all():
         raise Contradiction
     return keep
 
 
-def _live(klass: np.ndarray, keep: np.ndarray, count: int) -> np.ndarray:
-    """Mask of those of `count` classes that a kept strategy has."""
-    live = np.zeros(count, dtype=bool)
-    live[klass[keep]] = True
-    return live
+def _met(links: Links, keep: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """[strategies] those of `keep` that agree with their neighbours, given the cells that are allowed."""
+    loops = np.repeat(links.own, links.sizes[links.node])
+    if loops.any():  # a consumer that is the source itself: both are one strategy
+        size = np.where(links.own, links.sizes[links.node], 0)
+        row = links.source[ranges(links.source_at[links.edge], size)]
+        e = np.repeat(links.edge, size)
+        met = allowed[links.cell[e] + row * links.columns[e] + links.klass[loops]]
+        keep = keep.copy()
+        keep[links.klass_strategy[loops][~met]] = False
+    bound, edge, row, column = _pairs(links, keep, allowed)
+    consumer = np.flatnonzero(~links.own & bound[links.edge])
+    at = np.searchsorted(edge, np.stack([links.edge[consumer], links.edge[consumer] + 1]))
+    times = at[1] - at[0]
+    pair = ranges(at[0], times)  # by consumer
+    row, column = row[pair], column[pair]
+    c = np.repeat(np.arange(len(consumer)), times)
+    rows, columns = offsets(links.rows[links.edge[consumer]]), offsets(links.columns[links.edge[consumer]])
+    row, column = rows[c] + row, columns[c] + column
+    own = _classes(links.source, links.source_at, links.source_strategy, links.edge[consumer], rows)
+    other = _classes(links.klass, links.klass_at, links.klass_strategy, consumer, columns)
+    while len(consumer):
+        before = np.count_nonzero(keep)
+        for (strategy, klass), mine, (strategies, classes), theirs in (
+            (own, row, other, column),
+            (other, column, own, row),
+        ):
+            live = np.zeros(rows[-1] + columns[-1], dtype=bool)
+            live[klass[keep[strategy]]] = True
+            reached = np.zeros(rows[-1] + columns[-1], dtype=bool)
+            reached[theirs[live[mine]]] = True
+            keep = keep.copy()
+            keep[strategies[~reached[classes]]] = False
+        if np.count_nonzero(keep) == before:
+            break
+    return keep
 
 
-def _without(edge: Edge, kept: Sequence[np.ndarray]) -> Edge:
-    """The edge for the strategies that are kept, without rows and columns that none of them has."""
-    rows, src_class = used(edge.src_class[kept[edge.src]], len(edge.cost))
-    wanted = [klass[kept[node]] for node, klass in edge.consumers]
-    columns, column = used(np.concatenate(wanted), edge.cost.shape[1])
-    consumers: dict[tuple[int, bytes], Consumer] = {}
-    start = 0
-    for (node, _), klass in zip(edge.consumers, wanted, strict=True):
-        mine, start = column[start : start + len(klass)], start + len(klass)
-        consumers[node, mine.tobytes()] = (node, mine)
-    pick = np.ix_(rows, columns)
-    cost, memory = edge.cost[pick], edge.memory.at(*pick)
-    return Edge(edge.src, src_class, tuple(consumers.values()), cost, memory.where(np.isfinite(cost)).tidy())
+def _classes(
+    klass: np.ndarray, at: np.ndarray, strategy: np.ndarray, which: np.ndarray, base: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The strategies of some edges' or consumers' nodes, and the classes that they are in, from `base` on."""
+    size = np.diff(at)[which]
+    entry = ranges(at[which], size)
+    return strategy[entry], klass[entry] + np.repeat(base[:-1], size)
+
+
+def _pairs(
+    links: Links, keep: np.ndarray, allowed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A mask of the edges where strategies that are left might not meet; edge, row and column of their allowed cells.
+
+    A row or column without any kept strategy constrains nothing.
+    """
+    row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
+    row[links.source_row[keep[links.source_strategy]]] = True
+    column[links.klass_column[keep[links.klass_strategy]]] = True
+    area = np.diff(links.cell)
+    some = np.flatnonzero(~reduced(np.logical_and, allowed, links.cell))
+    cells = ranges(links.cell[some], area[some])
+    edge = np.repeat(some, area[some])[allowed[cells]]
+    local = cells[allowed[cells]] - links.cell[edge]
+    at, place = np.divmod(local, links.columns[edge])
+    live = row[links.row_at[edge] + at] & column[links.column_at[edge] + place]
+    edge, at, place = edge[live], at[live], place[live]
+    high, wide = reduced(np.add, row.astype(int), links.row_at), reduced(np.add, column.astype(int), links.column_at)
+    bound = np.zeros(len(links.src), dtype=bool)
+    bound[some] = np.bincount(edge, minlength=len(links.src))[some] < (high * wide)[some]
+    stay = bound[edge]
+    return bound, edge[stay], at[stay], place[stay]

@@ -35,9 +35,13 @@ from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, bra
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
 from alpa_lite.strategy import Solution
 
+Slack = tuple[np.ndarray, np.ndarray]
+"""How far above a bound a choice must be that takes a strategy, or a cell: [strategies], [cells]."""
+
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
 SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
-LARGEST = 500_000  # costs beyond which a linear program is not worth building: 65,000 variables take it 10 s
+STALLED, PATIENCE = 0.98, 2  # rounds that leave more than this share of the gap, and how many of them end a search
+LARGEST = 15_000  # costs beyond which a linear program is not built: it takes a second, and ever more beyond
 RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
 LOOSE = 5e-3  # the gap at which a bound is good enough, where the choice does not matter
 
@@ -62,6 +66,7 @@ class Search:
     variables: int = 0
     constraints: int = 0
     points: list[int] = field(default_factory=list)
+    messages: np.ndarray | None = None  # of the consistent problem, where there are any
 
     @property
     def left(self) -> float:
@@ -105,36 +110,40 @@ class Search:
     def _solve_free(self) -> None:
         """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
         restriction, best, fits = consistent(forget_memory(self.problem)), math.inf, False
-        while not _is_settled(restriction.problem):
+        messages, whole = self.messages, True
+        while not restriction.problem.settled:
             problem = restriction.problem
-            ascent = Ascent(problem)
-            for _ in range(ROUNDS):
-                before = ascent.bound
-                ascent.sweep(SWEEPS)
-                choice = descend(problem, ascent.choice())
+            ascent, waited = Ascent(problem, messages), 0
+            for turn in range(ROUNDS):
+                before = best - ascent.bound
+                ascent.sweep(SWEEPS, self.deadline)
+                choice = descend(problem, ascent.choice(backward=turn % 2 == 1))
                 if (seconds := problem.seconds(choice)) < best:
                     best, fits = seconds, self._offer(restriction.lift(choice))
+                if whole:
+                    self.messages = ascent.messages
                 self._raise_bound(min(ascent.bound, best))
                 if best - ascent.bound <= LOOSE * best and self._is_over_roof():
                     return
-                if self._is_close(best, ascent.bound) or ascent.bound - before <= 0.01 * (best - ascent.bound):
+                waited = waited + 1 if best - ascent.bound > STALLED * before else 0
+                if self._is_close(best, ascent.bound) or waited == PATIENCE:
                     break
                 if self.left <= 0:
                     return
             if self.closed or (self._is_close(best, ascent.bound) and not fits):
                 return
-            smaller = self._forbid(restriction, ascent.bound, *ascent.slack(), best * (1 + ROUNDING))
+            smaller = self._forbid(restriction, ascent.bound, ascent.slack(), best * (1 + ROUNDING))
             stuck = smaller.problem.size > 0.5 * problem.size
-            restriction = smaller
+            restriction, messages, whole = smaller, ascent.messages[smaller.messages], False
             if stuck:
                 break
-        if fits or self.problem.budget is None or _is_settled(restriction.problem):
+        if fits or self.problem.budget is None or restriction.problem.settled:
             self._finish(restriction)
 
     def _solve_within(self) -> None:
         """Respect the budget."""
         budget = allowance(self.problem.budget or 0.0)
-        restriction, price = consistent(self.problem), None
+        restriction, price, messages = consistent(self.problem), None, self.messages
         if self.choice is None:
             search = replace(self, problem=replace(self.problem, budget=None))
             least = search._flatten(_for_memory_alone(search.problem), enough=budget)
@@ -143,13 +152,13 @@ class Search:
                 return
             if search.choice is not None:
                 self._offer(search.choice)
-        while not _is_settled(restriction.problem):
+        while not restriction.problem.settled:
             problem = restriction.problem
-            dual = MemoryDual(problem, price)
+            dual = MemoryDual(problem, price, messages)
             if self.choice is not None:
                 dual.add(self.objective, self.problem.bytes(self.choice))
             for i in range(STEPS):
-                self._offer(restriction.lift(dual.step(SWEEPS if i == 0 else 2)))
+                self._offer(restriction.lift(dual.step(SWEEPS if i == 0 else 2, self.deadline)))
                 self._raise_bound(dual.bound)
                 if self.closed or dual.finished or self.left <= 0:
                     break
@@ -160,7 +169,7 @@ class Search:
                 break
             smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
             stuck = smaller.problem.size > 0.7 * problem.size
-            restriction = smaller
+            restriction, messages = smaller, dual.messages[smaller.messages]
             if stuck:
                 break
         if not self.closed:
@@ -191,7 +200,7 @@ class Search:
                     return bound
                 if dual.finished or self.left <= 0:
                     break
-            if _is_settled(problem) or math.isinf(best) or self.left <= 0:
+            if problem.settled or math.isinf(best) or self.left <= 0:
                 break
             try:
                 smaller = self._forbid(restriction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
@@ -206,7 +215,7 @@ class Search:
     def _flatten_exactly(self, restriction: Restriction, enough: float, best: float, bound: float) -> float:
         """The rest of `_flatten`, by linear and integer programs over ever more program points."""
         problem = restriction.problem
-        if _is_settled(problem):
+        if problem.settled:
             return max(bound, self._offer_peak(restriction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
         if self.left <= 0 or problem.size > LARGEST:
             return bound
@@ -268,35 +277,22 @@ class Search:
         self.ceiling = min(self.ceiling, limit)
         return limit
 
-    def _forbid(
-        self,
-        restriction: Restriction,
-        bound: float,
-        slack: list[np.ndarray],
-        pairs: dict[int, np.ndarray],
-        limit: float,
-    ) -> Restriction:
-        """Forbid the strategies, and the pairs of edges, that lift a choice above a limit.
+    def _forbid(self, restriction: Restriction, bound: float, slack: Slack, limit: float) -> Restriction:
+        """Forbid the strategies, and the cells of edges, that lift a choice above a limit.
 
         Raises:
           Contradiction: nothing is below the limit.
         """
-        spare = limit - bound
-        problem = restriction.problem
-        nodes = [
-            replace(node, cost=np.where(above > spare, np.inf, node.cost))
-            for node, above in zip(problem.nodes, slack, strict=True)
-        ]
-        edges = list(problem.edges)
-        for e, above in pairs.items():
-            edges[e] = replace(edges[e], cost=np.where(above > spare, np.inf, edges[e].cost))
-        return restriction.further(replace(problem, nodes=tuple(nodes), edges=tuple(edges)))
+        problem, (strategies, cells) = restriction.problem, slack
+        cost = np.where(strategies > limit - bound, np.inf, problem.cost)
+        cells = np.where(cells > limit - bound, np.inf, problem.cells)
+        return restriction.further(replace(problem, cost=cost, cells=cells))
 
     def _finish(self, restriction: Restriction) -> None:
         """Steps 3 and 4: relax, round, forbid, again while that helps, then branch."""
         while True:
             problem = restriction.problem
-            if _is_settled(problem):
+            if problem.settled:
                 choice = np.zeros(len(problem.nodes), dtype=int)
                 fits = self._offer(restriction.lift(choice))
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
@@ -315,11 +311,11 @@ class Search:
                 return
             smaller = restriction
             if relaxed.reduced_cost is not None and math.isfinite(self.objective):
-                slack, pairs = program.slack(relaxed.reduced_cost)
-                smaller = self._forbid(restriction, relaxed.bound, slack, pairs, self._limit())
+                slack = program.slack(relaxed.reduced_cost)
+                smaller = self._forbid(restriction, relaxed.bound, slack, self._limit())
             stuck = smaller.problem.size > 0.7 * problem.size
             restriction = smaller
-            if stuck and not _is_settled(restriction.problem):
+            if stuck and not restriction.problem.settled:
                 self._branch(restriction)
                 return
 
@@ -396,11 +392,6 @@ class Search:
 def _for_memory_alone(problem: Problem) -> Restriction:
     """The problem without seconds and budget."""
     return consistent(replace(forget_seconds(problem), budget=None))
-
-
-def _is_settled(problem: Problem) -> bool:
-    """Whether nothing is left to choose."""
-    return all(len(node.cost) == 1 for node in problem.nodes)
 
 
 def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray:

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import forget_memory, from_graph
+from alpa_lite.passes.sharding.solver.problem import forget_memory
+from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
 from alpa_lite.strategy import Solution, StrategyGraph

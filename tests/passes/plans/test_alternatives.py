@@ -10,12 +10,13 @@ import numpy as np
 from hypothesis import assume, given, settings
 
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.sharding.solver import problem as sharding_problem
-from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.solver import reading, solve
+from alpa_lite.passes.sharding.solver.problem import Problem
+from alpa_lite.strategy import StrategyGraph, Transfer
 from tests.passes.sharding.solver.test_solve import SEEDS, random_graph
 
 
-def _every(problem: sharding_problem.Problem):
+def _every(problem: Problem):
     """All allowed choices of a small problem, with their seconds and whether they fit."""
     for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
         seconds = problem.seconds(choice)
@@ -33,7 +34,7 @@ def _weighed(seed: int, *, memory: bool):
         graph = replace(graph, budget=least * float(rng.choice([1.0, 1.2, 2.0])))
     solution = solve.solve(graph, gap=0.0)
     assume(solution.status == "optimal")
-    problem = sharding_problem.from_graph(graph)
+    problem = reading.from_graph(graph)
     rows = alternatives.weigh(problem, solution.choice, [9] * len(problem.nodes))
     return problem, solution, rows
 
@@ -79,13 +80,11 @@ def test_within_a_budget_plans_fit_and_bounds_hold(seed: int) -> None:
                 assert problem.fits(alternatives.changed_choice(solution.choice, w.fitting))
 
 
-def _chain(seconds: list[list[float]], move: float) -> sharding_problem.Problem:
+def _chain(seconds: list[list[float]], move: float) -> Problem:
     """Nodes in a row; neighbours of unequal strategies pay `move`."""
-    nodes = tuple(sharding_problem.Vertex(np.array(cost)) for cost in seconds)
-    same = np.arange(2)
-    cost = np.array([[0.0, move], [move, 0.0]])
-    edges = tuple(sharding_problem.Edge(i, same, ((i + 1, same),), cost) for i in range(len(nodes) - 1))
-    return sharding_problem.Problem(nodes, edges, np.zeros(0))
+    same, cost = np.arange(2), np.array([[0.0, move], [move, 0.0]])
+    transfers = tuple(Transfer(i, same, ((i + 1, same),), cost) for i in range(len(seconds) - 1))
+    return reading.from_graph(StrategyGraph(tuple(np.array(one) for one in seconds), transfers))
 
 
 def test_neighbours_adapt_to_what_is_forced() -> None:

@@ -18,7 +18,7 @@ from alpa_lite.passes.plans.dims import growing_factors
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import grouping, search, strategies
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.records import Decision
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
-from alpa_lite.passes.sharding.solver import restrict, solve
+from alpa_lite.passes.sharding.solver import reading, restrict, solve, wiring
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
@@ -203,7 +203,7 @@ def test_a_restriction_keeps_the_optimum(seed):
     graph = random_graph(rng, memory=seed % 3 > 0, forbidden=0.1)
     peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
     budget = float(np.quantile(peaks, rng.random())) if seed % 3 == 1 else None
-    problem = sharding_problem.from_graph(with_budget(graph, budget))
+    problem = reading.from_graph(with_budget(graph, budget))
     if budget is None and seed % 3 == 0:
         problem = sharding_problem.forget_memory(problem)
     before = optimum_of(problem)
@@ -228,10 +228,18 @@ def optimum_of(problem):
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(SEEDS)
-def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
-    problem = sharding_problem.from_graph(random_graph(np.random.default_rng(seed)))
+@pytest.mark.parametrize("large", [wiring.LARGE, 4])
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS)
+def test_message_passing_gives_bounds_and_slacks_that_hold(large, seed):
+    """With large parts kept as matrices, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wiring, "LARGE", large)
+        check_bounds_and_slacks(seed)
+
+
+def check_bounds_and_slacks(seed):
+    problem = reading.from_graph(random_graph(np.random.default_rng(seed)))
     try:
         problem = restrict.consistent(problem).problem
     except restrict.Contradiction:
@@ -241,14 +249,14 @@ def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
     for _ in range(3):
         ascent.sweep(2)
         assert ascent.bound <= best + 1e-9
-    slack, pairs = ascent.slack()
+    for backward in (False, True):
+        assert problem.seconds(ascent.choice(backward)) >= best - 1e-9
+    slack, cells = ascent.slack()
+    links = problem.links
     for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
         seconds = problem.seconds(choice)
-        assert all(seconds >= ascent.bound + slack[i][s] - 1e-9 for i, s in enumerate(choice))
-        for e, above in pairs.items():
-            edge = problem.edges[e]
-            node, klass = edge.consumers[0]
-            assert seconds >= ascent.bound + above[edge.src_class[choice[edge.src]], klass[choice[node]]] - 1e-9
+        assert (seconds >= ascent.bound + slack[links.first[:-1] + choice] - 1e-9).all()
+        assert (seconds >= ascent.bound + cells[links.cells_of(np.array(choice))] - 1e-9).all()
 
 
 def test_message_passing_is_exact_on_a_tree():
@@ -258,7 +266,7 @@ def test_message_passing_is_exact_on_a_tree():
         Transfer(parent, np.arange(3), ((i, np.arange(3)),), rng.random((3, 3))) for i, parent in enumerate(parents, 1)
     )
     graph = StrategyGraph(tuple(rng.random(3) for _ in range(7)), transfers)
-    ascent = Ascent(sharding_problem.from_graph(graph))
+    ascent = Ascent(reading.from_graph(graph))
     ascent.sweep(10)
     assert ascent.bound == pytest.approx(min(s for s, _, _ in brute_force(graph)), rel=1e-9)
 
@@ -272,7 +280,7 @@ def test_prices_of_memory_give_bounds(seed):
     if not every:
         return
     budget = float(np.quantile([peak for _, peak, _ in every], 0.3))
-    problem = restrict.consistent(sharding_problem.from_graph(with_budget(graph, budget))).problem
+    problem = restrict.consistent(reading.from_graph(with_budget(graph, budget))).problem
     best = min((s for s, peak, _ in every if peak <= budget), default=math.inf)
     least = min(peak for _, peak, _ in every)
     for dual, limit in ((MemoryDual(problem), best), (MemoryDual(replace(problem, budget=None)), least)):

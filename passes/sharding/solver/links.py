@@ -1,0 +1,189 @@
+"""Which strategies and pairs of layouts a sharding problem has: its structure, without any cost.
+
+Problems that differ in costs alone share one of these, and what is worked out from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from alpa_lite.passes.sharding.solver.ragged import offsets, ranges
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Palette:
+    """Colours of nodes, the same for all restrictions of a problem: no two nodes of one edge share a colour."""
+
+    colors: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The nodes, edges and consumers of a problem, each numbered; consumers by their edge.
+
+    Attributes:
+      first: [nodes + 1] where the strategies of each node begin.
+      src, rows, columns: [edges] the source, and the shape [P, Q] of the cost.
+      source: the row of each strategy of each edge's source, edge by edge.
+      edge, node: [consumers]. klass: the column of each strategy of each consumer's node, consumer by consumer.
+      palette: see there.
+    """
+
+    first: np.ndarray
+    src: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    source: np.ndarray
+    edge: np.ndarray
+    node: np.ndarray
+    klass: np.ndarray
+    palette: Palette = field(default_factory=Palette)
+    _prepared: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.first) - 1
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """[nodes] how many strategies each has."""
+        return np.diff(self.first)
+
+    @cached_property
+    def cell(self) -> np.ndarray:
+        """[edges + 1] where the cells of each edge begin."""
+        return offsets(self.rows * self.columns)
+
+    @cached_property
+    def begin(self) -> np.ndarray:
+        """[nodes + edges + 1] where the entries of each begin: strategies, then cells."""
+        return np.concatenate([self.first[:-1], self.first[-1] + self.cell])
+
+    @cached_property
+    def source_at(self) -> np.ndarray:
+        """[edges + 1] where each edge begins in `source`."""
+        return offsets(self.sizes[self.src])
+
+    @cached_property
+    def klass_at(self) -> np.ndarray:
+        """[consumers + 1] where each consumer begins in `klass`."""
+        return offsets(self.sizes[self.node])
+
+    @cached_property
+    def source_strategy(self) -> np.ndarray:
+        """The strategy of each number in `source`."""
+        return ranges(self.first[self.src], self.sizes[self.src])
+
+    @cached_property
+    def klass_strategy(self) -> np.ndarray:
+        """The strategy of each number in `klass`."""
+        return ranges(self.first[self.node], self.sizes[self.node])
+
+    @cached_property
+    def row_at(self) -> np.ndarray:
+        """[edges + 1] where the rows of each edge begin among all rows."""
+        return offsets(self.rows)
+
+    @cached_property
+    def column_at(self) -> np.ndarray:
+        """[edges + 1] where the columns of each edge begin among all columns."""
+        return offsets(self.columns)
+
+    @cached_property
+    def source_row(self) -> np.ndarray:
+        """`source` numbered among all rows."""
+        return self.source + np.repeat(self.row_at[:-1], self.sizes[self.src])
+
+    @cached_property
+    def klass_column(self) -> np.ndarray:
+        """`klass` numbered among all columns."""
+        return self.klass + np.repeat(self.column_at[self.edge], self.sizes[self.node])
+
+    @cached_property
+    def own(self) -> np.ndarray:
+        """[consumers] whether the consumer is the edge's source itself."""
+        return self.node == self.src[self.edge]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[edges] how many consumers each has."""
+        return np.bincount(self.edge, minlength=len(self.src))
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """[P, Q] of each edge."""
+        return list(zip(self.rows.tolist(), self.columns.tolist(), strict=True))
+
+    @cached_property
+    def _consumer_at(self) -> list[int]:
+        return offsets(self.counts).tolist()
+
+    def consumers_of(self, e: int) -> range:
+        """The consumers of an edge."""
+        return range(self._consumer_at[e], self._consumer_at[e + 1])
+
+    def klass_of(self, c: int) -> np.ndarray:
+        """[S] the column of each strategy of a consumer's node."""
+        return self.klass[self.klass_at[c] : self.klass_at[c + 1]]
+
+    def src_class_of(self, e: int) -> np.ndarray:
+        """[S] the row of each strategy of an edge's source."""
+        return self.source[self.source_at[e] : self.source_at[e + 1]]
+
+    def cells_of(self, choice: np.ndarray) -> np.ndarray:
+        """The cells that a choice pays, each once, ascending."""
+        row = self.source[self.source_at[:-1] + choice[self.src]]
+        column = self.klass[self.klass_at[:-1] + choice[self.node]]
+        cells = self.cell[self.edge] + row[self.edge] * self.columns[self.edge] + column
+        return np.unique(cells)
+
+    @cached_property
+    def touching(self) -> list[list[int]]:
+        """For each node the edges that it is part of."""
+        out: list[list[int]] = [[] for _ in range(self.nodes)]
+        members: list[set[int]] = [{src} for src in self.src.tolist()]
+        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
+            members[e].add(node)
+        for e, nodes in enumerate(members):
+            for node in nodes:
+                out[node].append(e)
+        return out
+
+    def prepared(self, kind: Callable[[Links], T]) -> T:
+        """What `kind` works out of the structure, once."""
+        if kind not in self._prepared:
+            self._prepared[kind] = kind(self)
+        return self._prepared[kind]
+
+    @property
+    def colors(self) -> np.ndarray:
+        """[nodes] a colour of each: nodes of one colour share no edge, and are dealt with together."""
+        if self.palette.colors is None:
+            self.palette.colors = self._colored()
+        return self.palette.colors
+
+    def _colored(self) -> np.ndarray:
+        """Greedily, nodes of many neighbours first."""
+        near: list[set[int]] = [set() for _ in range(self.nodes)]
+        members: list[set[int]] = [{src} for src in self.src.tolist()]
+        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
+            members[e].add(node)
+        for nodes in members:
+            for node in nodes:
+                near[node] |= nodes
+        colors = [-1] * self.nodes
+        for i in sorted(range(self.nodes), key=lambda i: -len(near[i])):
+            taken = {colors[j] for j in near[i]}
+            color = 0
+            while color in taken:
+                color += 1
+            colors[i] = color
+        return np.array(colors, dtype=np.int64)

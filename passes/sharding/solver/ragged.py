@@ -1,0 +1,43 @@
+"""Arrays of rows of unequal length, kept end to end in one vector: what NumPy lacks, in a few operations each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def offsets(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
+    """[n + 1] where each row begins, and the end of the last."""
+    out = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """The numbers of the ranges [begin, begin + length), end to end."""
+    ends = np.cumsum(length)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(begin - (ends - length), length) + np.arange(total)
+
+
+def joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
+    """The arrays end to end, flat; empty without any."""
+    return np.concatenate([np.ravel(part) for part in parts], dtype=dtype) if len(parts) else np.zeros(0, dtype=dtype)
+
+
+def reduced(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The reduction of each row of `values`, whose rows begin at `at` [n + 1]; none of them is empty."""
+    return ufunc.reduceat(values, at[:-1]) if len(at) > 1 else np.zeros(0, dtype=values.dtype)
+
+
+def summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """[count] sums of the values that share an index."""
+    return np.bincount(index, values, minlength=count) if len(index) else np.zeros(count)
+
+
+def lowest(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The place within its row of the first smallest value of each row; rows begin at `starts`, and none is empty."""
+    least = np.minimum.reduceat(values, starts)
+    hit = np.flatnonzero(values == np.repeat(least, np.diff(starts, append=len(values))))
+    return hit[np.searchsorted(hit, starts)] - starts
