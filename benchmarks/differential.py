@@ -323,7 +323,8 @@ def _report(plan: Any, contest: Contest, program: Program) -> None:
         texts.append(plan.explain(f"state['{leaf.name}']"))
     for stage in plan.stages:
         for decision in stage.decisions[:2]:
-            texts.append(plan.explain(decision.name))
+            if decision.name in texts[1]:
+                texts.append(plan.explain(decision.name))
     if not all(texts[:2]):
         raise Failure("reports", "Empty text")
 
