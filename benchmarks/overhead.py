@@ -1,7 +1,8 @@
 """What a call with 300 leaves costs more than under `jax.jit` or `nnx.jit` with equal shardings and donation.
 
-The step is nearly empty, so that what is timed is the call: from calling until it returns, without waiting for the
-devices, which are idle at every start. The contestants take turns in one process, in random order: ours, called as
+Two steps are nearly empty, so that what is timed is the call: from calling until it returns, without waiting for the
+devices, which are idle at every start. The third, "linen", is a train step as users have it, planned as they plan it: 50
+layers of linen, Adam of Optax with its tuples, 302 leaves; its devices compute for as long as the call takes. The contestants take turns in one process, in random order: ours, called as
 `parallelize` returns it, the `jit`, and the `jit` again, compiled anew. Each has a state and an executable of its own:
 two that shared one would find it in the caches of the cores more often than the third finds its own, which makes 80 us
 on eight devices.
@@ -34,11 +35,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import optax
+from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite import parallelize
+from alpa_lite import Cluster, DataParallel, parallelize
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
@@ -56,12 +58,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--contests", nargs="*", default=list(CONTESTS), choices=list(CONTESTS))
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(arguments.devices))
     rows = []
     for devices in arguments.devices:
         mesh = mesh_of(LogicalMesh((devices,), ("d",)))
-        for name, contest in (("dict", dict_contest), ("nnx", nnx_contest)):
+        for name in arguments.contests:
+            contest = CONTESTS[name]
             rows.append(
                 {
                     "arguments": name,
@@ -201,6 +205,50 @@ def nnx_contest(mesh: Any) -> Callable[[], Calls]:
     return lambda: {"ours": contestant(ours), "jit": contestant(jitted()), "jit again": contestant(jitted())}
 
 
+class Dense50(linen.Module):
+    """50 layers of two leaves."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(50):
+            x = linen.tanh(linen.Dense(8)(x))
+        return x
+
+
+def linen_contest(mesh: Any) -> Callable[[], Calls]:
+    """A train step as users have it: parameters, Adam's moments and its count, planned."""
+    model, optimizer, batch = Dense50(), optax.adam(1e-3), np.ones((8, 8), np.float32)
+
+    def step(params: Any, moments: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(lambda params: (model.apply(params, batch) ** 2).mean())(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    def make() -> Any:
+        params = model.init(jax.random.key(0), batch)
+        return params, optimizer.init(params)
+
+    ours = parallelize(step, cluster=Cluster.local(list(mesh.devices.flat)), method=DataParallel())
+    shardings, outputs = ours.shardings(*make(), batch)
+    placed = ours.place(*make(), batch)[-1]
+
+    def jitted() -> Any:
+        own = functools.wraps(step)(lambda *args: step(*args))
+        return jax.jit(own, donate_argnums=(0, 1), in_shardings=shardings, out_shardings=outputs)
+
+    def contestant(run: Any) -> Callable[[], Any]:
+        params, moments, _ = ours.place(*make(), batch)
+
+        def call() -> Any:
+            nonlocal params, moments
+            params, moments, loss = run(params, moments, placed)
+            return loss
+
+        return call
+
+    return lambda: {"ours": contestant(ours), "jit": contestant(jitted()), "jit again": contestant(jitted())}
+
+
 def parallel(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
     """The step with every array sharded by its leading dim: the step, its `place`, the shardings, and a placed batch.
 
@@ -215,6 +263,8 @@ def parallel(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tup
     sharding = NamedSharding(mesh, P("d"))
     return ours, run.place, (jax.tree.map(lambda _: sharding, state), sharding), jax.device_put(batch, sharding)
 
+
+CONTESTS = {"dict": dict_contest, "nnx": nnx_contest, "linen": linen_contest}
 
 if __name__ == "__main__":
     main()
