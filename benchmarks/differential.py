@@ -301,8 +301,10 @@ def _replayed(plan: Any, step: Any, contest: Contest, args: Any, kept: Any) -> i
         loaded = alpa_lite.Plan.load(path)
         if loaded != plan or hash(loaded) != hash(plan):
             raise Failure("replay", "Loaded plan differs from the saved one")
-        cluster = {"cluster": FREE_LINKS} if "FREE_LINKS" in contest.options else {}
-        got = _guarded("replay", lambda: alpa_lite.parallelize(step, plan=path, **cluster)(*args))
+        more: dict[str, Any] = {"cluster": FREE_LINKS} if "FREE_LINKS" in contest.options else {}
+        if "'compiler'" in contest.options:
+            more["communication"] = "compiler"
+        got = _guarded("replay", lambda: alpa_lite.parallelize(step, plan=path, **more)(*args))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(kept), strict=True):
         if not np.array_equal(np.asarray(_words(a)), np.asarray(b), equal_nan=np.issubdtype(b.dtype, np.inexact)):
             raise Failure("replay", f"Differs from the first run: {jax.tree_util.keystr(path)}")
@@ -343,7 +345,7 @@ def _words(leaf: Any) -> Any:
 def _plain(message: str) -> str:
     """An error's message without its numbers and places."""
     first = message.split("\n")[0]
-    return re.sub(r"program_\d+\.py:\d+", "program", re.sub(r"\b[vsb]?\d[\d.,]*\b", "#", first))[:120]
+    return re.sub(r"\b[vsb]?\d[\d.,]*\b", "#", re.sub(r"program_\d+", "program", first))[:160]
 
 
 def shorter(program: Program, contest: Contest, found: Failure, seconds: float) -> tuple[Program, Failure]:

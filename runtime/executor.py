@@ -106,8 +106,15 @@ class Executable:
         specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
         # Equal shardings are one object: the executable compares those of its arguments, sooner by identity.
         known = {spec: NamedSharding(mesh, spec) for spec in (*in_specs, *out_specs, *specs)}
-        self._in_shardings = [known[spec] for spec in in_specs[:count]]
-        self._out_shardings = [known[spec] for spec in out_specs]
+        whole = NamedSharding(mesh, PartitionSpec())
+
+        def sharding(atom: Any, spec: PartitionSpec) -> NamedSharding:
+            empty = 0 in (atom.aval if isinstance(atom, Lit) else traced.graph.values[atom]).shape
+            return whole if empty else known[spec]  # executables return what has no elements as replicated
+
+        block = traced.graph.block
+        self._in_shardings = list(map(sharding, block.inputs[:count], in_specs[:count]))
+        self._out_shardings = list(map(sharding, block.outputs, out_specs))
         self._constant_shardings = [known[spec] for spec in specs]
         self._donated = donation.donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}

@@ -17,6 +17,7 @@ libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
     merged duplicates       one collective for equal ones of one value                                    CPU, TPU
     reassociated sums       psum(a) + psum(b) as psum(a + b)                                              TPU
     removed constants       collectives of constants are folded                                           CPU, TPU
+    removed empty           collectives of no elements are removed                                        all
 
 (* XLA's reduce-scatter-creator pass does it there; not seen here.)
 
@@ -252,6 +253,9 @@ class _Match:
     def lost(self) -> None:
         """Explains what is missing and has no counterpart: the program runs fewer collectives than planned."""
         r = self.redundancy
+        for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
+            n, self.missing[key] = self.missing[key], 0
+            self._note("removed empty", n, key)
         if r is None:
             self._unproven()
             return

@@ -3,14 +3,13 @@
 With x cut into blocks x_0 .. x_{p-1} along the reduced dim:
 
 - max, min: max_b max(x_b), an all-reduce. Floats travel as integers of the same order, with NaN above (below) all,
-  since the
-  all-reduce of some backends drops NaN, which JAX's `reduce_max` never does.
+  since the all-reduce of some backends drops NaN, which JAX's `reduce_max` never does.
 - argmax, argmin: (value, index) of each block are gathered; ties go to the lowest block and so to the lowest index.
 - prod, and, or, xor: block results are gathered and reduced again.
 - cumulative: block totals t_b are gathered, and block b combines its own running values with t_0 .. t_{b-1}.
 - top_k: the k largest of x are among the k largest of each block, which are gathered in the order of the blocks, so
-  that ties
-  still go to the lowest index.
+  that ties still go to the lowest index. Values and indices travel in one gather, as integers of one width: the gather
+  is there, and of this size, whether or not the step reads both.
 """
 
 from __future__ import annotations
@@ -169,17 +168,21 @@ def top_k(s: Setting) -> LocalForm | None:
         return None
     shape = s.local_operand(0)
     parts, kept = s.mesh.product(axes), min(k, shape[dim])
+    dtype, index = s.result_dtype(0), s.result_dtype(1)
+    own = np.dtype(f"uint{dtype.itemsize * 8}")
+    carrier = np.dtype(f"uint{8 * max(dtype.itemsize, index.itemsize)}")
 
     def run(x: jax.Array) -> list:
         values, indices = bind(s.op, [x], {**s.op.params, "k": kept})
         indices = indices + offset(axes, shape[dim], indices.dtype)
-        values, indices = (lax.all_gather(y, axes, axis=dim, tiled=True) for y in (values, indices))
-        values, places = bind(s.op, [values])
-        return [values, jnp.take_along_axis(indices, places, axis=dim, mode="promise_in_bounds")]
+        sent = jnp.stack([lax.bitcast_convert_type(values, own).astype(carrier), indices.astype(carrier)])
+        values, indices = lax.all_gather(sent, axes, axis=dim + 1, tiled=True)
+        values, places = bind(s.op, [lax.bitcast_convert_type(values.astype(own), dtype)])
+        taken = jnp.take_along_axis(indices, places, axis=dim, mode="promise_in_bounds")
+        return [values, taken.astype(index)]
 
     candidates = math.prod(shape) // shape[dim] * kept * parts
-    sizes = [candidates * np.dtype(s.result_dtype(i)).itemsize for i in (0, 1)]
-    return s.form(run, *(LocalCollective("all_gather", axes, size) for size in sizes))
+    return s.form(run, LocalCollective("all_gather", axes, 2 * candidates * carrier.itemsize))
 
 
 def generic_reduce(s: Setting) -> LocalForm | None:

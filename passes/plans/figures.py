@@ -112,7 +112,7 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
         AxisUse(
             name=axis,
             size=found.mesh.axis_size(axis),
-            products={name: work / total for name, work in sorted(shares[axis].items(), key=lambda i: -i[1])},
+            products={name: work / total for name, work in sorted(shares[axis].items(), key=lambda i: -i[1]) if total},
             params=kept["params"].get(axis, 0.0),
             optimizer=kept["optimizer"].get(axis, 0.0),
         )
@@ -132,7 +132,7 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
         sizes[kind] += size
         for axis in planned.program.inputs[number].used:
             out[kind][axis] = out[kind].get(axis, 0.0) + size
-    return {kind: {axis: b / sizes[kind] for axis, b in axes.items()} for kind, axes in out.items()}
+    return {kind: {axis: b / sizes[kind] for axis, b in axes.items() if sizes[kind]} for kind, axes in out.items()}
 
 
 class _Names:

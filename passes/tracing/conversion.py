@@ -143,11 +143,19 @@ class _Builder:
                 results = self._call(eqn, operands, stack, ops)
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
+            elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
+                results = self._no_iterations(eqn, operands)
             else:
                 results = [self.value(var.aval) for var in eqn.outvars]
                 self._append(eqn, operands, results, stack, sources, ops)
             env.update(zip(eqn.outvars, results, strict=True))
         return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+    def _no_iterations(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
+        """The results of a loop that never runs, which no compiler keeps: what it starts with, and empty stacks."""
+        consts, carry = _jax.scan_counts(eqn.params)
+        stacks = [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in eqn.outvars[carry:]]
+        return [*operands[consts : consts + carry], *stacks]
 
     def _literal(self, literal: Any) -> Atom:
         if np.size(literal.val) > _SMALL_LITERAL:
@@ -297,3 +305,8 @@ def _is_plain_scalar(const: Any, aval: Any) -> bool:
     if not isinstance(const, np.ndarray | np.generic | jax.Array):
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _are_arrays(variables: Sequence[Any]) -> bool:
+    """Whether all are arrays of plain dtypes, not random keys or references."""
+    return all(isinstance(getattr(var.aval, "dtype", None), np.dtype) for var in variables)
