@@ -210,8 +210,9 @@ class Traced:
       calling: how a call's arguments become flat leaves; None for steps that are not called.
       name: of the user's function.
       batch_named: whether the user said which arguments are the batch.
-      through: (position, argument) of each flat result of the user's step that is an argument as it came and no state.
-        The graph does not return it: the caller gets the array that came, which need not lie where the plan reads it.
+      through: (position, argument) of each flat result of the user's step that is an argument as it came, and one that
+        is no state. The graph does not return it: the caller gets the array that came, which need not lie where the
+        plan reads it.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 

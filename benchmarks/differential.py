@@ -133,6 +133,8 @@ def contest_of(program: Program, seed: int, is_layered: bool) -> Contest:
         }[stages])  # fmt: skip
         parts = rng.choice((1, 2, 4, 4, 8))
         schedule = rng.choice(schedules.NAMES)
+        if schedule == "interleaved-1f1b":
+            parts = stages * rng.choice((1, 2) if stages != 3 else (1,))
         remat = rng.choice(("none", "none", "layer", "selective"))
         method = f"alpa_lite.Pipeline(schedule={schedule!r}, submesh_shapes={submeshes}, remat={remat!r})"
         name = f"pipeline {schedule}"
@@ -357,13 +359,11 @@ def shorter(program: Program, contest: Contest, found: Failure, seconds: float) 
             if time.monotonic() > end:
                 break
             try:
-                run(smaller, contest)
+                _guarded("comparing", lambda smaller=smaller: run(smaller, contest))
             except Failure as other:
                 if other.kind == found.kind:
                     program, found, changed = smaller, other, True
                     break
-            except Exception:
-                continue
     return program, found
 
 
@@ -421,7 +421,7 @@ def search(seeds: range, seconds: float, shrink: float, folder: Path | None = No
         counts.programs[contest.method] += 1
         counts.kinds.update(kinds_of(program))
         try:
-            outcome = run(program, contest)
+            outcome = _guarded("comparing", lambda program=program, contest=contest: run(program, contest))
         except Failure as found:
             program, found = shorter(program, contest, found, shrink)
             script = program.script(contest.script(program))

@@ -1,11 +1,12 @@
 """What a call with 300 leaves costs more than under `jax.jit` or `nnx.jit` with equal shardings and donation.
 
 Two steps are nearly empty, so that what is timed is the call: from calling until it returns, without waiting for the
-devices, which are idle at every start. The third, "linen", is a train step as users have it, planned as they plan it: 50
-layers of linen, Adam of Optax with its tuples, 302 leaves; its devices compute for as long as the call takes. The contestants take turns in one process, in random order: ours, called as
-`parallelize` returns it, the `jit`, and the `jit` again, compiled anew. Each has a state and an executable of its own:
-two that shared one would find it in the caches of the cores more often than the third finds its own, which makes 80 us
-on eight devices.
+devices, which are idle at every start. The third, "linen", is a train step as users have it, planned as they plan it:
+50 layers of linen, Adam of Optax with its tuples, 302 leaves; its devices compute for as long as the call takes.
+
+The contestants take turns in one process, in random order: ours, called as `parallelize` returns it, the `jit`, and the
+`jit` again, compiled anew. Each has a state and an executable of its own: two that shared one would find it in the
+caches of the cores more often than the third finds its own, which makes 80 us on eight devices.
 
 Where its 300 arrays happen to lie in memory makes a call up to 100 us faster or slower, so all is repeated with fresh
 states. `more_us` is the median over the repetitions of the difference of the medians, `more_us_of_each` are these

@@ -116,7 +116,8 @@ class Program:
       lines: in order.
       outputs: names of values that it returns.
       updates: (state leaf, value that replaces it), without gradients.
-      gradient: whether float leaves of the state descend along the gradient of `loss_of` the outputs.
+      gradient: whether float leaves of the state descend along the gradient of `loss_of` the outputs, those left out
+        that are metrics.
       generator: of random keys.
     """
 
@@ -140,11 +141,13 @@ class Program:
         out += ["    return values, updates", "", "def step(state, batch):"]
         if self.gradient:
             floats = [v.name for v in self.state if is_float(v.dtype)]
+            metrics = {line.value.name for line in self.lines if line.kind == "metric"}
+            summed = [name for name in self.outputs if name not in metrics]
             out += [
                 f"    trained = {{k: state[k] for k in {floats!r}}}",
                 "    def loss(trained):",
                 "        values, updates = forward({**state, **trained}, batch)",
-                "        return loss_of(values), (values, updates)",
+                f"        return loss_of([values[k] for k in {summed!r}]), (values, updates)",
                 "    (loss, (values, updates)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
                 "    return {**descended(state, gradients), **updates}, {**values, 'loss': loss}",
             ]

@@ -131,3 +131,63 @@ def test_what_takes_the_whole_batch_is_named_where_nothing_is_left_to_cut():
     args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
     with pytest.raises(MicrobatchError, match=r"concatenate at .*test_unusual_programs.* across the examples"):
         alpa_lite.parallelize(descent(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(*args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("read", [0, 1])
+def test_the_largest_of_a_sharded_row_and_their_places_need_not_both_be_read(read, dtype):
+    def step(state, batch):
+        h = batch["x"] * state["s"].astype(dtype)
+        return {"s": state["s"] * 0.9}, lax.top_k(h, 3)[read]
+
+    x = np.random.default_rng(0).permutation(np.repeat(np.arange(16.0), 4)).astype(dtype)  # with ties
+    plan = same(step, ({"s": jnp.ones(())}, {"x": jnp.asarray(x)}), method=WHOLE, cluster=FREE_LINKS, verify="hlo")
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 8 * 3 * 2 * 4)]
+
+
+def test_a_loop_that_never_runs_is_what_it_starts_with():
+    def step(state, batch):
+        h, rows = lax.scan(lambda a, w: (jnp.tanh(a @ w), jnp.sum(a, 0)), batch["x"], state["w"])
+        return {"w": state["w"] * 0.9}, (h, rows)
+
+    args = {"w": jnp.ones((0, 8, 8))}, {"x": jnp.ones((16, 8))}
+    plan = same(step, args, method=alpa_lite.Sharded((8,)), cluster=FREE_LINKS, verify="hlo")
+    assert not plan.collectives
+
+
+def test_state_without_elements_is_passed_on_from_call_to_call():
+    def step(state, batch):
+        h = batch["x"] @ state["w"]
+        return {"w": state["w"] * 0.9, "none": state["none"] + h[:0, :8]}, h.sum()
+
+    state = {"w": jnp.ones((8, 16)), "none": jnp.ones((0, 8))}
+    planned = alpa_lite.parallelize(step, method=alpa_lite.Zero(3), verify="hlo")
+    for _ in range(3):
+        state, _ = planned(state, {"x": jnp.ones((16, 8))})
+    np.testing.assert_allclose(state["w"], np.full((8, 16), 0.9**3), rtol=1e-6)
+
+
+def test_a_product_of_nothing_is_planned():
+    def step(state, batch):
+        return {"w": state["w"] * 0.9}, batch["x"] @ state["w"]
+
+    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((0, 8))}
+    method = alpa_lite.Manual({"state['w']": P(None, "x")}, mesh_shape=(8,), axis_names=("x",))
+    same(step, args, method=method, verify="hlo")
+
+
+@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
+def test_the_old_value_of_state_that_is_overwritten_can_be_returned_beside_the_new_one(method):
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) ** 2)
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, state, gradients), {"loss": value, "before": state["a"]}
+
+    state, batch = {"a": jnp.ones((8, 16)) / 9, "b": jnp.ones((16, 8))}, {"x": jnp.ones((32, 8))}
+    planned, before = alpa_lite.parallelize(step, method=method, num_microbatches=2), state["a"]
+    for _ in range(3):
+        state, aux = planned(state, batch)
+        np.testing.assert_allclose(aux["before"], before, rtol=1e-6)
+        before = np.asarray(state["a"])

@@ -136,7 +136,7 @@ def _find_leaves(sites: list[_Site], name: str) -> list[tuple[_Site, Leaf]]:
         return [item for item in everything if item[1].path in exact]
     forms = [form for form in paths.spellings(name) if form]
     for keys in (_keys, _keys_without_indices):
-        patterns = [re.compile(f"(?:^|/){keys(form)}$") for form in forms]
+        patterns = [re.compile(rf"(?:^|/){keys(form)}(?:\[\d+:\d+\])?$") for form in forms]  # or a part of it
         shown = ((item, paths.shown(item[1].path)) for item in everything)
         found = [item for item, path in shown if any(pattern.search(path) for pattern in patterns)]
         if found:

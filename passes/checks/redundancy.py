@@ -3,12 +3,12 @@
 Compilers merge two collectives of one value, fold one of a constant, add first and sum once where two sums are added,
 and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
 which value numbering tells: two values have one number if the same operation with the same attributes makes them from
-values of equal numbers. Functions are followed at every call with the numbers of its operands; a loop's body sees the
-number of the initial value for what it carries unchanged, and a new one for what it changes. With e the executions of
-a collective per step:
+values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from. Functions are followed
+at every call with the numbers of its operands; a loop's body sees the number of the initial value for what it carries
+unchanged, and a new one for what it changes. With e the executions of a collective per step:
 
     merged        e, where its number was already made in a block that reaches it
-    constant      e, where everything it depends on is a constant
+    constant      e, where everything it depends on is a constant, a remainder of a division by one included
     reassociated  e, for each sum of two all-reduces of one kind, or of such sums, also if both are multiplied or
                   divided by the same constants
     hoisted       e - e', where no operand changes in the innermost loops; e' counts those loops once
@@ -30,6 +30,7 @@ from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, trip_count
 
 Key = tuple[str, Axes, int]
+_MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.reshape", "stablehlo.convert")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class _Numbering:
         self.next = 0
         self.constants: set[int] = set()
         self.zeros: set[int] = set()
+        self.ones: set[int] = set()
         # What is a sum over devices, and the constants that it has been multiplied or divided by since.
         self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
         self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
@@ -144,6 +146,8 @@ class _Numbering:
             for region in op.regions:
                 self._operations(region.blocks[0], dict(values), loops, dict(known))
             return [self._outside(loops) for _ in op.results]
+        if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
+            return operands
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), _regions(op))
         is_known = key in known
         numbers = known[key] if is_known else [self.fresh() for _ in op.results]
@@ -151,8 +155,10 @@ class _Numbering:
         if not is_known:
             newest = max((self.varies.get(n, 0) for n in operands), default=0)
             self.varies.update((n, newest) for n in numbers if newest)
-            if name in ("stablehlo.constant", "stablehlo.iota") or (
-                operands and name not in WRITTEN and self.constants.issuperset(operands)
+            if (
+                name in ("stablehlo.constant", "stablehlo.iota")
+                or (operands and name not in WRITTEN and self.constants.issuperset(operands))
+                or (name == "stablehlo.remainder" and operands[1] in self.ones)
             ):
                 self.constants.update(numbers)
         if name in WRITTEN:
@@ -164,9 +170,11 @@ class _Numbering:
     def _sum(self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...]) -> None:
         """Follows sums over devices through additions, reshapes, and products with constants."""
         name = op.name.removeprefix("stablehlo.")
-        spread = name in ("broadcast_in_dim", "reshape") and operands[0] in self.zeros
-        if spread or (name == "constant" and _is_zero(op)):
+        spread = name in ("broadcast_in_dim", "reshape")
+        if (spread and operands[0] in self.zeros) or (name == "constant" and _is_zero(op)):
             self.zeros.update(numbers)
+        elif (spread and operands[0] in self.ones) or (name == "constant" and _is_one(op)):
+            self.ones.update(numbers)
         elif name in ("add", "subtract"):
             first, second = (self.sums.get(n) for n in operands)
             if first is not None and first == second:
@@ -256,6 +264,11 @@ def _times(loops: tuple[_Loop, ...]) -> int:
 def _is_zero(op: Any) -> bool:
     """Whether a constant is zero throughout."""
     return bool(re.search(r"dense<-?0(?:\.0*(?:e[+-]?\d+)?)?>", str(_jax.constant_of(op))))
+
+
+def _is_one(op: Any) -> bool:
+    """Whether a constant of integers is one throughout."""
+    return bool(re.search(r"dense<1>", str(_jax.constant_of(op))))
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:

@@ -402,7 +402,8 @@ def _sharding_of(value: Any) -> Any:
         if "arg_attrs" not in owner.attributes:
             return None
         attributes = owner.attributes["arg_attrs"][ir.BlockArgument(value).arg_number]
-        return attributes.get("sdy.sharding")
+        names = [one.name for one in attributes]  # `get` of JAX's dicts of attributes makes one
+        return attributes["sdy.sharding"] if "sdy.sharding" in names else None
     if "out_sharding" in op.attributes:
         return op.attributes["out_sharding"]
     if "sdy.sharding" not in op.attributes:

@@ -93,10 +93,11 @@ def trace(
     weights = frozenset(known) | matched.differentiated
     weights |= {i for i, module in enumerate(inputs.modules) if module}
     numbers = {value: number for number, value in enumerate(graph.block.inputs[: len(inputs.paths)])}
+    kept = {value: number for value, number in numbers.items() if number not in state}  # state is overwritten
     through = [
-        (n, numbers[atom])
+        (n, kept[atom])
         for n, atom in enumerate(graph.block.outputs)
-        if n not in pairs and isinstance(atom, int) and atom in numbers
+        if n not in pairs and isinstance(atom, int) and atom in kept
     ]
     handed = frozenset(argument for _, argument in through)
     batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, {shape[0] for shape in results})

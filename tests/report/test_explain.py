@@ -51,6 +51,15 @@ def test_an_argument_is_found_by_its_path_or_its_end(name: str) -> None:
     assert "41.9 ms" in printed
 
 
+def test_a_leaf_that_stages_share_is_found_by_its_own_path() -> None:
+    plan = gpt_plan()
+    first = plan.stages[0].arguments[0]
+    part = dataclasses.replace(first, path="state['params']['stack']['w'][0:3]")
+    plan = dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], arguments=(part,)),))
+    for name in ("state['params']['stack']['w']", "stack/w", "state/params/stack/w[0:3]"):
+        assert plan.explain(name).startswith("state/params/stack/w[0:3]\n")
+
+
 def test_a_path_ends_at_a_key() -> None:
     with pytest.raises(PlanError):
         gpt_plan().explain("_3/mlp/up/kernel")

@@ -1,0 +1,68 @@
+"""The differential test itself: it is deterministic, it finds what is wrong, and some seeds of it find nothing.
+
+`benchmarks/differential.py` runs as many programs as there is time for.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.passes.lowering import lowering
+from benchmarks import differential, random_operations
+from benchmarks.random_programs import PRELUDE
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.mark.parametrize("seed", [9, 735])
+def test_programs_are_planned_as_jit_runs_them(seed):
+    program, contest = differential.made(seed)
+    assert differential.run(program, contest).leaves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1024, 6))
+def test_more_programs(first):
+    counts = differential.search(range(first, first + 6), 100, 0)
+    assert not counts.failures
+    assert sum(counts.leaves.values())
+
+
+def test_seeds_make_programs_that_jax_runs():
+    for seed in range(8):
+        program, contest = differential.made(seed)
+        again, same = differential.made(seed)
+        assert (program.source(), contest) == (again.source(), same)
+        jax.eval_shape(program.function(), *jax.eval_shape(program.arguments))
+        compile(program.script(contest.script(program)), "script", "exec")
+
+
+def test_a_wrong_operation_is_found_and_its_program_made_shorter(monkeypatch):
+    form_of = lowering.local_form
+
+    def broken(op, *args):
+        form = form_of(op, *args)
+        if form is None or op.name != "tanh" or not any(axes for layout in form.results for axes in layout.dims):
+            return form
+        return differential.dataclasses.replace(form, run=lambda x: [jnp.tanh(x) * 1.01])
+
+    monkeypatch.setattr(lowering, "local_form", broken)
+    b = random_operations.Builder(0)
+    h = b.leaf("batch", (8, 8))
+    for source in ("{} * 2", "jnp.tanh({})", "jnp.sin({})"):
+        h = b.add("line", source.format(h.name), [h])
+        assert h is not None
+    b.leaf("state", ())
+    program = b.finished(False, "threefry2x32", (h.name,))
+    specs = (("batch['b0']", "P('x')"),)
+    method = "method=alpa_lite.Manual(SPECS, mesh_shape=(8,), axis_names=('x',)), verify='off'"
+    contest = differential.Contest("manual", method, False, specs)
+    with pytest.raises(differential.Failure, match=r"first call|Differs") as found:
+        differential.run(program, contest)
+    shorter, failure = differential.shorter(program, contest, found.value, 20)
+    assert failure.where == "first call"
+    assert sum("tanh" in line.source for line in shorter.lines) == 1
+    assert len(shorter.lines) < len(program.lines)
+    assert PRELUDE in shorter.script("")
