@@ -15,7 +15,8 @@ and is no failure. A program that fails is made shorter, and printed as a script
 
     PYTHONPATH=. python benchmarks/differential.py --seed 0 --programs 100 --seconds 600
 
-adds its counts to benchmarks/results/differential.json and writes differential.md from all of them.
+adds its counts to benchmarks/results/differential.json and writes differential.md from all of them. What was found is
+listed in the same file by hand, under "faults".
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import datetime
 import faulthandler
 import gc
 import json
@@ -49,9 +49,9 @@ from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.runtime import comparing
 from benchmarks import random_operations
+from benchmarks.differential_results import RESULTS, Counts, keep
 from benchmarks.random_programs import Program, kinds_of
 
-RESULTS = Path(__file__).parent / "results"
 MESHES = {(8,): ("x",), (4, 2): ("x", "y"), (2, 2, 2): ("x", "y", "z")}
 FREE_LINKS = Cluster(
     device="cpu", platform="cpu", devices_per_node=8, memory=1 << 30, peak_flops={"f32": 1e4}, memory_bandwidth=1e4,
@@ -396,18 +396,6 @@ def made(seed: int) -> tuple[Program, Contest]:
     return program, contest_of(program, seed, layered)
 
 
-@dataclass
-class Counts:
-    """Of programs: by method, by kind of line, by refusal; failures with their scripts."""
-
-    programs: collections.Counter[str]
-    leaves: collections.Counter[str]
-    refused: collections.Counter[str]
-    kinds: collections.Counter[str]
-    refusals: collections.Counter[str]
-    failures: list[dict[str, Any]]
-
-
 def search(seeds: range, seconds: float, shrink: float, folder: Path | None = None) -> Counts:
     """Runs the programs of seeds until the time is up."""
     counts = Counts(*(collections.Counter() for _ in range(5)), [])
@@ -443,19 +431,6 @@ def search(seeds: range, seconds: float, shrink: float, folder: Path | None = No
             gc.collect()
     faulthandler.cancel_dump_traceback_later()
     return counts
-
-
-def keep(counts: Counts, folder: Path) -> None:
-    """Adds counts to the results."""
-    path = folder / "differential.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    version = known.setdefault(f"jax {jax.__version__}", {})
-    for name in ("programs", "leaves", "refused", "kinds", "refusals"):
-        total = collections.Counter(version.get(name, {})) + getattr(counts, name)
-        version[name] = dict(sorted(total.items()))
-    version["failures"] = version.get("failures", 0) + len(counts.failures)
-    version["date"] = datetime.date.today().isoformat()
-    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def main() -> None:
