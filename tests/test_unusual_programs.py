@@ -191,3 +191,21 @@ def test_the_old_value_of_state_that_is_overwritten_can_be_returned_beside_the_n
         state, aux = planned(state, batch)
         np.testing.assert_allclose(aux["before"], before, rtol=1e-6)
         before = np.asarray(state["a"])
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_place_of_the_largest_of_a_sharded_row_is_gathered_where_blocks_have_several(size):
+    def step(state, batch):
+        return {"s": state["s"] * 0.9}, jnp.argmax(batch["x"] * state["s"])
+
+    x = np.random.default_rng(0).permutation(np.repeat(np.arange(size / 2), 2)).astype("float32")
+    plan = same(step, ({"s": jnp.ones(())}, {"x": jnp.asarray(x)}), method=WHOLE, cluster=FREE_LINKS, verify="hlo")
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 32)] * (1 if size == 8 else 2)
+
+
+def test_integers_that_are_divided_are_left_to_the_compiler():
+    def step(state, batch):
+        return {"w": state["w"] * 0.9}, (batch["x"] @ batch["x"].T) % 7
+
+    args = {"w": jnp.ones((8, 16))}, {"x": jnp.arange(64).reshape(8, 8)}
+    same(step, args, method=alpa_lite.Sharded((4, 2)), cluster=FREE_LINKS, communication="compiler")

@@ -4,7 +4,8 @@ With x cut into blocks x_0 .. x_{p-1} along the reduced dim:
 
 - max, min: max_b max(x_b), an all-reduce. Floats travel as integers of the same order, with NaN above (below) all,
   since the all-reduce of some backends drops NaN, which JAX's `reduce_max` never does.
-- argmax, argmin: (value, index) of each block are gathered; ties go to the lowest block and so to the lowest index.
+- argmax, argmin: (value, index) of each block are gathered, of blocks of one element the value alone; ties go to the
+  lowest block and so to the lowest index.
 - prod, and, or, xor: block results are gathered and reduced again.
 - cumulative: block totals t_b are gathered, and block b combines its own running values with t_0 .. t_{b-1}.
 - top_k: the k largest of x are among the k largest of each block, which are gathered in the order of the blocks, so
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alpa_lite.graph import Lit
 from alpa_lite.layout import Axes
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number, offset, sharded_dims
 
@@ -98,16 +100,16 @@ def arg_extremum(s: Setting) -> LocalForm | None:
         (index,) = bind(s.op, [x])
         value = jnp.take_along_axis(x, lax.expand_dims(index, (dim,)), axis=dim, mode="promise_in_bounds")
         values = lax.all_gather(lax.squeeze(value, (dim,)), axes, axis=0)
-        indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         (best,) = bind(s.op, [values], {**s.op.params, "axes": (0,)})
+        if block == 1:
+            return [best]
+        indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
 
-    itemsize = s.operand_bytes(0) // math.prod(s.local_operand(0))
-    return s.form(
-        run,
-        LocalCollective("all_gather", axes, parts * math.prod(s.local_result()) * itemsize),
-        LocalCollective("all_gather", axes, parts * s.result_bytes()),
-    )
+    atom = s.op.operands[0]
+    dtype = atom.aval.dtype if isinstance(atom, Lit) else s.values[atom].dtype
+    sizes = [math.prod(s.local_result()) * dtype.itemsize, *([] if block == 1 else [s.result_bytes()])]
+    return s.form(run, *(LocalCollective("all_gather", axes, parts * size) for size in sizes))
 
 
 def cumulative(s: Setting) -> LocalForm | None:
@@ -129,7 +131,7 @@ def cumulative(s: Setting) -> LocalForm | None:
         totals = jnp.where(earlier, totals, identity)
         return [_COMBINE[name](running, _REDUCE[name](totals, dim))]
 
-    total = s.result_bytes() // s.local_result()[dim]
+    total = s.result_bytes() // max(1, s.local_result()[dim])
     return s.form(run, LocalCollective("all_gather", axes, parts * total))
 
 
@@ -181,7 +183,7 @@ def top_k(s: Setting) -> LocalForm | None:
         taken = jnp.take_along_axis(indices, places, axis=dim, mode="promise_in_bounds")
         return [values, taken.astype(index)]
 
-    candidates = math.prod(shape) // shape[dim] * kept * parts
+    candidates = math.prod(shape[:dim] + shape[dim + 1 :]) * kept * parts
     return s.form(run, LocalCollective("all_gather", axes, 2 * candidates * carrier.itemsize))
 
 
