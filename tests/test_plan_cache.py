@@ -186,16 +186,17 @@ def test_another_request_is_another_file(tmp_path):
     ],
 )
 def test_a_file_that_cannot_be_used_is_written_anew(damage, message, tmp_path, caplog, solver):
-    first = planned(tmp_path)
+    method = alpa_lite.Sharded((8,))
+    first = planned(tmp_path, method=method)
     (path,) = tmp_path.iterdir()
     good = path.read_text()
     path.write_text(damage(good))
     solver.clear()
     with caplog.at_level(logging.WARNING, "alpa_lite.plan_cache"):
-        same(first, planned(tmp_path), "solver")
+        same(first, planned(tmp_path, method=method), "solver")
     assert solver and message in caplog.text and str(path) in caplog.text
     solver.clear()
-    same(first, planned(tmp_path), "solver")
+    same(first, planned(tmp_path, method=method), "solver")
     assert not solver
 
 

@@ -35,6 +35,7 @@ from alpa_lite.passes.lowering.program import (
     Reshard,
 )
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.kinds import served_again
 from alpa_lite.passes.sharding.space import Strategy, layout_of
 from alpa_lite.strategy import Rule
 
@@ -70,7 +71,7 @@ class _Lowering:
         self.mesh = mesh
         self.choice = choice
         self.late_from = late_from
-        self.state = set(traced.graph.block.inputs)
+        self.state = served_again(traced, grouping) if late_from is not None else frozenset()
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
         self.base: dict[int, Layout] = {}
         self.where: dict[tuple[int, Layout, bool], int] = {}
@@ -130,7 +131,7 @@ class _Lowering:
         if atom in self.grouping.lazy:
             return self.make(atom, layout)
         base = self.base[atom]
-        late = self.late_from is not None and atom in self.state and self.clock >= self.late_from and layout != base
+        late = atom in self.state and self.clock >= self.late_from and layout != base
         key = (atom, layout, late)
         if key not in self.where:
             steps = reshard_steps(base, layout)

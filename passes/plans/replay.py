@@ -9,7 +9,8 @@ names rather than completed by guessing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -21,10 +22,12 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.groups import Dims, Grouping
+from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.sharding.limits import Limits
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.solve import evaluate
-from alpa_lite.passes.sharding.space import Strategy, layout_of
+from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.textbook import Operations
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.staging import StageGraph
@@ -54,18 +57,17 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)
-    fixed = _fixed(groups, stage)
-    allowed = _fixed_layouts(groups, fixed) | _argument_layouts(traced, groups, stage)
+    recorded = _recorded(groups, stage, mesh)
+    allowed = Limits(_argument_layouts(traced, groups, stage), recorded)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
     space = strategies.build(traced, groups, rules, MeshCost(cluster, mesh), allowed=allowed, regather=regather)
-    decided = {d.key: Strategy(d.strategy, d.partial) for d in stage.decisions if not d.paths}
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]
-        wanted = fixed.get(node.group, decided.get(group.color))
+        wanted = recorded.wanted(group)
         if wanted in node.strategies:
             choice.append(node.strategies.index(wanted))
-        elif len(node.strategies) == 1 and node.group not in fixed:
+        elif len(node.strategies) == 1 and node.group not in recorded.fixed:
             choice.append(0)
         else:
             missing.append(group.name)
@@ -142,22 +144,48 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
     )
 
 
-def _fixed(groups: Grouping, stage: Stage) -> dict[int, Strategy]:
-    """Group -> the strategy that the method fixed."""
-    out = {}
-    for one in stage.fixed:
+@dataclass(frozen=True, eq=False)
+class _Recorded(Operations):
+    """What a plan says of operations.
+
+    Attributes:
+      fixed: group -> the number and the strategy of what the method fixed.
+      decided: key -> the strategy that was chosen of several.
+      axes: of the mesh, those of more than one device.
+    """
+
+    fixed: Mapping[int, tuple[int, Strategy]]
+    decided: Mapping[str, Strategy]
+    axes: frozenset[str]
+
+    def wanted(self, group: Group) -> Strategy | None:
+        """What the plan says of a group; None if nothing."""
+        return self.fixed[group.index][1] if group.index in self.fixed else self.decided.get(group.color)
+
+    def key(self, group: Group) -> int:
+        """As of `Operations`."""
+        return self.fixed[group.index][0] if group.index in self.fixed else -1
+
+    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+        """As of `Operations`: what was fixed is no decision; what was both had alternatives."""
+        wanted = self.wanted(group)
+        decision = group.index not in self.fixed or self.decided.get(group.color) == wanted
+        return [wanted] if wanted in found and not decision else list(found)
+
+    def fills(self, group: Group) -> bool:
+        """As of `Operations`."""
+        wanted = self.wanted(group)
+        return wanted is not None and self.axes == {axis for axes in wanted.axes for axis in axes}
+
+
+def _recorded(groups: Grouping, stage: Stage, mesh: LogicalMesh) -> _Recorded:
+    fixed: dict[int, tuple[int, Strategy]] = {}
+    for number, one in enumerate(stage.fixed):
         members = groups.classes.get(one.key, ())
         chosen = [members[i] for i in one.members if i < len(members)] if one.members else members
-        out.update(dict.fromkeys(chosen, Strategy(one.strategy, one.partial)))
-    return out
-
-
-def _fixed_layouts(groups: Grouping, fixed: Mapping[int, Strategy]) -> dict[int, tuple[Layout, ...]]:
-    """What the method fixed as limits of the search, which tell apart operations of one key."""
-    dims: dict[int, Dims] = {}
-    for home in groups.homes.values():
-        dims.setdefault(home.group, home.dims)
-    return {group: (layout_of(dims[group], strategy),) for group, strategy in fixed.items() if group in dims}
+        fixed.update(dict.fromkeys(chosen, (number, Strategy(one.strategy, one.partial))))
+    decided = {d.key: Strategy(d.strategy, d.partial) for d in stage.decisions if not d.paths}
+    return _Recorded(fixed, decided, frozenset(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1))
 
 
 def _differences(stage: Stage, here: Mapping[str, str]) -> str:

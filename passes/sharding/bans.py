@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from alpa_lite.graph import Traced
 from alpa_lite.methods import STRATEGIES
 from alpa_lite.passes.ir.primitives import PRODUCTS
+from alpa_lite.passes.sharding.connected import connected, of_the_batch
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import parameters, state_kinds, weights
 
@@ -45,7 +46,7 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
     factors: dict[int, set[int]] = {}
     gathers: set[int] = set()
     if "data parallel" in forbidden:
-        for group, factor in _of_the_batch(traced, grouping):
+        for group, factor in connected(grouping, of_the_batch(traced, grouping)):
             factors.setdefault(group, set()).add(factor)
     if "tensor parallel" in forbidden:
         for demand in grouping.demands:
@@ -59,29 +60,3 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
         gathers.update(a for a in new if isinstance(a, int) and a not in block.inputs)
     return Bans({group: frozenset(some) for group, some in factors.items()}, frozenset(gathers))
 
-
-def _of_the_batch(traced: Traced, grouping: Grouping) -> set[tuple[int, int]]:
-    """The pairs (group, factor) that hang together with the first dim of a batch argument."""
-    near: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for demand in grouping.demands:
-        home = grouping.homes.get(demand.value)
-        if home is None or not home.group or not demand.group:
-            continue
-        for made, used in zip(home.dims, demand.dims, strict=True):
-            for a in made:
-                for b in used:
-                    near.setdefault((home.group, a), set()).add((demand.group, b))
-                    near.setdefault((demand.group, b), set()).add((home.group, a))
-    found: set[tuple[int, int]] = set()
-    waiting = [
-        (grouping.homes[value].group, factor)
-        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
-        if argument.role == "batch" and grouping.homes[value].group
-        for factor in grouping.homes[value].dims[0]
-    ]
-    while waiting:
-        pair = waiting.pop()
-        if pair not in found:
-            found.add(pair)
-            waiting += near.get(pair, ())
-    return found

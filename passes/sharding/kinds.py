@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Lit, Op, Traced, walk
+from alpa_lite.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reads, values_in
 from alpa_lite.passes.ir.loops import ScanView
@@ -26,7 +26,7 @@ KINDS = ("params", "gathered", "gradients", "optimizer", "frozen", "activations"
 """Every kind of memory. "gathered" are copies of parameters for the operations that read them: gathered from their
 shards, cast, or cut out of stacked ones; "frozen" are arguments that no step changes."""
 
-_COPIES = primitives.LINEAR_CHAIN | {"dynamic_slice", "optimization_barrier", "slice"}
+_COPIES = primitives.LINEAR_CHAIN | {"dynamic_slice", "slice"}
 """Operations whose result is the same weights in another form. A broadcast is none: it may be as large as the batch."""
 
 
@@ -124,14 +124,30 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
 def weights(block: Block, start: Iterable[int]) -> set[int]:
     """Values that are some weights in another form: cast, reshaped, or cut out for an iteration. Without `start`."""
     first = set(start)
-    found = set(first)
+    return origins(block, first).keys() - first
+
+
+def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
+    """Value -> of which of some weights it is another form, those included."""
+    found = {value: value for value in start}
     for op in _in_order(block, found):
-        if op.name in _COPIES and len(op.results) == 1 and op.operands[0] in found:
-            found.update(op.results)
-    return found - first
+        if op.name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
+            _hand_on(zip(op.operands, op.results, strict=True), found)
+        elif op.name in _COPIES and len(op.results) == 1:
+            _hand_on([(op.operands[0], op.results[0])], found)
+    return found
 
 
-def _in_order(block: Block, found: set[int]) -> Iterator[Op]:
+def served_again(traced: Traced, grouping: Grouping) -> frozenset[int]:
+    """Values that late uses may gather again: arguments, and parameters cast in blocks or cut out for an iteration."""
+    block = traced.graph.block
+    forms = weights(block, parameters(traced))
+    own = {v for v in forms if v in grouping.homes and grouping.groups[grouping.homes[v].group].kind == "leaf"}
+    leaves = set(grouping.leaves)
+    return frozenset(own | {v for v in block.inputs if grouping.homes[v].group in leaves})
+
+
+def _in_order(block: Block, found: dict[int, int]) -> Iterator[Op]:
     """The operations of a block and of its bodies; before a body, its inputs that are weights are added to `found`."""
     for op in block.ops:
         if op.name == "scan":
@@ -141,10 +157,17 @@ def _in_order(block: Block, found: set[int]) -> Iterator[Op]:
             pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
         else:
             pairs = []
-        found.update(inner for outer, inner in pairs if outer in found)
+        _hand_on(pairs, found)
         for body in op.bodies if pairs else ():
             yield from _in_order(body, found)
         yield op
+
+
+def _hand_on(pairs: Iterable[tuple[Atom, int]], found: dict[int, int]) -> None:
+    """Adds what some values are handed on as."""
+    for old, new in pairs:
+        if isinstance(old, int) and old in found:
+            found[new] = found[old]
 
 
 def _updated(traced: Traced, kinds: Mapping[int, str]) -> set[int]:

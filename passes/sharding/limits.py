@@ -1,22 +1,26 @@
-"""What a method and its user allow: the meshes of a cluster, and the layouts of each group that is not free.
+"""What a method and its user allow: the meshes of a cluster, the layouts of arguments, and what operations may do.
 
-Whatever is not named here is free. Of several that say something of one group the first holds:
+Whatever is not named here is free. Of several that say something of one argument the first holds:
 
     1. pins: where the state already is (`pins.Pin`);
     2. entries of `Manual`;
     3. textbook methods, on the arguments that they speak of;
     4. annotations of arguments, and arrays that arrive sharded (`pins.Wish`).
+
+Textbook methods fix operations, too (`sharding.textbook`), on those axes that `Manual` does not name. Where the state
+already lies, or `Manual` names every axis, they fix arguments alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import OptionError
+from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
@@ -25,11 +29,35 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
+from alpa_lite.passes.sharding.textbook import (
+    Operations,
+    parameters_of_products,
+    share_in_pieces,
+    textbook,
+)
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
 
-Limits = dict[int, tuple[Layout, ...]]
+Layouts = dict[int, tuple[Layout, ...]]
 """Group -> the layouts that it may have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """What is allowed on one mesh.
+
+    Attributes:
+      layouts: of groups that are not free.
+      operations: what operations may do; None if they are free.
+      gathers_again: whether parameters are gathered for the backward pass again, whatever the memory.
+    """
+
+    layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
+    operations: Operations | None = None
+    gathers_again: bool = False
+
+
+NO_LIMITS = Limits()
 
 
 def base(method: Any) -> Any:
@@ -123,17 +151,17 @@ def admitted(
 def limits(
     traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES, pins: Pins = NO_PINS
 ) -> Limits:
-    """Group -> the layouts that are allowed for it; see the module.
+    """What is allowed on a mesh; see the module.
 
     - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
-    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too. Gradients are left to the
-      program, which reduce-scatters them into the shards of the optimizer state.
-    - TensorParallel: the batch replicated, everything else free.
+    - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too.
+    - TensorParallel: the batch replicated, parameters that products read sharded along a dim.
 
     Raises:
+      MicrobatchError: micro-batches have too few examples for data parallelism.
       OptionError: if a batch argument does not divide over the devices, or a spec does not fit an argument.
     """
-    out: Limits = {}
+    out: Layouts = {}
     rest = base(method)
     for op in traced.graph.ops():
         if op.name == CONSTRAINT and op.params["mesh"] is None:  # of the option `constrain`
@@ -148,23 +176,41 @@ def limits(
             shape = traced.graph.values[traced.graph.block.inputs[number]].shape
             if fits(wish, shape, mesh) is None:
                 out[group] = tuple(completions(wish, shape, mesh))
+    operations = None
     if isinstance(rest, DataParallel | Zero | TensorParallel):
         named = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
-        axes = tuple(a for a in mesh.axis_names if a not in named) or mesh.axis_names
-        out |= _textbook(traced, grouping, rest, mesh, axes, wishes)
+        free = tuple(a for a in mesh.axis_names if a not in named)
+        out |= _textbook(traced, grouping, rest, mesh, free or mesh.axis_names, wishes)
+        if free and not pins:
+            said = frozenset(i for i, a in enumerate(traced.arguments) if wishes.names_leaf(a.path))
+            operations = textbook(traced, grouping, rest, mesh, free, said)
+            _check_pieces(grouping, operations, mesh.product(free))
     for number, argument in enumerate(traced.arguments):
         if wishes.names_leaf(argument.path):
             _put(out, traced, grouping, mesh, number, wishes)
-    return out | pinned(grouping, pins)
+    again = operations is not None and isinstance(rest, Zero) and rest.stage == 3
+    return Limits(out | pinned(grouping, pins), operations, again)
 
 
-def pinned(grouping: Grouping, pins: Pins) -> Limits:
+def _check_pieces(grouping: Grouping, operations: Operations | None, count: int) -> None:
+    """Raises MicrobatchError if most of the step works on too few examples at a time to cut them over the devices."""
+    if share_in_pieces(grouping, operations, count) > _MOST:
+        raise MicrobatchError(
+            f"most of the step works on fewer examples at a time than divide over {count} devices, or on a number that "
+            "does not: use fewer micro-batches, a larger batch, or method='auto'."
+        )
+
+
+_MOST = 0.5  # of the work of products
+
+
+def pinned(grouping: Grouping, pins: Pins) -> Layouts:
     """Group -> the layout of the argument that is pinned there."""
     groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     return {group: layouts for group, layouts in groups.items() if group}
 
 
-def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wishes: Wishes) -> None:
+def _put(out: Layouts, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wishes: Wishes) -> None:
     """Limits the group of an argument to what `Manual` gives.
 
     Raises:
@@ -185,8 +231,8 @@ def _put(out: Limits, traced: Traced, grouping: Grouping, mesh: LogicalMesh, num
 def _textbook(
     traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes,
     wishes: Wishes,
-) -> Limits:  # fmt: skip
-    """What a textbook method fixes, with data parallelism over some axes. Frozen weights are parameters.
+) -> Layouts:  # fmt: skip
+    """What a textbook method fixes of arguments, with data parallelism over some axes. Frozen weights are parameters.
 
     Raises:
       OptionError: the batch does not divide, or there is none that data parallelism could shard.
@@ -196,9 +242,18 @@ def _textbook(
             "method=DataParallel() shards the batch, but no argument was taken as the batch; name it with "
             "batch_argnums=(i,) or batch_argnames=(name,), or use another method"
         )
-    out: Limits = {}
+    out: Layouts = {}
     count = mesh.product(axes)
     kinds = state_kinds(traced)
+    cut_by_loops = _stacked(grouping)
+    in_blocks = parameters_of_products(traced, grouping) if isinstance(method, TensorParallel) else set()
+
+    def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+        """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""
+        dims = [d for d, size in enumerate(shape) if size % count == 0]
+        kept = [d for d in dims if d not in cut_by_loops.get(group, ())] or dims
+        return tuple(Layout(tuple(axes if i == d else () for i in range(len(shape)))) for d in kept)
+
     for number, argument in enumerate(traced.arguments):
         group = grouping.leaves[number]
         if group == 0:
@@ -220,20 +275,29 @@ def _textbook(
         elif argument.stays and not isinstance(method, TensorParallel):
             stage = method.stage if isinstance(method, Zero) else 0
             if stage == 3 or (stage and kinds.get(number) == "optimizer"):
-                sharded = tuple(
-                    Layout(tuple(axes if i == d else () for i in range(len(shape))))
-                    for d, size in enumerate(shape)
-                    if size % count == 0
-                )
-                out[group] = sharded or (whole,)
+                out[group] = blocks(group, shape) or (whole,)
             else:
                 out[group] = (whole,)
+        elif number in in_blocks and not wishes.names_leaf(argument.path) and (found := blocks(group, shape)):
+            out[group] = found
     if isinstance(method, DataParallel):
         out.update(_whole_updates(traced, grouping, wishes))
     return out
 
 
-def _whole_updates(traced: Traced, grouping: Grouping, wishes: Wishes) -> Limits:
+def _stacked(grouping: Grouping) -> dict[int, set[int]]:
+    """Group of an argument -> its dims of which every iteration of a loop reads one element: layers in a stack."""
+    out: dict[int, set[int]] = {}
+    leaves = set(grouping.leaves)
+    for demand in grouping.demands:
+        home = grouping.homes[demand.value]
+        if demand.op < 0 and home.group in leaves:
+            gone = {i for i, (mine, used) in enumerate(zip(home.dims, demand.dims, strict=True)) if mine and not used}
+            out.setdefault(home.group, set()).update(gone)
+    return out
+
+
+def _whole_updates(traced: Traced, grouping: Grouping, wishes: Wishes) -> Layouts:
     """Replication for the groups that compute new state, so that gradients are all-reduced."""
     ranks: dict[int, int] = {}
     for value, home in grouping.homes.items():

@@ -288,7 +288,7 @@ def _solve(
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
     """
-    deadline, regathers = Deadline(time_limit), problem.platform not in _MERGING
+    deadline, regathers = Deadline(time_limit), problem.platform not in strategies.MERGING
     program = replace(space.program, budget=None)
     free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
@@ -317,9 +317,6 @@ _TEXTBOOK = 0.3  # of the time, for textbook plans
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
 _CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
-# Compilers that drop optimization barriers and merge equal gathers, the kept copy with them (measured on CPU, JAX
-# 0.10.2): a plan that counts on gathering again would not be true there.
-_MERGING = frozenset({"cpu"})
 
 
 def _take_least(traced: Traced, race: _Race, cluster: Cluster, deadline: Deadline) -> None:
@@ -330,7 +327,7 @@ def _take_least(traced: Traced, race: _Race, cluster: Cluster, deadline: Deadlin
         it, and what would fit.
     """
     smallest, where, budget, tried = math.inf, "", race.budget, race.tried
-    ways = (False,) if cluster.platform in _MERGING else (False, True)
+    ways = (False,) if cluster.platform in strategies.MERGING else (False, True)
     for regather in ways:
         for number, (_, problem, space) in enumerate(tried):
             own = problem.build(regather=True) if regather else space

@@ -33,6 +33,7 @@ from alpa_lite.passes.sharding.choices import Choices, classify
 from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.sharding.limits import NO_LIMITS, Limits
 from alpa_lite.passes.sharding.prices import divides, gathers, pairs
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
@@ -47,7 +48,7 @@ def build(
     cost: MeshCost,
     *,
     budget: float | None = None,
-    allowed: Mapping[int, Sequence[Layout]] | None = None,
+    allowed: Limits = NO_LIMITS,
     bans: Bans = NO_BANS,
     unheeded: Collection[int] = (),
     regather: bool = False,
@@ -57,16 +58,20 @@ def build(
 
     Args:
       budget: bytes per device, or None.
-      allowed: group -> the layouts that it may have, for leaves that a method fixes.
+      allowed: what a method fixes.
       bans: what must not be cut or gathered.
       unheeded: operations of `ir.primitives.CONSTRAINT` that may be ignored.
       regather: state that is used before and after the fullest point of the program is resharded twice instead of being
         kept, so that its whole copy does not live between.
       shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
     """
-    return _Builder(rules, cost, allowed or {}, bans, unheeded, shared or Shared(traced, grouping)).space(
-        budget, regather
-    )
+    regather = regather or (allowed.gathers_again and cost.cluster.platform not in MERGING)
+    return _Builder(rules, cost, allowed, bans, unheeded, shared or Shared(traced, grouping)).space(budget, regather)
+
+
+MERGING = frozenset({"cpu"})
+"""Platforms whose compiler drops optimization barriers and merges equal gathers, the kept copy with them (measured on
+CPU, JAX 0.10.2): a plan that counts on gathering again would not be true there."""
 
 
 def _busiest(found: list[Strategy]) -> list[Strategy]:
@@ -82,7 +87,7 @@ class _Builder:
         self,
         rules: Mapping[object, Rule],
         cost: MeshCost,
-        allowed: Mapping,
+        allowed: Limits,
         bans: Bans,
         unheeded: Collection[int],
         shared: Shared,
@@ -92,7 +97,7 @@ class _Builder:
         self.rules = rules
         self.cost = cost
         self.mesh: LogicalMesh = cost.mesh
-        self.allowed = allowed
+        self.allowed, self.operations = allowed.layouts, allowed.operations
         self.bans = bans
         self.unheeded = frozenset(unheeded)
         self.forms: dict[object, LocalForm | None] = {}
@@ -122,7 +127,8 @@ class _Builder:
             parts: dict[object, list[int]] = {}
             for member in members:
                 limit = self.allowed.get(member)
-                key = None if limit is None else tuple(limit), self.bans.factors.get(member)
+                fixed = self.operations and self.operations.key(self.grouping.groups[member])
+                key = None if limit is None else tuple(limit), self.bans.factors.get(member), fixed
                 parts.setdefault(key, []).append(member)
             yield from (tuple(part) for part in parts.values())
 
@@ -143,7 +149,10 @@ class _Builder:
             self.spaces[key] = Choices(self.free_strategies(group), len(group.factors), self.mesh)
         limit = self.allowed.get(group.index)
         if limit is None:
-            return self.spaces[key]
+            if self.operations is None:
+                return self.spaces[key]
+            found = tuple(self.operations.kept(group, self.spaces[key].strategies))
+            return self.spaces.setdefault((key, found), Choices(found, len(group.factors), self.mesh))
         dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
         found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
@@ -166,6 +175,9 @@ class _Builder:
             return self.constrained_strategies(group)
         found = [Strategy(a) for a in assignments(self.factors(group), self.mesh) if self.form(group, a) is not None]
         product = self.grouping.ops[group.ops[0]].name in PRODUCTS
+        if self.operations is not None:
+            found = self.operations.kept(group, found)
+            product = product and self.operations.fills(group)
         return _busiest(found) if product else found
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
@@ -284,6 +296,9 @@ class _Builder:
             matrix = self.matrix(self.values[first], made, wanted, passage.share)
             if not self.bans.gathers.isdisjoint(passage.values):
                 matrix = np.where(gathers(made, wanted), math.inf, matrix)
+            refused = self.operations and self.operations.refused(passage.values, made, wanted)
+            if refused is not None:
+                matrix = np.where(refused, math.inf, matrix)
             if not matrix.any():
                 continue
             count = len(passage.values)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.sharding import kinds
@@ -138,7 +139,10 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
 
 
 def fullest_point(traced: Traced, grouping: Grouping) -> int:
-    """The program point at which most bytes of intermediate values live, were nothing sharded."""
+    """The program point of the derivative at which most bytes of intermediate values live, were nothing sharded.
+
+    Of all points where no operation is marked as the derivative's.
+    """
     values = traced.graph.values
     change = np.zeros(grouping.points + 2)
     last: dict[int, int] = {}
@@ -149,7 +153,11 @@ def fullest_point(traced: Traced, grouping: Grouping) -> int:
         if value not in inputs and value in grouping.defined:
             change[grouping.defined[value]] += values[value].nbytes
             change[end + 1] -= values[value].nbytes
-    return int(np.argmax(np.cumsum(change)))
+    live = np.cumsum(change)
+    marked = [grouping.positions[op.index] for op in traced.graph.ops() if _jax.derivative(op.source)]
+    if marked:
+        live[: min(marked)] = live[max(marked) + 1 :] = -1
+    return int(np.argmax(live))
 
 
 def smallest(traced: Traced) -> float:
@@ -167,6 +175,7 @@ class _Maker:
         self.inputs = set(self.traced.graph.block.inputs)
         self.leaf_groups = set(self.grouping.leaves)
         self.late_from = fullest_point(self.traced, self.grouping) if regather else None
+        self.served_again = kinds.served_again(self.traced, self.grouping) if regather else frozenset()
         self.kinds, self.copies = kinds.value_kinds(self.traced, self.grouping)
         self.small = smallest(self.traced)
 
@@ -228,7 +237,7 @@ class _Maker:
         node_of, homes = self.node_of, self.grouping.homes
         for value, demands in self.uses.items():
             home = homes[value]
-            if self.late_from is not None and self.is_state_leaf(value):
+            if value in self.served_again:
                 phases: dict[int, list[Demand]] = {}
                 for demand in demands:
                     phases.setdefault(self.phase(demand, value), []).append(demand)
@@ -255,9 +264,6 @@ class _Maker:
                     break
         return {item: 1.0 / len(items) for items in together for item in items}
 
-    def is_state_leaf(self, value: int) -> bool:
-        return self.grouping.homes[value].group in self.leaf_groups and value in self.inputs
-
     def living(self) -> Iterator[tuple[int, int, int]]:
         """(value, first point, last point) of everything that takes memory."""
         end = self.grouping.points - 1
@@ -281,8 +287,7 @@ class _Maker:
         return min(points), max(points)
 
     def phase(self, demand: Demand, value: int) -> int:
-        late = self.late_from is not None and demand.position >= self.late_from
-        return int(late and self.is_state_leaf(value))
+        return int(self.late_from is not None and demand.position >= self.late_from and value in self.served_again)
 
     def alike(self) -> np.ndarray:
         """[points] a number for each program point, the same for identical operations."""

@@ -68,7 +68,13 @@ def no_solver(monkeypatch):
     return lambda: monkeypatch.setattr(solve, "solve", refuse)
 
 
-@pytest.mark.parametrize("method", [alpa_lite.Auto(), alpa_lite.Zero(stage=3), alpa_lite.Sharded((2, 4))])
+@pytest.mark.parametrize(
+    "method",
+    [
+        alpa_lite.Auto(), alpa_lite.DataParallel(), alpa_lite.Zero(stage=3), alpa_lite.TensorParallel(),
+        alpa_lite.Sharded((2, 4)),
+    ],
+)  # fmt: skip
 def test_replaying_finds_the_same_choice(method, no_solver):
     plan = planned_with(method)
     no_solver()
@@ -80,7 +86,7 @@ def test_replaying_finds_the_same_choice(method, no_solver):
     assert [(d.key, d.strategy, d.partial) for d in again.decisions] == [
         (d.key, d.strategy, d.partial) for d in plan.decisions if d.key in {e.key for e in again.decisions}
     ]
-    assert any(not d.paths for d in again.decisions)
+    assert any(not d.paths for d in again.decisions) or method == alpa_lite.DataParallel()  # which leaves no choice
     assert again.collectives == plan.collectives and again.stages[0].inputs == plan.stages[0].inputs
 
 
@@ -105,7 +111,7 @@ def test_state_gathered_twice_is_gathered_twice_again(no_solver):
 
 
 def test_a_missing_decision_is_named_not_guessed():
-    plan = planned_with(alpa_lite.Zero(stage=3))
+    plan = planned_with(alpa_lite.Sharded((8,)))
     products = [d for d in plan.decisions if d.name.startswith("dot_general")]
     assert products
     stage = dataclasses.replace(plan.stages[0], decisions=tuple(d for d in plan.decisions if d not in products))

@@ -1,0 +1,107 @@
+"""Which factors of a step's groups are one dim: those between which a value passes, and what the examples become.
+
+A dim of a value is made of some factors of the group that makes it, major to minor, and used as some factors of each
+group that wants it. `connected` follows that whatever the factors hold. `examples` follows how many examples each of
+them holds, since only the major part of a dim that is made of several factors belongs to the batch:
+
+    [batch, length] -> [batch * length]      the result has as many examples as the batch, not batch * length of them
+    [batch] -> [parts, batch / parts]        both factors hold examples: a part, and the examples within it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from alpa_lite.graph import Traced
+from alpa_lite.passes.sharding.groups import Grouping
+
+Place = tuple[int, int]
+"""A factor of a group: their numbers."""
+
+_Link = tuple[int, tuple[int, ...], int, tuple[int, ...]]
+
+
+def connected(grouping: Grouping, start: Iterable[Place]) -> set[Place]:
+    """The factors that hang together with some, those included."""
+    links = _links(grouping)
+    near: dict[Place, set[Place]] = {}
+    for maker, made, user, used in {link for some in links.values() for link in some}:
+        for a in made:
+            for b in used:
+                near.setdefault((maker, a), set()).add((user, b))
+    found: set[Place] = set()
+    waiting = list(start)
+    while waiting:
+        place = waiting.pop()
+        if place not in found:
+            found.add(place)
+            waiting += near.get(place, ())
+    return found
+
+
+def of_the_batch(traced: Traced, grouping: Grouping) -> list[Place]:
+    """The factors of the first dims of batch arguments."""
+    homes = [
+        grouping.homes[value]
+        for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        if argument.role == "batch" and traced.graph.values[value].shape
+    ]
+    return [(home.group, factor) for home in homes if home.group for factor in home.dims[0]]
+
+
+def examples(traced: Traced, grouping: Grouping) -> dict[int, dict[int, int]]:
+    """Group -> factor -> by how many examples of the batch it runs; only those of more than one.
+
+    A factor of n elements that runs by e examples may be cut into any number of blocks that divides e, and every block
+    then holds whole examples.
+    """
+    links, sizes = _links(grouping), [[f.size for f in group.factors] for group in grouping.groups]
+    found: dict[int, dict[int, int]] = {}
+    waiting: set[int] = set()
+    for group, factor in of_the_batch(traced, grouping):
+        found.setdefault(group, {})[factor] = sizes[group][factor]
+        waiting.add(group)
+    while waiting:
+        group = waiting.pop()
+        mine = found[group]
+        for _, here, other, there in links.get(group, ()):
+            count = _count(here, mine, sizes[group])
+            for factor in there:
+                if count <= 1:
+                    break
+                size = sizes[other][factor]
+                known = found.setdefault(other, {})
+                if min(size, count) > known.get(factor, 1):
+                    known[factor] = min(size, count)
+                    waiting.add(other)
+                count = count // size if count % size == 0 else 1
+    return {group: some for group, some in found.items() if some}
+
+
+def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Collection[int]) -> int:
+    """How many examples a dim holds that is made of some factors: those of the major ones that hold nothing else."""
+    sizes, out = list(sizes), 1
+    for factor in dim:
+        out *= counts.get(factor, 1)
+        if counts.get(factor, 1) < sizes[factor]:
+            break
+    return out
+
+
+def _links(grouping: Grouping) -> dict[int, set[_Link]]:
+    """Group -> (group, factors of a dim there, another group, factors of that dim there), in both directions."""
+    found: dict[int, set[_Link]] = {}
+    seen = set()
+    for demand in grouping.demands:
+        home = grouping.homes.get(demand.value)
+        if home is None or not home.group or not demand.group:
+            continue
+        key = home.group, home.dims, demand.group, demand.dims
+        if key in seen:
+            continue
+        seen.add(key)
+        for made, used in zip(home.dims, demand.dims, strict=True):
+            if made and used:
+                found.setdefault(home.group, set()).add((home.group, made, demand.group, used))
+                found.setdefault(demand.group, set()).add((demand.group, used, home.group, made))
+    return found

@@ -1,0 +1,303 @@
+"""What textbook methods fix of the operations of a step; of its arguments, `sharding.limits` does.
+
+DataParallel, Zero    An operation whose factors hold examples is cut into blocks of examples, over all axes. Every
+                      other one works on whole values. Partial sums (gradients) may travel through additions. Zero may
+                      also cut what holds no examples, along one factor over all axes: updates, and with stage 3 what
+                      reads a parameter in blocks before it is gathered.
+    Zero(1)           adds up whole gradients in a loop over micro-batches; Zero(2) and Zero(3) may cut them there.
+    Zero(3)           holds parameters in blocks within loops, too, and gathers them again for the backward pass.
+
+TensorParallel        Nothing is cut between examples. A product of examples that reads a parameter is cut along a dim
+                      of that parameter, and the parameter is stored so: output features, input features, heads, experts. A gather from a parameter is
+                      cut along the dim that it looks up, the vocabulary. Everything else may be cut along what hangs
+                      together with dims of parameters. Parameters, gradients and new parameters do not move (but for
+                      optimizers that need whole gradients); activations are all-reduced, or gathered where no second
+                      matrix of a pair sums them up. Which matrix of a pair is cut by columns and which by rows
+                      follows from the cost.
+
+What cannot be cut so (six heads over eight devices, a sort of the examples) is not cut; an operation that has no such
+strategy either keeps all of its own. Whatever is left open (which dim of an optimizer's state, whether a softmax is
+gathered before or after) is decided by the cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.graph import Traced
+from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
+from alpa_lite.methods import DataParallel, TensorParallel, Zero
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
+from alpa_lite.passes.sharding import connected, kinds
+from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
+from alpa_lite.passes.sharding.space import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """What operations may do."""
+
+    def key(self, group: Group) -> Hashable:
+        """Groups of one colour and equal keys are allowed the same."""
+        raise NotImplementedError
+
+    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+        """Those of a group's strategies that are allowed, of all that it could have."""
+        raise NotImplementedError
+
+    def fills(self, group: Group) -> bool:
+        """Whether of what is kept only what leaves the fewest axes idle is of interest, if it is a product."""
+        del group
+        return False
+
+    def refused(self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray | None:
+        """[made, wanted] which moves of some values are not allowed; None where all are."""
+        del values, made, wanted
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Textbook(Operations):
+    """What the two families have in common.
+
+    Attributes:
+      mesh, axes: those of its axes that the method is about; strategies of the others are free.
+    """
+
+    mesh: LogicalMesh
+    axes: frozenset[str]
+
+    def ours(self, strategy: Strategy) -> list[set[str]]:
+        """The axes of the method on each factor."""
+        return [self.axes.intersection(axes) for axes in strategy.axes]
+
+    def unused(self, found: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies that cut nothing over the method's axes; all if there is none."""
+        return [s for s in found if not any(self.ours(s))] or list(found)
+
+
+@dataclass(frozen=True, eq=False)
+class OverExamples(_Textbook):
+    """DataParallel and Zero.
+
+    Attributes:
+      examples: as of `connected.examples`.
+      stage: of ZeRO; 0 for DataParallel.
+      ports: the groups of parameters within loops, which stage 3 holds in blocks.
+    """
+
+    examples: Mapping[int, Mapping[int, int]]
+    stage: int = 0
+    ports: frozenset[int] = frozenset()
+
+    def key(self, group: Group) -> Hashable:
+        """As of `Operations`."""
+        return tuple(sorted(self.examples.get(group.index, {}).items())), group.index in self.ports
+
+    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+        """As of `Operations`."""
+        counts = self.examples.get(group.index)
+        if counts:
+            return [s for s in found if self._by_examples(s, counts)] or self.unused(found)
+        whole = self.unused(found)
+        blocks = [s for s in found if self._one_factor(s)]
+        if group.index in self.ports:
+            return blocks or whole
+        adds_up = group.kind == "linear" and group.trips > 1
+        return whole if not self.stage or (self.stage == 1 and adds_up) else [*whole, *blocks]
+
+    def fills(self, group: Group) -> bool:
+        """As of `Operations`."""
+        return group.index in self.examples
+
+    def _by_examples(self, strategy: Strategy, counts: Mapping[int, int]) -> bool:
+        """Whether all axes of the method cut examples, whole ones."""
+        if self.axes.intersection(strategy.partial):
+            return False
+        ours = self.ours(strategy)
+        used = {factor for factor, axes in enumerate(ours) if axes}
+        return (
+            used <= counts.keys()
+            and set().union(*ours) == self.axes
+            and all(counts[f] % self.mesh.product(strategy.axes[f]) == 0 for f in used)
+        )
+
+    def _one_factor(self, strategy: Strategy) -> bool:
+        """Whether one factor is cut over all axes of the method."""
+        return self.axes in self.ours(strategy) and not self.axes.intersection(strategy.partial)
+
+
+@dataclass(frozen=True, eq=False)
+class OverFeatures(_Textbook):
+    """TensorParallel.
+
+    Attributes:
+      examples: as of `connected.examples`.
+      features: group -> the factors that hang together with dims of parameters.
+      readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
+      still: values that do not move: parameters, their other forms, new parameters, and gradients.
+      free: values that move as they must, since the user says where they are.
+    """
+
+    examples: Mapping[int, Mapping[int, int]]
+    features: Mapping[int, frozenset[int]]
+    readers: Mapping[int, tuple[frozenset[int], ...]]
+    still: frozenset[int]
+    free: frozenset[int] = field(default=frozenset())
+
+    def key(self, group: Group) -> Hashable:
+        """As of `Operations`."""
+        mine = frozenset(self.examples.get(group.index, ()))
+        return mine, self.features.get(group.index, frozenset()), self.readers.get(group.index)
+
+    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+        """As of `Operations`."""
+        for along in self.readers.get(group.index, ()):
+            cut = [s for s in found if self._along(s, along) and set().union(*self.ours(s)) == self.axes]
+            if cut:
+                return cut
+        if group.index in self.readers:
+            return self.unused(found)
+        along = self.features.get(group.index, frozenset()) - self.examples.get(group.index, {}).keys()
+        return [s for s in found if self._along(s, along)] or list(found)
+
+    def _along(self, strategy: Strategy, factors: frozenset[int]) -> bool:
+        """Whether the axes of the method cut these factors alone."""
+        return all(f in factors for f, axes in enumerate(self.ours(strategy)) if axes)
+
+    def refused(self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray | None:
+        """As of `Operations`."""
+        if not self.free.isdisjoint(values):
+            return None
+        still = not self.still.isdisjoint(values)
+        allowed = {"slice"} if still else {"slice", "all_reduce", "all_gather"}
+        out = np.zeros((len(made), len(wanted)), dtype=bool)
+        for i, src in enumerate(made):
+            for j, dst in enumerate(wanted):
+                moves = () if src == dst else reshard_moves(src, dst) or ()
+                out[i, j] = any(move[0] not in allowed and self.axes.intersection(move[1]) for move in moves)
+        return out
+
+
+def textbook(
+    traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh,
+    axes: Sequence[str], named: frozenset[int] = frozenset(),
+) -> Operations | None:  # fmt: skip
+    """What a method allows of the operations; None where no argument is the batch, and all of it is free.
+
+    Args:
+      axes: of the mesh: those that the method is about.
+      named: arguments, by number, that the user says something of.
+    """
+    counts = connected.examples(traced, grouping)
+    over = frozenset(axis for axis in axes if mesh.axis_size(axis) > 1)
+    if not counts or not over:
+        return None
+    block = traced.graph.block
+    start = kinds.parameters(traced)
+    forms = kinds.weights(block, start)
+    if not isinstance(method, TensorParallel):
+        stage = method.stage if isinstance(method, Zero) else 0
+        ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
+        leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
+        return OverExamples(mesh, over, counts, stage, frozenset(leaves))
+    read = start | forms
+    own, _ = kinds.value_kinds(traced, grouping)
+    new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
+    gradients = {value for value, kind in own.items() if kind == "gradients"}
+    if _updates_read_whole_values(traced, grouping, read, counts):
+        gradients = set()
+    free = {block.inputs[number] for number in named}
+    for op in traced.graph.ops():
+        if op.name == CONSTRAINT:
+            free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
+    readers = _readers(grouping, read, counts)
+    still = frozenset(read | new | gradients)
+    return OverFeatures(mesh, over, counts, _features(grouping, start), readers, still, frozenset(free))
+
+
+def parameters_of_products(traced: Traced, grouping: Grouping) -> set[int]:
+    """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack."""
+    counts, values, inputs = connected.examples(traced, grouping), traced.graph.values, traced.graph.block.inputs
+    origins = kinds.origins(traced.graph.block, kinds.parameters(traced))
+    found = set()
+    for demand in _reading(grouping, origins.keys(), counts):
+        shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
+        if sorted(shape) in (sorted(whole), sorted(whole[1:])):
+            found.add(origins[demand.value])
+    return {number for number in range(len(traced.arguments)) if inputs[number] in found}
+
+
+def _reading(
+    grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
+) -> Iterator[Demand]:  # fmt: skip
+    """How products and gathers over examples read parameters."""
+    for demand in grouping.demands:
+        if demand.op >= 0 and demand.value in read and demand.group in counts:
+            if grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
+                yield demand
+
+
+def _updates_read_whole_values(
+    traced: Traced, grouping: Grouping, read: set[int], counts: Mapping[int, Mapping[int, int]]
+) -> bool:
+    """Whether an update works on whole gradients, as decompositions and products of them do; they are gathered then."""
+    values, inputs = traced.graph.values, set(traced.graph.block.inputs)
+    shapes = {values[v].shape for v in read & inputs if values[v].shape}
+    for demand in grouping.demands:
+        home = grouping.homes[demand.value]
+        if values[demand.value].shape not in shapes or counts.get(home.group, {}).keys() & {
+            f for dim in home.dims for f in dim
+        }:
+            continue
+        product = demand.op >= 0 and grouping.ops[demand.op].name in PRODUCTS
+        if demand.group == 0 or (product and demand.value not in read and demand.group not in counts):
+            return True
+    return False
+
+
+def _features(grouping: Grouping, start: set[int]) -> dict[int, frozenset[int]]:
+    """Group -> the factors that hang together with dims of parameters."""
+    places = [(home.group, f) for v in start if (home := grouping.homes[v]).group for dim in home.dims for f in dim]
+    found: dict[int, set[int]] = {}
+    for group, factor in connected.connected(grouping, places):
+        found.setdefault(group, set()).add(factor)
+    return {group: frozenset(some) for group, some in found.items()}
+
+
+def _readers(
+    grouping: Grouping, read: set[int], counts: Mapping[int, Mapping[int, int]]
+) -> dict[int, tuple[frozenset[int], ...]]:
+    """Group -> what a product or a gather over examples is cut along that reads a parameter.
+
+    That of a gather is what it looks up, if that divides.
+    """
+    dims: dict[int, set[int]] = {}
+    for demand in _reading(grouping, read, counts):
+        mine = {f for dim in demand.dims for f in dim} - counts[demand.group].keys()
+        dims.setdefault(demand.group, set()).update(mine)
+    out: dict[int, tuple[frozenset[int], ...]] = {}
+    for group, some in dims.items():
+        op = grouping.ops[grouping.groups[group].ops[0]]
+        kept = {f for dim in grouping.homes[op.results[0]].dims for f in dim}
+        looked = frozenset(some - kept) if op.name == "gather" else frozenset()
+        out[group] = tuple(one for one in (looked, frozenset(some)) if one)
+    return out
+
+
+def share_in_pieces(grouping: Grouping, operations: Operations | None, parts: int) -> float:
+    """The share of the work of products over examples whose examples do not divide into so many parts."""
+    if not isinstance(operations, OverExamples):
+        return 0.0
+    total = stuck = 0.0
+    for group in grouping.groups:
+        counts = operations.examples.get(group.index)
+        if counts and group.ops and grouping.ops[group.ops[0]].name in PRODUCTS:
+            work = math.prod(factor.size for factor in group.factors) * group.trips
+            total += work
+            stuck += work * all(count % parts for count in counts.values())
+    return stuck / total if total else 0.0
