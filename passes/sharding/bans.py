@@ -59,4 +59,3 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
         new = (block.outputs[out] for out, argument in traced.state if kinds.get(argument) == "params")
         gathers.update(a for a in new if isinstance(a, int) and a not in block.inputs)
     return Bans({group: frozenset(some) for group, some in factors.items()}, frozenset(gathers))
-

@@ -32,7 +32,7 @@ from alpa_lite.passes.sharding.bans import NO_BANS, Bans
 from alpa_lite.passes.sharding.choices import Choices, classify
 from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
-from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
 from alpa_lite.passes.sharding.limits import NO_LIMITS, Limits
 from alpa_lite.passes.sharding.prices import divides, gathers, pairs
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
@@ -285,18 +285,19 @@ class _Builder:
             first = passage.values[0]
             made, made_class = self.produced(first, choices[passage.src])
             ends: dict[tuple[int, bytes], np.ndarray] = {}
-            layouts: dict[Layout, int] = {}
+            goals: dict[tuple[Layout, bool], int] = {}
             for demand in passage.demands:
                 node = tables.node_of[demand.group]
                 asked, asked_class = choices[node].layouts(demand.dims, True)
-                klass = np.array([layouts.setdefault(layout, len(layouts)) for layout in asked])[asked_class]
+                numbers = [goals.setdefault((layout, self.follows(demand, layout)), len(goals)) for layout in asked]
+                klass = np.array(numbers)[asked_class]
                 ends.setdefault((node, klass.tobytes()), klass)
-            wanted = tuple(layouts)
+            wanted = tuple(layout for layout, _ in goals)
             trips = passage.demands[0].trips
             matrix = self.matrix(self.values[first], made, wanted, passage.share)
             if not self.bans.gathers.isdisjoint(passage.values):
                 matrix = np.where(gathers(made, wanted), math.inf, matrix)
-            refused = self.operations and self.operations.refused(passage.values, made, wanted)
+            refused = self.operations and self.operations.refused(passage.values, made, [*goals])
             if refused is not None:
                 matrix = np.where(refused, math.inf, matrix)
             if not matrix.any():
@@ -312,6 +313,9 @@ class _Builder:
             transfers.append(Transfer(passage.src, made_class, consumers, matrix * (count * trips), f"value {first}"))
             spans.append(passage)
         return moves, transfers, spans
+
+    def follows(self, demand: Demand, layout: Layout) -> bool:
+        return self.operations is not None and self.operations.follows(demand, layout)
 
     def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
         joint, alpha, beta = pairs(self.cost, produced, wanted)

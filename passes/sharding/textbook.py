@@ -12,7 +12,7 @@ TensorParallel        Nothing is cut between examples. A product of examples tha
                       cut along the dim that it looks up, the vocabulary. Everything else may be cut along what hangs
                       together with dims of parameters. Parameters, gradients and new parameters do not move (but for
                       optimizers that need whole gradients); activations are all-reduced, or gathered where no second
-                      matrix of a pair sums them up. Which matrix of a pair is cut by columns and which by rows
+                      matrix of a pair sums them up; what lies between pairs (norms, residuals) is done whole. Which matrix of a pair is cut by columns and which by rows
                       follows from the cost.
 
 What cannot be cut so (six heads over eight devices, a sort of the examples) is not cut; an operation that has no such
@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
-from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
+from alpa_lite.passes.ir.primitives import CONSTRAINT, DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
 from alpa_lite.passes.sharding.space import Strategy
@@ -54,8 +55,15 @@ class Operations:
         del group
         return False
 
-    def refused(self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray | None:
-        """[made, wanted] which moves of some values are not allowed; None where all are."""
+    def follows(self, demand: Demand, layout: Layout) -> bool:
+        """Whether who wants a value in a layout must not take its block of a whole one."""
+        del demand, layout
+        return False
+
+    def refused(
+        self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
+    ) -> np.ndarray | None:
+        """[made, wanted] which moves of some values are not allowed; None where all are. With each goal, `follows`."""
         del values, made, wanted
         return None
 
@@ -141,13 +149,17 @@ class OverFeatures(_Textbook):
       readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
       still: values that do not move: parameters, their other forms, new parameters, and gradients.
       free: values that move as they must, since the user says where they are.
+      followers: groups of elementwise operations and reductions over examples.
+      floats: values that are differentiated.
     """
 
     examples: Mapping[int, Mapping[int, int]]
     features: Mapping[int, frozenset[int]]
     readers: Mapping[int, tuple[frozenset[int], ...]]
     still: frozenset[int]
-    free: frozenset[int] = field(default=frozenset())
+    free: frozenset[int]
+    followers: frozenset[int]
+    floats: frozenset[int]
 
     def key(self, group: Group) -> Hashable:
         """As of `Operations`."""
@@ -169,15 +181,21 @@ class OverFeatures(_Textbook):
         """Whether the axes of the method cut these factors alone."""
         return all(f in factors for f, axes in enumerate(self.ours(strategy)) if axes)
 
-    def refused(self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray | None:
+    def follows(self, demand: Demand, layout: Layout) -> bool:
+        """As of `Operations`: what is between the products of two pairs is done whole, like what they make."""
+        return demand.group in self.followers and demand.value in self.floats and bool(self.axes & layout.used)
+
+    def refused(
+        self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
+    ) -> np.ndarray | None:
         """As of `Operations`."""
         if not self.free.isdisjoint(values):
             return None
-        still = not self.still.isdisjoint(values)
-        allowed = {"slice"} if still else {"slice", "all_reduce", "all_gather"}
+        usual = {"slice"} if not self.still.isdisjoint(values) else {"slice", "all_reduce", "all_gather"}
         out = np.zeros((len(made), len(wanted)), dtype=bool)
-        for i, src in enumerate(made):
-            for j, dst in enumerate(wanted):
+        for j, (dst, follows) in enumerate(wanted):
+            allowed = usual - {"slice"} if follows else usual
+            for i, src in enumerate(made):
                 moves = () if src == dst else reshard_moves(src, dst) or ()
                 out[i, j] = any(move[0] not in allowed and self.axes.intersection(move[1]) for move in moves)
         return out
@@ -217,7 +235,20 @@ def textbook(
             free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
     readers = _readers(grouping, read, counts)
     still = frozenset(read | new | gradients)
-    return OverFeatures(mesh, over, counts, _features(grouping, start), readers, still, frozenset(free))
+    followers = frozenset(index for index in counts if _follows(grouping, grouping.groups[index]))
+    dtypes = enumerate(value.dtype for value in traced.graph.values)
+    floats = frozenset(value for value, dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
+    return OverFeatures(
+        mesh, over, counts, _features(grouping, start), readers, still, frozenset(free), followers, floats
+    )  # fmt: skip
+
+
+def _follows(grouping: Grouping, group: Group) -> bool:
+    """Whether a group is elementwise, a reduction, or a value that a loop carries."""
+    if group.kind != "heavy":
+        return True
+    op = grouping.ops[group.ops[0]]
+    return op.name in UNFUSED - DECIDING and op.name != "fft"
 
 
 def parameters_of_products(traced: Traced, grouping: Grouping) -> set[int]:
@@ -237,9 +268,9 @@ def _reading(
 ) -> Iterator[Demand]:  # fmt: skip
     """How products and gathers over examples read parameters."""
     for demand in grouping.demands:
-        if demand.op >= 0 and demand.value in read and demand.group in counts:
-            if grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
-                yield demand
+        over_examples = demand.op >= 0 and demand.value in read and demand.group in counts
+        if over_examples and grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
+            yield demand
 
 
 def _updates_read_whole_values(
