@@ -8,11 +8,12 @@ DataParallel, Zero    An operation whose factors hold examples is cut into block
     Zero(3)           holds parameters in blocks within loops, too, and gathers them again for the backward pass.
 
 TensorParallel        Nothing is cut between examples. A product of examples that reads a parameter is cut along a dim
-                      of that parameter, and the parameter is stored so: output features, input features, heads, experts. A gather from a parameter is
-                      cut along the dim that it looks up, the vocabulary. Everything else may be cut along what hangs
-                      together with dims of parameters. Parameters, gradients and new parameters do not move (but for
-                      optimizers that need whole gradients); activations are all-reduced, or gathered where no second
-                      matrix of a pair sums them up; what lies between pairs (norms, residuals) is done whole. Which matrix of a pair is cut by columns and which by rows
+                      of that parameter (output features, input features, heads, experts), and the parameter is stored
+                      so. A gather from a parameter is cut along the dim that it looks up, the vocabulary. Everything
+                      else may be cut along what hangs together with dims of parameters; what lies between the pairs of
+                      matrices (norms, residuals) is done whole. Parameters, gradients and new parameters do not move,
+                      but for optimizers that need whole gradients; activations are all-reduced, or gathered where no
+                      second matrix of a pair sums them up. Which matrix of a pair is cut by columns and which by rows
                       follows from the cost.
 
 What cannot be cut so (six heads over eight devices, a sort of the examples) is not cut; an operation that has no such
