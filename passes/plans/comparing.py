@@ -1,12 +1,12 @@
-"""How textbook methods would do on the same devices: the integer program with layouts fixed, at the same prices.
+"""How textbook methods would do on the same devices: the integer program with operations fixed, at the same prices.
 
-    data parallel     the batch sharded over its leading dim, the state whole on every device
-    FSDP (ZeRO-3)     the batch likewise, parameters and optimizer state sharded where a dim divides
-    tensor parallel   the batch whole on every device, and no operation divided along the batch's leading dim
+    data parallel     every operation over examples divided along them, the state whole on every device
+    FSDP (ZeRO-3)     likewise, parameters and optimizer state sharded where a dim divides, and gathered for use
+    tensor parallel   the batch whole on every device, products divided along dims of their parameters
     one mesh          everything free, on the best mesh of all devices; beside a pipeline
 
-What a method leaves open (gradients, activations, where to gather) the program chooses, so that each figure is that of
-the best step of its kind within the budget of memory; where none fits, the least bytes that one needs are found.
+What a method leaves open (`sharding.textbook`) the program chooses, so that each figure is that of the best step of its
+kind within the budget of memory; where none fits, the least bytes that one needs are found.
 Beside a plan of one mesh, methods run as many micro-batches as the plan; beside a pipeline, one.
 
 That costs up to half of what planning costs (a GPT 12 x 768 on eight A100: 1.5 s beside 4.7 s; a scanned Llama 8B on 64
@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError, OptionError
@@ -31,13 +29,11 @@ from alpa_lite.figures import Comparison
 from alpa_lite.graph import Traced
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes import sharding
-from alpa_lite.passes.plans.dims import growing_factors
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import limits, search, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.sharding.space import Space
 from alpa_lite.strategy import Rule, Solution, StrategyGraph
 
 SECONDS = 30.0
@@ -100,8 +96,7 @@ class Comparing:
                 self.traced, groups, self.rules, cost, budget=self.budget, allowed=allowed, regather=regather,
                 shared=shared,
             )  # fmt: skip
-            batch_whole = isinstance(method, TensorParallel)
-            programs.append(_batch_whole(self.traced, groups, space) if batch_whole else space.program)
+            programs.append(space.program)
             if not regather:
                 free = solve.solve(replace(programs[0], budget=None), time_limit=deadline.share(4), gap=1e-3)
                 if not free.choice or free.peak <= self.budget:
@@ -180,17 +175,3 @@ def _evaluated(name: str, evaluate: Callable[[], Comparison], in_time: bool) -> 
         return replace(evaluate(), name=name)
     except (InfeasibleError, OptionError) as error:
         return Comparison(name, reason=str(error).split(";")[0])
-
-
-def _batch_whole(traced: Traced, groups: Grouping, space: Space) -> StrategyGraph:
-    """The program of a space without the strategies that divide an operation along the batch's leading dim.
-
-    A node whose every strategy does so keeps them all.
-    """
-    growing = growing_factors(traced, groups, space)
-    costs = []
-    for number, (node, cost) in enumerate(zip(space.nodes, space.program.node_cost, strict=True)):
-        mine = [f for f in range(len(groups.groups[node.group].factors)) if (number, f) in growing]
-        divided = np.array([any(s.axes[f] for f in mine) for s in node.strategies], dtype=bool)
-        costs.append(cost if divided.all() else np.where(divided, np.inf, cost))
-    return replace(space.program, node_cost=tuple(costs))

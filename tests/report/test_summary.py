@@ -140,12 +140,12 @@ def test_a_batch_that_does_not_divide_is_the_reason() -> None:
 def test_methods_are_held_to_the_memory_of_the_plan() -> None:
     """With less memory than whole state takes, data parallelism says what it lacks, and FSDP has figures that fit."""
     args = tokens_args(batch=16, width=512, hidden=2048)  # state of 2 M parameters: 25 MB and more
-    plan = planned(*args, memory_per_device=14 * 10**6)
+    plan = planned(*args, memory_per_device=15 * 10**6)
     printed = str(plan)
     rows = {row.name: row for row in plan.comparisons}
     whole, sharded = rows["data parallel"], rows["FSDP (ZeRO-3)"]
     assert whole.step_seconds is None and (whole.bytes_per_device or 0) > 25e6
-    assert sharded.step_seconds is not None and (sharded.bytes_per_device or 0) <= 14e6
+    assert sharded.step_seconds is not None and (sharded.bytes_per_device or 0) <= 15e6
     assert re.search(r"data parallel +8 .*does not fit by 0\.\d+ GiB", printed)
 
 
