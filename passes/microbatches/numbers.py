@@ -16,19 +16,43 @@ MOST = 256
 """The most micro-batches of a pipeline that are tried unless a number is given."""
 
 
+MANY, MOST_OF_MANY = 1024, 512
+"""With so many devices, so many micro-batches are tried: there are more stages, and the bubble is longer."""
+
+
 def of_pipelines(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Pipeline) -> list[int]:
-    """Powers of two that the batch divides into, exactly, rising.
+    """Powers of two that the batch divides into, exactly, and above them its size over powers of two, rising.
 
     Raises:
       MicrobatchError: there is none, not even one.
     """
-    most = min(MOST, 8 * max(2, method.num_stages or cluster.num_devices))
+    most = min(
+        MOST_OF_MANY if cluster.num_devices >= MANY else MOST, 8 * max(2, method.num_stages or cluster.num_devices)
+    )
     counts = [1 << i for i in range(most.bit_length())]
     while counts and batch_dims(traced, rules, counts[-1]) is None:
         counts.pop()  # what can be cut into a number of parts can be cut into half as many
     if not counts:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
-    return counts
+    return [*counts, *_finer(traced, rules, counts[-1], most)]
+
+
+def _finer(traced: Traced, rules: Mapping[Any, Rule], largest: int, most: int) -> list[int]:
+    """Numbers of which each is half of the next, above the largest power of two: the micro-batches are powers of two.
+
+    A batch of 1600 is cut into 64 parts of 25, or into 100 of 16, which more devices can share.
+    """
+    cut = batch_dims(traced, rules, largest)
+    if cut is None or 2 * largest > most:
+        return []
+    values = dict(zip((a.path for a in traced.arguments), traced.graph.block.inputs, strict=False))
+    sizes = {traced.graph.values[values[path]].shape[dim] for path, dim in cut.items()}
+    size = max(sizes)
+    found = [size >> i for i in range(size.bit_length()) if size % (1 << i) == 0]
+    found = sorted(count for count in found if largest < count <= most)
+    while found and batch_dims(traced, rules, found[-1]) is None:
+        found.pop()
+    return found
 
 
 def state_bytes(traced: Traced) -> int:

@@ -128,6 +128,7 @@ class SliceOptions:
       kinds: the kind of submesh of each stage, first to last; None to search them.
       variants: the variants allowed; None for all.
       gap: stop within this fraction of the optimum; 0 for the optimum itself.
+      allowed: the kinds of submesh to search; None for all.
       equal: whether only pipelines of equal submeshes on all devices are searched, which takes a fraction of the time.
     """
 
@@ -138,4 +139,5 @@ class SliceOptions:
     kinds: tuple[int, ...] | None = None
     variants: tuple[int, ...] | None = None
     gap: float = 0.0
+    allowed: tuple[int, ...] | None = None
     equal: bool = False

@@ -30,7 +30,8 @@ they are, with the activations and cotangents that they read: what was computed 
 Devices. Submeshes are powers of two that divide a node, or whole nodes; then any choice with sum n_k <= D can be placed
 with each submesh aligned: laid out by falling size every offset is a multiple of the next size (Alpa, theorem 1).
 
-Exact: all schedules but interleaved-1f1b, which is searched with all submeshes of one kind, and there as if each stage
+Exact, up to `LARGE` devices (beyond, submeshes have half to twice the devices of the best equal ones): all schedules
+but interleaved-1f1b, which is searched with all submeshes of one kind, and there as if each stage
 were alone in its memory. If that choice does not fit together, shares of the budget are tried: the result fits,
 and `bound` says what may have been missed.
 
@@ -59,6 +60,10 @@ _SCALES = (1.0, 0.97, 0.93, 0.87, 0.8)  # of the budget, for stages that share a
 _SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # of the budget, for what is saved in flight
 
 
+LARGE = 128
+"""Devices above which submeshes that differ much from the best equal ones are not searched."""
+
+
 def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSlicing:
     """The fastest pipeline.
 
@@ -75,6 +80,8 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     if options.equal and equal:
         infeasible = _why_not(costs, equal, options, fewer=True) if first.slices is None else None
         return StageSlicing(first.slices, None, first.bound, infeasible, weighed)
+    if first.slices is not None and options.allowed is None and costs[0].total_devices > LARGE:
+        options = replace(options, allowed=_near(costs[0], first.slices.devices[0]))
     tasks = [task for c in costs for task in _tasks(c, options)]
     anywhere, weighed = _fastest(tasks, options, fewer=True, known=first.slices)
     exact, fastest, weighed_exact = anywhere, anywhere.slices, weighed
@@ -85,6 +92,11 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     weighed = weighed if fewer else weighed_exact
     infeasible = _why_not(costs, tasks, options, fewer=fastest is None) if chosen is None else None
     return StageSlicing(chosen, fewer, anywhere.bound, infeasible, weighed)
+
+
+def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
+    """The kinds of submesh of half to twice as many devices as the best equal ones have."""
+    return tuple(kind for kind, other in enumerate(costs.devices) if size <= 2 * other <= 4 * size)
 
 
 def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float, ...]]:
@@ -169,7 +181,10 @@ def _tasks(costs: StageCosts, options: SliceOptions) -> list[_Task]:
             continue
         for v in options.virtual:
             for kind, size in enumerate(costs.devices):
-                for s in range(max(2, lowest), min(highest, costs.total_devices // size, layers // v) + 1):
+                most = min(highest, costs.total_devices // size, layers // v)
+                for s in range(max(2, lowest), most + 1):
+                    if options.allowed is not None and (kind not in options.allowed or s * size != costs.total_devices):
+                        continue
                     wanted = options.kinds is None or options.kinds == (kind,) * s
                     tasks += [_Task(costs, name, v, s, kind)] if wanted and count % s == 0 else []
     return tasks
@@ -265,6 +280,8 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
     layers, kinds = c.num_layers, len(c.devices)
     by_kind = c.boundary_seconds.ndim == 3
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
+    allowed = [k for k in allowed if options.allowed is None or k in options.allowed]
+    unit = math.gcd(c.total_devices, *(c.devices[k] for k in allowed))
     first, stop = (x.ravel() for x in np.meshgrid(np.arange(layers), np.arange(1, layers + 1), indexing="ij"))
     first, stop = first[stop > first], stop[stop > first]
     columns = []
@@ -290,7 +307,7 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
     problem = PathProblem(
         tail=tail,
         head=head,
-        size=np.asarray(c.devices)[k],
+        size=np.asarray(c.devices)[k] // unit,
         kind=k,
         latency=latency,
         excess=excess,
@@ -299,7 +316,7 @@ def _problem(task: _Task, options: SliceOptions, fewer: bool) -> PathProblem:
         each=c.flying(name)[at],
         num_nodes=layers * wide + 1,
         sources=tuple(allowed) if by_kind else (0,),
-        devices=c.total_devices,
+        devices=c.total_devices // unit,
         fewer=fewer,
         budget=options.budget,
         count=lambda left, total: in_flight_formula(name, left, count, 0),

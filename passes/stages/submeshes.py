@@ -1,7 +1,7 @@
 """Which submeshes the stages of a pipeline may have, and which logical mesh each.
 
 Submeshes have powers of two of devices within a node, and whole nodes beyond (Alpa, section 5.2), unless the method
-gives their shapes.
+gives their shapes: powers of two of nodes, or all nodes halved any number of times, so that equal ones take up all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import math
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.options import Pipeline, Sharded
+
+FINEST = 512
+"""Submeshes of a smaller part of all devices are not searched: a step has fewer layers."""
 
 
 def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
@@ -38,7 +41,9 @@ def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
     inside = [n for n in range(1, node + 1) if node % n == 0 and (n == node or n & (n - 1) == 0)]
     if cluster.nodes == 1 and node & (node - 1) and node < 8:
         inside = list(range(1, node + 1))
-    nodes = [node * n for n in range(2, cluster.nodes + 1) if n & (n - 1) == 0 or n == cluster.nodes]
+    halves = {cluster.nodes >> i for i in range(cluster.nodes.bit_length()) if cluster.nodes % (1 << i) == 0}
+    nodes = [node * n for n in range(2, cluster.nodes + 1) if n & (n - 1) == 0 or n in halves]
+    inside = [n for n in inside if n * FINEST >= total] or inside[-1:]
     most = total if stages in (None, 1) else total - (stages - 1)
     found = [n for n in (*inside, *nodes) if n <= most]
     if stages is not None and stages > 1:

@@ -27,12 +27,13 @@ def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
     return of_pipelines(traced, rules, Cluster.preset("a100").part(devices), Pipeline())
 
 
-def test_numbers_are_the_powers_of_two_that_divide_the_batch() -> None:
+def test_numbers_are_powers_of_two_and_those_that_leave_a_power_of_two_of_examples() -> None:
     def loss(w: Any, rows: Any) -> Any:
         return ((rows @ w) ** 2).mean()
 
-    assert numbers(24, loss) == [1, 2, 4, 8]
-    assert numbers(7, loss) == [1]
+    assert numbers(24, loss) == [1, 2, 4, 8, 12, 24]
+    assert numbers(7, loss) == [1, 7]
+    assert numbers(200, loss) == [1, 2, 4, 8, 25, 50]
     assert numbers(256, loss) == [1, 2, 4, 8, 16, 32, 64]
     assert numbers(256, loss, devices=2) == [1, 2, 4, 8, 16]
 
