@@ -1,0 +1,109 @@
+"""Costs of layers that begin as bounds: the best stages are those that all costs worked out would give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alpa_lite.errors import InfeasibleError
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.stages.choosing import NEAR, Sliced, settled
+from alpa_lite.passes.stages.ranges import StageCosts, from_layers
+from alpa_lite.passes.stages.slices import SliceOptions
+from alpa_lite.passes.stages.slicing import slice_stages
+
+LAYERS, DEVICES, VARIANTS, BUDGET = 5, (1, 2, 4), 2, 14.0
+
+
+class Bounded:
+    """Stands in for `Priced`: what each layer costs, or bounds on it, on each kind of submesh in each variant."""
+
+    def __init__(self, seed: int, known: frozenset[Any] = frozenset()) -> None:
+        self.seed, self.known = seed, known
+        rng = np.random.default_rng(seed)
+        shape = (LAYERS, len(DEVICES), VARIANTS)
+        shares = np.array(DEVICES)[None, :, None] ** rng.uniform(0.5, 0.95)
+        self.true = {
+            name: rng.uniform(1.0, 6.0, shape) / shares
+            for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes")
+        }
+        share = rng.uniform(0.4, 1.0, shape)
+        exact = np.array([[[key in known for key in self.keys(n, k)] for k in range(3)] for n in range(LAYERS)])
+        self.now = {name: np.where(exact, table, share * table) for name, table in self.true.items()}
+
+    def keys(self, layer: int, kind: int) -> list[tuple[int, int, int]]:
+        return [(layer, kind, variant) for variant in range(VARIANTS)]
+
+    def unknown(self, stages: Sequence[Any]) -> tuple[Any, ...]:
+        keys = [(layer, s.kind, s.variant) for s in stages for layer in range(s.first, s.stop)]
+        return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
+
+    def worked_out(self, keys: Sequence[Any]) -> Bounded:
+        return Bounded(self.seed, self.known | frozenset(keys))
+
+    def costs(self, count: int) -> StageCosts:
+        passes = {name: self.now[name] / (count if name in ("forward", "backward") else 1) for name in self.now}
+        crossing = np.full(LAYERS + 1, 0.1)
+        return from_layers(
+            count, **passes, boundary_seconds=crossing, boundary_bytes=crossing, devices=DEVICES, total_devices=4,
+            devices_per_node=4,
+        )  # fmt: skip
+
+
+def choose(priced: Any, rough: bool) -> Sliced:
+    schedules = ("1f1b",) if rough else ("1f1b", "eager-1f1b", "gpipe")
+    found = slice_stages([priced.costs(4)], SliceOptions(BUDGET, schedules, equal=rough))
+    if found.best is None:
+        raise InfeasibleError("nothing fits")
+    return Sliced(priced, found.best, found.weighed, found.bound)
+
+
+def settle(seed: int, deadline: Deadline, **options: Any) -> Sliced:
+    bounds: Any = Bounded(seed)
+    return settled(bounds, choose, lambda costs, keys: costs.worked_out(keys), BUDGET, deadline, **options)  # type: ignore[attr-defined]
+
+
+def test_bounds_that_are_worked_out_where_they_are_used_give_the_best_stages() -> None:
+    """Against the search with all costs; and costs that no good stages use are not worked out."""
+    everywhere = least = LAYERS * len(DEVICES) * VARIANTS
+    compared = 0
+    for seed in range(16):
+        everything = Bounded(seed).worked_out(
+            [key for n in range(LAYERS) for k in range(3) for key in Bounded(seed).keys(n, k)]
+        )
+        try:
+            best = choose(everything, False)
+        except InfeasibleError:
+            with pytest.raises(InfeasibleError):
+                settle(seed, Deadline())
+            continue
+        found = settle(seed, Deadline())
+        assert best.seconds * (1 - 1e-9) <= found.seconds <= best.seconds / (1 - NEAR)
+        assert not found.priced.unknown(found.slices.stages)
+        assert max(found.slices.bytes) <= BUDGET
+        known: Any = found.priced
+        least = min(least, len(known.known))
+        compared += 1
+    assert compared > 8
+    assert least < 0.7 * everywhere
+
+
+def test_without_time_the_first_stages_that_fit_are_the_answer_or_none() -> None:
+    over = Deadline(0.0)
+    found = settle(1, over)
+    assert found.unfinished
+    assert not found.priced.unknown(found.slices.stages)
+    assert max(found.slices.bytes) <= BUDGET
+    with pytest.raises(OutOfTime):
+        settle(1, over, must=False)
+
+
+def test_stages_beyond_a_limit_are_not_worked_out() -> None:
+    found = settle(1, Deadline(), limit=0.0)
+    known: Any = found.priced
+    assert found.seconds > 0.0 and not math.isinf(found.seconds)
+    assert not known.known
