@@ -5,6 +5,7 @@ What Auto must choose is tested where theory says what is best, on clusters that
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 
 import alpa_lite
 from alpa_lite import compiler, runner
-from alpa_lite.api import make_options
+from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
+from alpa_lite.passes.stages import pricing
 from tests import comparing
 
 FIXED = {
@@ -247,3 +249,36 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     monkeypatch.setattr(compiler, "pipeline", broken)
     with pytest.raises(PlanError):
         alpa_lite.make_plan(step, *args, cluster=where, verify="off")
+
+
+def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypatch) -> None:
+    """With estimates of bytes 1.5 times too high, a budget that the stages themselves keep still gives a pipeline."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch
+            for w, v in params:
+                x = x + jnp.tanh(x @ w) @ v
+            return (x**2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    state = [(shape((64, 256)), shape((256, 64))) for _ in range(2)]
+    arguments = state, shape((64, 64))
+    options: Any = {"cluster": Cluster.preset("a100").part(2), "method": Pipeline(), "verify": "off"}
+    roomy = make_plan(step, *arguments, **options)
+    budget = int(1.02 * max(stage.memory.total for stage in roomy.stages))
+    tables = pricing._tables
+
+    def too_high(layers: Any) -> Any:
+        found = tables(layers)
+        sizes = ("fixed", "inflight", "split", "temporary")
+        return {name: table * (1.5 if name in sizes else 1.0) for name, table in found.items()}
+
+    monkeypatch.setattr(pricing, "_tables", too_high)
+    plan = make_plan(step, *arguments, memory_per_device=budget, **options)
+    assert max(stage.memory.total for stage in plan.stages) <= budget
+    monkeypatch.setattr(compiler, "MISTAKEN", 0.0)
+    with pytest.raises(InfeasibleError):
+        make_plan(step, *arguments, memory_per_device=budget, **options)

@@ -237,7 +237,8 @@ def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: floa
     if best is None:
         assert found.infeasible is not None
         numbers = " or ".join(map(slicing.microbatches, counts))
-        raise InfeasibleError(f"no pipeline with {numbers}: {found.infeasible.message}")
+        why = found.infeasible
+        raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     return Sliced(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
 
 
