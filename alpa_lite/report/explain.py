@@ -29,6 +29,7 @@ from rich.text import Text
 
 from alpa_lite import paths
 from alpa_lite.errors import PlanError
+from alpa_lite.figures import Spending
 from alpa_lite.records import Alternative, Decision, Leaf, Outcome, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import grouping, stages, tables, units
@@ -50,7 +51,8 @@ def explain(plan: Plan, name: str) -> str:
     2. the last keys of a path: `mlp/up/kernel`;
     3. the same without indices: `layers/mlp/up/kernel` for `layers/3/mlp/up/kernel`, `h/mlp/up/kernel` for `h_3/...`;
     4. the name or the key of an operation;
-    5. a part of an operation's name, source line or scope, in upper or lower case.
+    5. a part of an operation's name, source line or scope, in upper or lower case; of operations that the plan had
+       nothing to decide about, as of those that a textbook method fixes, it says what they take.
 
     In a path, `{0-11}` stands for any number and `{q,k}` for any of the names, as the printout writes them. After any
     name, ` (stage 1)` or ` (stages 0-3)` leaves out the other stages of a pipeline.
@@ -108,6 +110,7 @@ class _Subject:
     Attributes:
       names: the stored paths of the arguments, or the operation's name.
       leaf: of the arguments, the one that was asked for.
+      spending: what all operations of the name take at a place, where the plan had nothing to decide about them.
     """
 
     names: tuple[str, ...]
@@ -115,6 +118,7 @@ class _Subject:
     decision: Decision | None = None
     leaf: Leaf | None = None
     replicated: Replicated | None = None
+    spending: Spending | None = None
 
     @property
     def name(self) -> str:
@@ -164,7 +168,7 @@ def _keys_without_indices(form: str) -> str:
 
 def _rank(subject: _Subject) -> tuple[bool, int, float]:
     """Less for the match to be explained; see `explain`."""
-    decision, record = subject.decision, subject.decision or subject.replicated
+    decision, record = subject.decision, subject.decision or subject.replicated or subject.spending
     told = decision is not None and decision.chosen is not None and len(decision.alternatives) > 1
     if subject.leaf:
         return not told, len(paths.tokens(subject.leaf.path)), 0.0
@@ -231,11 +235,16 @@ def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
     if exact or not name.strip():
         return exact
     wanted = name.lower()
-    return [s for s in operations if wanted in f"{s.names[0]} {_where(s)}".lower()]
+    spent = [_Subject((s.operation,), site, spending=s) for site in sites for s in site.stage.spending]
+    for some in (operations, spent):
+        found = [s for s in some if wanted in f"{s.names[0]} {_where(s)}".lower()]
+        if found:
+            return found
+    return []
 
 
 def _where(subject: _Subject) -> str:
-    record = subject.decision or subject.replicated
+    record = subject.decision or subject.replicated or subject.spending
     return record.where if record else ""
 
 
@@ -283,6 +292,8 @@ def _choice(subject: _Subject) -> str:
     if subject.decision:
         chosen = subject.decision.chosen
         return chosen.layout if chosen else _assignment(subject.decision)
+    if subject.spending:
+        return f"{units.seconds(subject.spending.seconds)} of computing a step; the method fixed its sharding"
     return "not distributed"
 
 
@@ -306,6 +317,10 @@ def _full(subject: _Subject) -> list[RenderableType]:
         lines.append(f"argument ({leaf.role}) {tables.type_text(leaf)}: {units.spec(leaf.spec)}; {size}")
     elif decision:
         lines.append(f"operation at {decision.where}: {_choice(subject)}")
+    elif subject.spending:
+        share = units.percent(subject.spending.seconds, stage.compute_seconds)
+        lines.append(f"operations at {subject.spending.where}: {units.seconds(subject.spending.seconds)} per step")
+        lines.append(f"{share} of the computing of the stage, all operations of this name at this place together")
     if decision and decision.count > 1:
         kind = "arguments" if subject.leaf else "operations"
         lines.append(

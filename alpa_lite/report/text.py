@@ -9,7 +9,7 @@ from rich.text import Text
 
 from alpa_lite.records import Candidate, Replicated, Solver
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import stages, units
+from alpa_lite.report import computing, stages, units
 from alpa_lite.report.tables import (
     WIDTH,
     add,
@@ -30,6 +30,11 @@ def render(plan: Plan) -> str:
 def renderable(plan: Plan) -> Group:
     """The plan as a Rich renderable."""
     parts: list[RenderableType] = [header(plan), *stages.overview(plan), *stages.sections(plan)]
+    heavy = computing.heaviest(plan)
+    if heavy:
+        parts.append(
+            section("Where computing goes, all operations of a name at a place together", computing.renderable(heavy))
+        )
     whole = stages.replicated(plan)
     if whole:
         parts.append(
