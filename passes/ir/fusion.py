@@ -34,6 +34,7 @@ A product without a depth is a multiplication, one of a vector is a multiplicati
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,34 @@ def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Tra
       outputs: values that leave the program.
     """
     return _Fusion(items, nbytes, frozenset(outputs)).traffic()
+
+
+def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Value -> the items at which its buffer is first and last in use, for every value that items store.
+
+    A kernel runs where its stored result is in program order, so what a chain of loops reads lives until its end. A
+    kernel of loops whose results nobody here reads, such as what adds to a sum of gradients, runs next but one after
+    what it needs: compilers order kernels so that buffers live shortly, and start products first. The buffer of an
+    output lives on, which is said as one place after the last item.
+    """
+    fusion = _Fusion(items, nbytes, frozenset(outputs))
+    kernels = fusion.kernels()
+    roots = [kernel.root for kernel in kernels]
+    found: dict[int, tuple[int, int]] = {}
+    for kernel in kernels:
+        read = {v for v, _ in kernel.reads}.union(fusion.operands[kernel.root])
+        made = [v for v in items[kernel.root].results if v in fusion.stored]
+        place = kernel.root
+        if fusion.is_loop(place) and not any(fusion.users.get(v) for v in made):
+            ready = max((found[v][0] for v in read if v in found), default=place)
+            place = min(place, roots[min(bisect.bisect_right(roots, ready), len(roots) - 1)])
+        for v in read & found.keys():
+            found[v] = found[v][0], max(place, found[v][1])
+        found.update((v, (place, place)) for v in made)
+    for v in outputs:
+        if (v := fusion.of(v)) in found:
+            found[v] = found[v][0], len(items)
+    return found
 
 
 @dataclass(frozen=True)

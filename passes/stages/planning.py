@@ -117,7 +117,7 @@ class PlannedStage(DecidedStage):
     @cached_property
     def temporary(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs beyond inputs and outputs."""
-        return {s: temporaries.temporary_bytes(self.segments, s) for s in self.segments.items}
+        return {s: temporaries.temporary_bytes(self.segments, s, self.cluster.platform) for s in self.segments.items}
 
     @cached_property
     def held(self) -> Held:

@@ -88,3 +88,37 @@ def test_kernels_with_one_between_are_two():
         return x - x.mean()
 
     assert moved(step, f32(N, M)) == pytest.approx(3 * FULL, abs=64)
+
+
+def lives(step: Any, *args: Any) -> list[tuple[str, int, int]]:
+    """Primitive, first and last item of each stored value, in program order."""
+    graph = tracing.trace(step, args, {}).graph
+    ops = graph.block.ops
+    made = {v: op for op in ops for v in op.results}
+    items = [fusion.item_of(op, graph.values) for op in ops]
+    outputs = [a for a in graph.block.outputs if isinstance(a, int)]
+    found = fusion.lifetimes(items, [v.nbytes for v in graph.values], outputs)
+    return [(made[v].name, *span) for v, span in sorted(found.items(), key=lambda one: one[1])]
+
+
+def test_a_sum_is_added_to_as_soon_as_its_part_is_there():
+    """Both sums are written at the end of the program, and run next but one after the product that each needs."""
+
+    def step(a, b, x):
+        one, two = x @ x, (x + 1) @ x
+        return a + one, b + two
+
+    assert lives(step, *[f32(N, N)] * 3) == [
+        ("dot_general", 0, 1), ("add", 1, 2), ("add", 1, 5), ("dot_general", 2, 3), ("add", 3, 5),
+    ]  # fmt: skip
+
+
+def test_what_a_chain_reads_lives_until_the_chain_ends():
+    """The product is read by what is last, since the elementwise operations between them store nothing."""
+
+    def step(x):
+        y = x @ x
+        z = jnp.tanh(y)
+        return (z * 2 + 1) @ x
+
+    assert lives(step, f32(N, N)) == [("dot_general", 0, 3), ("add", 3, 4), ("dot_general", 4, 5)]

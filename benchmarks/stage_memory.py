@@ -1,0 +1,108 @@
+"""Memory of executables, predicted and compiled: temporaries of the stages of pipelines, and all of one mesh.
+
+    python benchmarks/stage_memory.py                every case of `bytes_cases.py`
+    python benchmarks/stage_memory.py equinox gpt2   some; others keep their results
+
+Each step is planned for two devices, as a pipeline of two stages with four micro-batches, and as one mesh, and compiled
+with the CPU compiler, which is the one that is here. Of a stage the executable with most temporaries counts, since a
+stage needs memory for one at a time; of one mesh the peak. Nothing runs.
+
+Writes benchmarks/results/stage_memory.json and stage_memory.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+from bytes_cases import CASES
+
+from alpa_lite import Pipeline, Sharded
+from alpa_lite.api import make_options
+from alpa_lite.cluster import Cluster
+from alpa_lite.compiler import compile_step
+from alpa_lite.passes.checks.verification import compiled_reports
+from alpa_lite.report import units
+from alpa_lite.runtime import ahead
+
+RESULTS = Path(__file__).parent / "results"
+WITHIN = 0.25
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One case: for each stage the predicted and compiled bytes, and those of one mesh."""
+    step, arguments = CASES[name]()
+    cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")
+    out: dict[str, Any] = {"model": name, "stages": []}
+    methods = {
+        "pipeline": {
+            "method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 4,
+            "allow_inexact": True,
+        },
+        "mesh": {"method": Sharded()},
+    }  # fmt: skip
+    for kind, options in methods.items():
+        compiled = compile_step(step, arguments, {}, make_options({**options, "cluster": cluster}), cluster)
+        executables = list(ahead.compiled_for(compiled.staged, compiled.plan, jax.devices()[:2]))
+        most: dict[int, list[int]] = {}
+        for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
+            assert found.memory is not None
+            if kind == "mesh":
+                out["mesh"] = [found.memory.predicted, found.memory.data]
+                continue
+            pair = most.setdefault(found.submesh, [0, 0])
+            pair[0] = max(pair[0], found.memory.predicted or 0)
+            pair[1] = max(pair[1], found.memory.temporaries)
+        if kind == "pipeline":
+            out["stages"] = [most[key] for key in sorted(most)]
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows in Markdown."""
+    out = ["| model | what | predicted | compiled | ratio | within 25 % |", "|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        named = [(f"stage {i}, temporaries", pair) for i, pair in enumerate(row["stages"])]
+        for what, (predicted, compiled) in [*named, ("one mesh, peak", row["mesh"])]:
+            ratio = predicted / compiled
+            cells = row["model"], what, units.nbytes(predicted), units.nbytes(compiled), f"{ratio:.2f}"
+            out.append(f"| {' | '.join(cells)} | {'yes' if abs(ratio - 1) <= WITHIN else 'no'} |")
+    return out
+
+
+def main() -> None:
+    file = RESULTS / "stage_memory.json"
+    known = {row["model"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    for name in sys.argv[1:] or CASES:
+        known[name] = row = measured(name)
+        print(name, row["stages"], row["mesh"], flush=True)
+    rows = [known[name] for name in CASES if name in known]
+    made = {"date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "python": platform.python_version()}
+    file.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    pairs = [pair for row in rows for pair in row["stages"]]
+    near = sum(abs(predicted / compiled - 1) <= WITHIN for predicted, compiled in pairs)
+    whole = sum(abs(row["mesh"][0] / row["mesh"][1] - 1) <= WITHIN for row in rows)
+    lines = [
+        "# Memory of executables, predicted and compiled", "",
+        f"`python benchmarks/stage_memory.py`, {made['date']}, JAX {made['jax']}, Python {made['python']}; "
+        "two devices, CPU compiler.", "",
+        "The temporaries of a stage are those of its executable that needs most: bytes per device beyond inputs and "
+        "outputs. Those of one mesh are all bytes of its step at the peak.", "",
+        *table(rows), "",
+        f"{near} of {len(pairs)} stages and {whole} of {len(rows)} steps on one mesh are within 25 %.",
+    ]  # fmt: skip
+    (RESULTS / "stage_memory.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
