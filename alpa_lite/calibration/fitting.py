@@ -1,10 +1,11 @@
 """Fits the parameters of a cluster to what was measured.
 
-Every fit makes the relative errors small, since operations of a microsecond and of a second matter in their own plans.
+Relative errors are made small, since operations of a microsecond and of a second matter in their own plans.
 
     products      peak * efficiency of each dtype, and one tile for all (and for one dtype after the other the same
                   parallel units as the preset has): the formula of `MeshCost.matmul`, with the least mean |log ratio|
-    elementwise   bytes/s of memory: twice the array's bytes over the seconds, their geometric mean
+    elementwise   bytes/s of memory: twice the bytes of all arrays over all seconds, so that large arrays decide: what
+                  fits a cache takes little time either way
     collectives   alpha and beta >= 0 of each kind and group: least squares of (alpha + payload * beta) / seconds - 1
     dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
@@ -103,7 +104,7 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> tuple[float
 
 def _memory(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
-    rate = math.exp(float(np.mean(np.log(rates))))
+    rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
     fit = Fit("memory", {"bytes/s": rate}, *errors((rate for _ in rates), rates))
     return fit, dataclasses.replace(cluster, memory_bandwidth=rate)
 

@@ -11,6 +11,7 @@ disturbs a little of everything. Of each case the lower quartile counts: other p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ def rounds(ready: Sequence[tuple[Sample, Case]], end: float, progress: Count) ->
     for own, (sample, _) in zip(times, ready, strict=True):
         least = float(np.quantile([one for one in own if one > 0] or [0.0], 0.25))
         if least > 0:
-            yield Sample(**(vars(sample) | {"seconds": least}))
+            yield dataclasses.replace(sample, seconds=least)
 
 
 def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes: Axes) -> Case:

@@ -77,9 +77,9 @@ class Grid:
             halves = ((64, 64, 64), (256, 256, 256))
             payloads, elementwise = (2**12, 2**15, 2**18, 2**21), (2**19, 2**21, 2**23)
         else:
-            cubes = ((512,) * 3, (1024,) * 3, (2048,) * 3, (4096,) * 3)
+            cubes = tuple((n, n, n) for n in (512, 1024, 2048, 4096))
             flat = ((128, 4096, 4096), (4096, 4096, 128), (8192, 1024, 4096), (256, 8192, 1024))
-            halves = (*cubes, *flat, (8192,) * 3)
+            halves = (*cubes, *flat, (8192, 8192, 8192))
             payloads, elementwise = (2**14, 2**18, 2**22, 2**26), (2**24, 2**27, 2**29)
         products = [*(("f32", sizes) for sizes in (*cubes, *flat)), *(("bf16", sizes) for sizes in halves)]
         return cls(tuple(products), elementwise, payloads)
