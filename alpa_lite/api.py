@@ -49,7 +49,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         arrays, which return no state, are planned in the same way. Without `fun`, returns a decorator.
       method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
         Pipeline() Manual()`.
-      cluster: the devices to plan for; by default those of this process.
+      cluster: the devices to plan for; by default those of this process. The file of a calibration, as "here.json",
+        gives their measured figures.
       memory_per_device: bytes that a plan may use on each device; by default its memory less a reserve.
       num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
         one mesh 1, or if that does not fit the memory, the least power of two that does.

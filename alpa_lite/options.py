@@ -43,7 +43,8 @@ class Options:
 
     Attributes:
       method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
-      cluster: the devices to plan for, or the name of a preset; None stands for `Cluster.local()`.
+      cluster: the devices to plan for, the name of a preset, or the file of a calibration, which ends in ".json"; None
+        stands for `Cluster.local()`.
       memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; None stands for the
         cluster's usable memory.
       num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on

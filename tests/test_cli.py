@@ -140,7 +140,7 @@ def invoke(*args: str | Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "plan", "show", "explain", "diff", "clusters"])
+@pytest.mark.parametrize("command", ["demo", "train", "plan", "show", "explain", "diff", "clusters", "calibrate"])
 def test_every_command_has_a_help_text(command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0

@@ -19,7 +19,7 @@ def renderable(found: Calibration) -> Group:
         f" in {units.seconds(found.seconds)} (JAX {found.jax}): {len(found.samples)} of {found.wanted} measurements",
         style="not bold",
     )
-    rows = table("figure", "found", "samples", "median error", "worst", right=(2, 3, 4))
+    rows = table("figure", "found", "samples", "median error", "worst error", right=(2, 3, 4))
     for fit in found.fits:
         add(rows, fit.name, _said(fit), str(fit.count), units.percent(fit.error, 1.0), units.percent(fit.worst, 1.0))
     return Group(head, section("Fits", rows))
@@ -33,6 +33,6 @@ def _said(fit: Fit) -> str:
     if "FLOP/s" in values:
         return f"{values['FLOP/s'] / 1e9:,.0f} GFLOP/s, tile {values['tile']:.0f}"
     if "task" in values:
-        return f"{units.seconds(values['task'])} a task, {units.seconds(values['device'])} for each of its devices"
+        return f"{units.seconds(values['task'])} a task + {units.seconds(values['device'])} a device"
     rate = f" + bytes / {1e-9 / values['beta']:.3g} GB/s" if values["beta"] else ""
     return f"{units.seconds(values['alpha'])}{rate}"
