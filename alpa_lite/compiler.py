@@ -511,7 +511,9 @@ def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated
     """
     if way == Way():
         return Accumulated(step.traced, -1, 1, ()), 0
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, **asked.inexact)
+    loop = run(
+        "micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, strided=True, **asked.inexact
+    )  # fmt: skip
     if way.remat == NOTHING:
         return loop, 0
     layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)

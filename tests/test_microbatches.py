@@ -102,6 +102,15 @@ def test_models_on_eight_devices(name, method, parts):
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
+def test_cutting_a_sharded_batch_moves_nothing():
+    """In the plan, and in what is compiled."""
+    fun, args = deep(512)
+    step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=4, verify="hlo", donate_argnums=())
+    assert {c.kind for c in step.plan(*args).collectives} == {"all_reduce"}
+    (text,) = step.hlo(*args)
+    assert set(re.findall(r"= .* (all-\w+|collective-\w+|reduce-scatter)\(", text)) == {"all-reduce"}
+
+
 @pytest.mark.parametrize("method", ["data", "zero-3"])
 def test_gradients_and_the_loss_are_synchronised_once(method):
     made = wide()

@@ -19,7 +19,8 @@ from jax import lax
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op
-from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
@@ -38,6 +39,7 @@ from alpa_lite.passes.microbatches.states import (
     sliced,
     state_of,
 )
+from alpa_lite.passes.microbatches.strides import Ordered
 
 
 class Scope:
@@ -130,7 +132,14 @@ class Scope:
         if found is not None:
             return found
         assert base != LOCAL
-        size = self.builder.values[value].shape[dim] // self.builder.parts
+        size, strides = self.builder.values[value].shape[dim] // self.builder.parts, self.builder.strides
+        if strides is not None:
+            examples = strides.of(value, dim)
+
+            def strided(count: jax.Array, x: jax.Array) -> list[jax.Array]:
+                return [strides.one(x, dim, examples, count)]
+
+            return self.trace(strided, [self.counter(), self.fetch(value, base)], self._source(value))
 
         def cut(count: jax.Array, x: jax.Array) -> list[jax.Array]:
             return [lax.dynamic_slice_in_dim(x, lax.mul(count, np.int32(size)), size, dim)]
@@ -148,6 +157,8 @@ class Scope:
         if made is None:
             return None
         op, form = made
+        if self.builder.strides is not None and not self._is_everywhere(op, value, dim):
+            return None
         results = tuple(state_of(layout) for layout in form.results)
         wanted = []
         for atom, layout in zip(op.operands, form.operands, strict=True):
@@ -159,6 +170,26 @@ class Scope:
             wanted.append(state)
         self._emit_form(op, Role("form", tuple(wanted), results, form))
         return self.env[value, sliced(dim)]
+
+    def _is_everywhere(self, op: Op, value: int, dim: int) -> bool:
+        """Whether what makes a value does so for each example by itself, wherever that is in the batch.
+
+        Raises Ordered for random draws: whole, they would be held for all micro-batches.
+        """
+        strides = self.builder.strides
+        assert strides is not None
+        if op.name == "broadcast_in_dim":
+            return dim not in op.params["broadcast_dimensions"]
+        if op.name not in primitives.ELEMENTWISE:
+            made = {v: maker for v, (maker, _) in self.analysis.producers.items()}
+            made_of = reach([op], lambda o: [made[v] for v in values_in(o.operands) if v in made])
+            if any(o.name in primitives.DRAWS for o in made_of):
+                raise Ordered
+            return False
+        for atom in op.operands:
+            if not isinstance(atom, Lit) and len(self.builder.shape_of(atom)):
+                strides.want(atom, dim, strides.of(value, dim))
+        return True
 
     def counter(self) -> Atom:
         """The number of the micro-batch, an int32 scalar."""
@@ -248,7 +279,9 @@ class Scope:
         if params is not None and not role.scale:
             self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
             return
-        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter)
+        # What is added to is taken in one micro-batch alone, whatever examples that has.
+        once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
+        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter, once=once)
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
                 atom = self.trace(self._scaled, [atom], op.source)
@@ -346,6 +379,8 @@ class Nested(Scope):
         if value not in self._ports:
             return None
         atom, kind = self._ports[value]
+        if self.builder.strides is not None and want.kind == "sliced":
+            self.builder.strides.want(atom, want.dim + (kind != "const"), self.builder.strides.of(value, want.dim))
         outer = self.parent.fetch(atom, want if kind == "const" else shifted(want, 1))
         if isinstance(outer, Lit):
             return outer

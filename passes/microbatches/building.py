@@ -13,6 +13,7 @@ from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
 from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.states import AXIS, State, spec_of
+from alpa_lite.passes.microbatches.strides import Ordered, Strides
 from alpa_lite.passes.tracing import conversion
 
 Traceable = Callable[..., Sequence[Any]]
@@ -22,9 +23,10 @@ Traceable = Callable[..., Sequence[Any]]
 class Builder(Rewriter):
     """The rewriting of a step into a loop over micro-batches."""
 
-    def __init__(self, analysis: Analysis):
+    def __init__(self, analysis: Analysis, strides: Strides | None = None):
+        """`strides`: if micro-batches are of every m-th example."""
         super().__init__(analysis.graph)
-        self.analysis = analysis
+        self.analysis, self.strides = analysis, strides
         self.parts = analysis.parts
         self._traces: dict[Hashable, Graph] = {}
 
@@ -47,8 +49,12 @@ class Builder(Rewriter):
         constant: Callable[[int], Atom],
         counter: Callable[[], Atom] | None = None,
         kind: Hashable = None,
+        once: bool = False,
     ) -> list[Atom]:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
+
+        Raises Ordered if `run` asks for the number of its block, and the examples of a micro-batch are no block; unless
+        it does so to do something `once`, in one micro-batch, whichever that is.
 
         `constant` fetches one of the graph's constants, `counter` the number of the micro-batch. Runs of one `kind` do
         the same on operands of the same types, and are traced once; None is like nothing.
@@ -73,6 +79,8 @@ class Builder(Rewriter):
             env[value] = constant(self.constant(graph.values[value], array))
         for op in graph.block.ops:
             if op.name == "axis_index":
+                if self.strides is not None and not once:
+                    raise Ordered
                 assert counter is not None
                 env[op.results[0]] = counter()
                 continue

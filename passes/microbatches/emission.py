@@ -32,15 +32,20 @@ from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
 from alpa_lite.passes.microbatches.outside import Outside
 from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
+from alpa_lite.passes.microbatches.strides import Strides
 
 
-def emit(analysis: Analysis) -> tuple[Graph, int]:
+def emit(analysis: Analysis, strides: Strides | None = None) -> tuple[Graph, int]:
     """The rewritten graph, and the index of its scan over micro-batches in the top block.
+
+    Args:
+      strides: if micro-batches are of every m-th example.
 
     Raises:
       ValueError: if nothing that is live depends on the batch.
+      Ordered: `strides` is given, but the step tells examples apart by their position.
     """
-    builder = Builder(analysis)
+    builder = Builder(analysis, strides)
     outside = Outside(builder)
     loop = _Loop(outside)
     block = analysis.graph.block
@@ -138,7 +143,10 @@ class _Loop(Scope):
                 result = self.outside.made(run, [result], post)
             self._renames[value] = result
         for value, dim, _, result in stacked:
+            strides = self.builder.strides
             run = functools.partial(_joined, shape=self.builder.values[value].shape, dim=dim)
+            if strides is not None:
+                run = functools.partial(_put_back, strides=strides, dim=dim, examples=strides.of(value, dim))
             self._renames[value] = self.outside.made(run, [result], post)
         return scan, post
 
@@ -169,6 +177,10 @@ class _Loop(Scope):
 
 def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]
+
+
+def _put_back(x: jax.Array, strides: Strides, dim: int, examples: int) -> list[jax.Array]:
+    return [strides.joined(x, dim, examples)]
 
 
 def _joined(x: jax.Array, shape: tuple[int, ...], dim: int) -> list[jax.Array]:

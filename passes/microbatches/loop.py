@@ -4,14 +4,15 @@ Problem. Pipelines, and steps whose activations do not fit, work on one micro-ba
 on the whole batch, and what it computes must not change.
 
 Mathematics. A micro-batch is a shard of the batch, in time instead of space. Let the batch be cut into b contiguous
-blocks x_1 .. x_b. The factors of the operations (`factors`) say how the batch goes through the step, and the local
-forms (`local.forms`) what one block needs, positions and random draws included. A value that loses the batch by a sum
-is S = sum_t s(x_t): the s(x_t) are added up in a loop, and what depends on S comes after it. All constants are those of
-the whole batch (a mean's 1/N is a constant of the step), so sums are exact up to the order of additions. Where single
-examples would need S itself, S is computed from the batch before the loop if it depends on no parameters; else the step
-has no exact form and is refused, unless `allow_inexact`: then b s(x_t) stands for S within micro-batch t, which is what
-a step on the micro-batch alone would use, and what is returned of it is the mean over micro-batches. Where there is no
-such S (contrastive losses, capacities), each micro-batch is computed independently (`microbatches.independent`).
+blocks x_1 .. x_b, or, where that makes no difference but saves communication, into every b-th example (`strides`). The
+factors of the operations (`factors`) say how the batch goes through the step, and the local forms (`local.forms`) what
+one block needs, positions and random draws included. A value that loses the batch by a sum is S = sum_t s(x_t): the
+s(x_t) are added up in a loop, and what depends on S comes after it. All constants are those of the whole batch (a
+mean's 1/N is a constant of the step), so sums are exact up to the order of additions. Where single examples would need
+S itself, S is computed from the batch before the loop if it depends on no parameters; else the step has no exact form
+and is refused, unless `allow_inexact`: then b s(x_t) stands for S within micro-batch t, which is what a step on the
+micro-batch alone would use, and what is returned of it is the mean over micro-batches. Where there is no such S
+(contrastive losses, capacities), each micro-batch is computed independently (`microbatches.independent`).
 
 Source: DESIGN section 3; GPipe (Huang et al. 2019), section 2.2, for micro-batches and for batch norm within them.
 """
@@ -33,6 +34,7 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import independent
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
+from alpa_lite.passes.microbatches.strides import Ordered, Strides
 from alpa_lite.paths import shown, tokens
 from alpa_lite.strategy import Rule
 
@@ -65,6 +67,7 @@ def accumulate(
     *,
     allow_inexact: bool = False,
     retrace: Retrace | None = None,
+    strided: bool = False,
 ) -> Accumulated:
     """Rewrites a step as a loop over micro-batches.
 
@@ -75,6 +78,8 @@ def accumulate(
       allow_inexact: take reductions over the batch that single examples need (batch norm) within the micro-batch, and
         where that does not help (contrastive losses), let each micro-batch be a batch of its own.
       retrace: traces the step on other shapes, for the latter; without it such steps are refused.
+      strided: let a micro-batch have every m-th example where the step does not tell examples apart by their position,
+        so that no device sends another its examples (`microbatches.strides`).
 
     Returns:
       The step with the same arguments and results.
@@ -111,14 +116,27 @@ def accumulate(
         raise _undivided(traced, num_microbatches) or _refused_guess(refusals[0], traced)
     analysis, (size, dims) = found
     try:
-        graph, scan = emit(analysis)
+        graph, scan, is_strided = _emitted(analysis, strided and num_microbatches > 1)
     except ValueError as error:  # all that reads the batch comes before the loop, as far as anything does
         if analysis.unfit:
             refused = Refused(analysis.unfit[0].op, analysis.unfit[0], frozenset())
             raise _refusal(refused, num_microbatches, True, traced.graph) from error
         raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
     notes = _notes(traced, analysis, size, dims)
+    if is_strided:
+        m = num_microbatches
+        notes += (f"micro-batch t has the examples t, t + {m}, t + {2 * m}, .., so that cutting moves no data",)
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
+
+
+def _emitted(analysis: Analysis, strided: bool) -> tuple[Graph, int, bool]:
+    """As `emit`, with micro-batches of every m-th example if that is asked for and possible; and whether it was."""
+    if strided and not analysis.local:
+        try:
+            return *emit(analysis, Strides(analysis)), True
+        except Ordered:
+            pass
+    return *emit(analysis), False
 
 
 _OF_SHAPES = (AlpaLiteError, TypeError, ValueError, AssertionError, IndexError, ArithmeticError)

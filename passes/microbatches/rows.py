@@ -1,8 +1,8 @@
 """Gathers and scatters in which every example picks from its own row: `x[arange(N), i]` and its gradient.
 
 Their rule shards the rows of the indices or the indexed dim, since an index may point anywhere. But where the
-component of the indices for the batch dim is the row number itself, example n reads and writes row n alone. Then
-micro-batch t, which starts at row o, needs its own block only, with o subtracted from that component.
+component of the indices for the batch dim is the row number itself, example n reads and writes row n alone. Then a
+micro-batch needs its own rows only, and that component counts them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import lax
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local.types import LocalForm, bind, offset
+from alpa_lite.passes.local.types import LocalForm, bind
 from alpa_lite.passes.microbatches.states import AXIS
 
 Producers = Mapping[int, tuple[Op, int]]
@@ -52,16 +52,17 @@ def aligned_form(op: Op, values: Sequence[Value], producers: Producers, parts: i
             rest = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
             layouts = (_cut(values[operand], dim), _cut(values[indices], row), _cut(values[updates], rest[row]))
             made = _cut(values[op.results[0]], dim)
-        return LocalForm(layouts, (made,), (), _shifting(op, component, size // parts))
+        return LocalForm(layouts, (made,), (), _own(op, component, row))
     return None
 
 
-def _shifting(op: Op, component: int, block: int) -> Any:
+def _own(op: Op, component: int, row: int) -> Any:
+    """The operation on the rows of one micro-batch, which are numbered from zero, whichever they are of the batch."""
+
     def run(operand: jax.Array, indices: jax.Array, *rest: jax.Array) -> list:
-        start = offset((AXIS,), block, indices.dtype)
         number = lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1)
-        shift = lax.select(lax.eq(number, np.int32(component)), lax.broadcast(start, indices.shape), 0 * indices)
-        return bind(op, [operand, lax.sub(indices, shift), *rest])
+        rows = lax.broadcasted_iota(indices.dtype, indices.shape, row)
+        return bind(op, [operand, lax.select(lax.eq(number, np.int32(component)), rows, indices), *rest])
 
     return run
 

@@ -63,10 +63,10 @@ def compare(got, want, tolerance=TOLERANCE):
             np.testing.assert_array_equal(plain(g), plain(w))
 
 
-def equal(made, parts):
+def equal(made, parts, **options):
     """Asserts equality, and returns what was rewritten."""
     fun, args = made
-    traced, found = accumulated(fun, args, parts)
+    traced, found = accumulated(fun, args, parts, **options)
     compare(outputs(found.traced, args), outputs(traced, args))
     return found
 
@@ -75,6 +75,31 @@ def equal(made, parts):
 def test_steps(make):
     found = equal(make(), 4)
     assert not any("inexact" in note for note in found.notes)
+
+
+BY_POSITION = {"noise", "class_weights", "mixed_up", "picked"}
+"""Steps of which a micro-batch has consecutive examples: draws and positions; class weights as many as examples."""
+
+
+@pytest.mark.parametrize("make", steps.EXACT, ids=lambda make: make.__name__)
+def test_steps_on_every_fourth_example(make):
+    """Results with one value an example come back in their order."""
+    traced, found = accumulated(*make(), 4, strided=True)
+    assert any("t, t + 4, t + 8" in note for note in found.notes) == (make.__name__ not in BY_POSITION)
+    if make.__name__ not in BY_POSITION:
+        args = make()[1]
+        compare(outputs(found.traced, args), outputs(traced, args))
+
+
+def test_a_batch_that_is_taken_apart_stays_in_its_order():
+    """Neighbours are compared: every fourth example has others."""
+
+    def loss(p, b):
+        pairs = (b["x"] @ p["a"]).reshape(-1, 2, 8)
+        return jnp.mean((pairs[:, 0] - 2 * pairs[:, 1]) ** 2)
+
+    made = steps.descent(loss, {"a": steps.normal(0, 4, 8)}, {"x": steps.normal(1, 16, 4)})
+    assert not any("moves no data" in note for note in equal(made, 4, strided=True).notes)
 
 
 @pytest.mark.parametrize("make", [steps.metrics, steps.contrastive, steps.scanned], ids=lambda make: make.__name__)
@@ -86,7 +111,7 @@ def test_one_microbatch_is_always_exact(make):
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.sampled_from(steps.LAYERS), max_size=4), st.sampled_from(steps.LOSSES), st.sampled_from([2, 4, 8]))
 def test_random_steps(names, loss, parts):
-    equal(steps.layers(names, loss), parts)
+    equal(steps.layers(names, loss), parts, strided=True)
 
 
 # -- the zoo ----------------------------------------------------------------------------------------------------------
