@@ -15,7 +15,8 @@ cores; `more_cpu_us` is the difference in time that the calling thread was runni
 
     python benchmarks/overhead.py
 
-writes benchmarks/results/overhead.json. Run it on an idle machine: the numbers are tens of microseconds.
+writes benchmarks/results/overhead.json, each row with the load of the machine before it; rows of contests that are not
+named stay. Run it on an idle machine: the numbers are tens of microseconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import os
 import platform
@@ -62,32 +64,21 @@ def main() -> None:
     parser.add_argument("--contests", nargs="*", default=list(CONTESTS), choices=list(CONTESTS))
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(arguments.devices))
-    rows = []
-    for devices in arguments.devices:
-        mesh = mesh_of(LogicalMesh((devices,), ("d",)))
-        for name in arguments.contests:
-            contest = CONTESTS[name]
-            rows.append(
-                {
-                    "arguments": name,
-                    "devices": devices,
-                    **measure(contest(mesh), arguments.repetitions, arguments.rounds),
-                }
-            )
-            print(rows[-1])
-    RESULTS.parent.mkdir(exist_ok=True)
-    machine = {
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    version = known.setdefault(f"jax {jax.__version__}", {"rows": []})
+    version["machine"] = {
         "python": platform.python_version(),
         "backend": jax.default_backend(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "rounds": arguments.rounds,
-        "repetitions": arguments.repetitions,
-        "leaves": 3 * LAYERS,
     }
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[f"jax {jax.__version__}"] = {"machine": machine, "rows": rows}
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    for devices, name in itertools.product(arguments.devices, arguments.contests):
+        row = {"arguments": name, "devices": devices, "load": os.getloadavg()[0]}
+        contest = CONTESTS[name](mesh_of(LogicalMesh((devices,), ("d",))))
+        row |= measure(contest, arguments.repetitions, arguments.rounds)
+        print(row)
+        others = [one for one in version["rows"] if (one["arguments"], one["devices"]) != (name, devices)]
+        version["rows"] = [*others, row]
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def measure(contest: Callable[[], Calls], repetitions: int, rounds: int) -> dict[str, Any]:

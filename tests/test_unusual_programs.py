@@ -209,3 +209,14 @@ def test_integers_that_are_divided_are_left_to_the_compiler():
 
     args = {"w": jnp.ones((8, 16))}, {"x": jnp.arange(64).reshape(8, 8)}
     same(step, args, method=alpa_lite.Sharded((4, 2)), cluster=FREE_LINKS, communication="compiler")
+
+
+def test_branches_that_end_in_other_layouts_are_left_to_the_compiler():
+    def step(state, batch):
+        sort, add = (lambda a: jnp.sort(a, -1)), (lambda a: jnp.cumsum(a, 0) / 8)
+        return {"w": lax.cond(jnp.max(batch["n"]) > 3, sort, add, state["w"])}, batch["n"] + 1
+
+    args = {"w": jnp.arange(96.0).reshape(6, 16) / 96}, {"n": jnp.arange(8)}
+    names = ("x", "y", "z")
+    method = alpa_lite.Manual({"state['w']": P("x", None)}, mesh_shape=(2, 2, 2), axis_names=names)
+    same(step, args, method=method, communication="compiler")

@@ -156,6 +156,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
     layouts: dict[int, Layout] = {}
     own: dict[int, Callable[..., Sequence[Any]]] = {}
     said: set[int] = set()  # the user says where they lie, be it whole everywhere
+    returned: set[int] = set()  # by branches, of which all must return them in one way: the compiler's
 
     def visit(body: Body) -> None:
         for item in body.instructions:
@@ -166,15 +167,19 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
                         said.update(op.results)
                     if op.name in primitives.KERNELS:
                         own[op.index] = _alone(form, mesh)
-                case Loop(bodies=bodies):
+                case Loop(op=op, bodies=bodies):
                     for inner in bodies:
                         visit(inner)
+                    if op.name == "cond":
+                        returned.update(a for branch in op.bodies for a in branch.outputs if isinstance(a, int))
 
     visit(program.body)
 
     def place(value: int, array: Any) -> Any:
         layout = layouts.get(value)
         if layout is None or layout.partial or (layout.is_replicated and value not in said):
+            return array
+        if value in returned and value not in said:
             return array
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
 
