@@ -308,7 +308,8 @@ def _replayed(plan: Any, step: Any, contest: Contest, args: Any, kept: Any) -> i
             more["communication"] = "compiler"
         got = _guarded("replay", lambda: alpa_lite.parallelize(step, plan=path, **more)(*args))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(kept), strict=True):
-        if not np.array_equal(np.asarray(_words(a)), np.asarray(b), equal_nan=jax.numpy.issubdtype(b.dtype, np.inexact)):
+        has_nan = jax.numpy.issubdtype(b.dtype, np.inexact)
+        if not np.array_equal(np.asarray(_words(a)), np.asarray(b), equal_nan=has_nan):
             raise Failure("replay", f"Differs from the first run: {jax.tree_util.keystr(path)}")
     return len(jax.tree.leaves(kept))
 
