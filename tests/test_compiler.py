@@ -252,7 +252,7 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
 
 
 def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypatch) -> None:
-    """With estimates of bytes 1.5 times too high, a budget that the stages themselves keep still gives a pipeline."""
+    """With estimates of bytes five times too high, a budget that the stages themselves keep still gives a pipeline."""
 
     def step(state: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -274,9 +274,10 @@ def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypat
     def too_high(layers: Any) -> Any:
         found = tables(layers)
         sizes = ("fixed", "inflight", "split", "temporary")
-        return {name: table * (1.5 if name in sizes else 1.0) for name, table in found.items()}
+        return {name: table * (5.0 if name in sizes else 1.0) for name, table in found.items()}
 
     monkeypatch.setattr(pricing, "_tables", too_high)
+    monkeypatch.setattr(compiler, "MISTAKEN", 20.0)
     plan = make_plan(step, *arguments, memory_per_device=budget, **options)
     assert max(stage.memory.total for stage in plan.stages) <= budget
     monkeypatch.setattr(compiler, "MISTAKEN", 0.0)

@@ -45,7 +45,7 @@ class Sliced:
       priced: the step in layers, and their costs.
       slices: the stages.
       weighed: what the DP compared.
-      bound: no pipeline of the DP's model is faster, in seconds.
+      bound: no pipeline of the DP's model is faster, in seconds; 0 where it was not searched for.
       idle_devices: if devices are left over, how many and why.
       unfinished: whether the time was over before the search.
     """
@@ -172,6 +172,7 @@ def settled(
       OutOfTime: none was worked out in the time.
     """
     best: Sliced | None = None
+    bound = 0.0
     for rough in (True, False):
         while best is None or not deadline.over:
             if deadline.over and not must:
@@ -182,6 +183,7 @@ def settled(
                 if best is None and not rough:
                     raise
                 break
+            bound = bound if rough else found.bound
             if found.seconds >= limit:
                 return replace(found, priced=priced)
             wanted = priced.unknown(found.slices.stages)
@@ -194,7 +196,7 @@ def settled(
             if max(exact.slices.bytes) <= budget and (best is None or exact.seconds < best.seconds):
                 best = exact
     assert best is not None
-    return replace(best, priced=priced, unfinished=deadline.over)
+    return replace(best, priced=priced, bound=min(bound, best.seconds), unfinished=deadline.over)
 
 
 def _at(found: Sliced, priced: Priced) -> Sliced:

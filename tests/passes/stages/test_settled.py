@@ -83,6 +83,7 @@ def test_bounds_that_are_worked_out_where_they_are_used_give_the_best_stages() -
             continue
         found = settle(seed, Deadline())
         assert best.seconds * (1 - 1e-9) <= found.seconds <= best.seconds / (1 - NEAR)
+        assert 0 < found.bound <= best.seconds * (1 + 1e-9)
         assert not found.priced.unknown(found.slices.stages)
         assert max(found.slices.bytes) <= BUDGET
         known: Any = found.priced
@@ -95,7 +96,7 @@ def test_bounds_that_are_worked_out_where_they_are_used_give_the_best_stages() -
 def test_without_time_the_first_stages_that_fit_are_the_answer_or_none() -> None:
     over = Deadline(0.0)
     found = settle(1, over)
-    assert found.unfinished
+    assert found.unfinished and found.bound == 0.0
     assert not found.priced.unknown(found.slices.stages)
     assert max(found.slices.bytes) <= BUDGET
     with pytest.raises(OutOfTime):
