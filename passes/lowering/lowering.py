@@ -131,7 +131,7 @@ class _Lowering:
         if atom in self.grouping.lazy:
             return self.make(atom, layout)
         base = self.base[atom]
-        late = atom in self.state and self.clock >= self.late_from and layout != base
+        late = self.late_from is not None and self.clock >= self.late_from and atom in self.state and layout != base
         key = (atom, layout, late)
         if key not in self.where:
             steps = reshard_steps(base, layout)

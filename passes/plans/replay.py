@@ -170,7 +170,7 @@ class _Recorded(Operations):
         """As of `Operations`: what was fixed is no decision; what was both had alternatives."""
         wanted = self.wanted(group)
         decision = group.index not in self.fixed or self.decided.get(group.color) == wanted
-        return [wanted] if wanted in found and not decision else list(found)
+        return [one for one in found if one == wanted] if wanted in found and not decision else list(found)
 
     def fills(self, group: Group) -> bool:
         """As of `Operations`."""

@@ -80,7 +80,7 @@ class _Textbook(Operations):
     mesh: LogicalMesh
     axes: frozenset[str]
 
-    def ours(self, strategy: Strategy) -> list[set[str]]:
+    def ours(self, strategy: Strategy) -> list[frozenset[str]]:
         """The axes of the method on each factor."""
         return [self.axes.intersection(axes) for axes in strategy.axes]
 
@@ -131,7 +131,7 @@ class OverExamples(_Textbook):
         used = {factor for factor, axes in enumerate(ours) if axes}
         return (
             used <= counts.keys()
-            and set().union(*ours) == self.axes
+            and frozenset().union(*ours) == self.axes
             and all(counts[f] % self.mesh.product(strategy.axes[f]) == 0 for f in used)
         )
 
@@ -170,7 +170,7 @@ class OverFeatures(_Textbook):
     def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`."""
         for along in self.readers.get(group.index, ()):
-            cut = [s for s in found if self._along(s, along) and set().union(*self.ours(s)) == self.axes]
+            cut = [s for s in found if self._along(s, along) and frozenset().union(*self.ours(s)) == self.axes]
             if cut:
                 return cut
         if group.index in self.readers:
