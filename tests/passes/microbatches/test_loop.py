@@ -84,10 +84,10 @@ BY_POSITION = {"noise", "class_weights", "mixed_up", "picked"}
 @pytest.mark.parametrize("make", steps.EXACT, ids=lambda make: make.__name__)
 def test_steps_on_every_fourth_example(make):
     """Results with one value an example come back in their order."""
-    traced, found = accumulated(*make(), 4, strided=True)
+    fun, args = make()
+    traced, found = accumulated(fun, args, 4, strided=True)
     assert any("t, t + 4, t + 8" in note for note in found.notes) == (make.__name__ not in BY_POSITION)
     if make.__name__ not in BY_POSITION:
-        args = make()[1]
         compare(outputs(found.traced, args), outputs(traced, args))
 
 
