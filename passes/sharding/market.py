@@ -33,8 +33,8 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.problem import Problem, price_memory
-from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.search import Search
+from alpa_lite.passes.sharding.solver.solve import Known
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.records import Candidate
@@ -52,7 +52,7 @@ class Market:
     """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
 
     Attributes:
-      rough: these solutions.
+      known: what the solves of each found out, for the next. rough: these solutions.
       unit: seconds per byte, of price 1.
       time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
       gap: at which a choice counts as optimal.
@@ -61,6 +61,7 @@ class Market:
     meshes: tuple[LogicalMesh, ...]
     spaces: tuple[Space, ...]
     problems: tuple[Problem, ...]
+    known: tuple[Known, ...]
     rough: tuple[Solution, ...]
     unit: float
     time_limit: float
@@ -80,7 +81,7 @@ class Market:
             elif rough.objective <= WORTH * fastest:
                 waiting.append(i)
         solutions |= _solved(
-            {i: self.problems[i] for i in waiting}, price * self.unit, time_limit=self.time_limit, gap=self.gap
+            {i: self.known[i] for i in waiting}, price * self.unit, time_limit=self.time_limit, gap=self.gap
         )
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
@@ -130,23 +131,26 @@ def market(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
         for mesh, allowed in admitted
     )  # fmt: skip
-    problems = tuple(from_graph(space.program) for space in spaces)
-    solved = _solved(dict(enumerate(problems)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
+    known = tuple(Known(space.program) for space in spaces)
+    problems = tuple(one.problem for one in known)
+    solved = _solved(dict(enumerate(known)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
     rough = tuple(solved[i] for i in range(len(problems)))
     fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
     unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
-    return Market(tuple(mesh for mesh, _ in admitted), spaces, problems, rough, unit, time_limit, gap)
+    return Market(tuple(mesh for mesh, _ in admitted), spaces, problems, known, rough, unit, time_limit, gap)
 
 
-def _solved(problems: Mapping[int, Problem], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:
+def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:
     """The best choices at a price in seconds per byte, in half the time; objectives include what memory costs."""
     deadline, out = Deadline(time_limit / 2), {}
-    for number, (i, problem) in enumerate(problems.items()):
+    for number, (i, known) in enumerate(problems.items()):
         started = time.perf_counter()
-        points = len(problem.base)
-        priced = price_memory(problem, np.full(points, price / max(points, 1)))
-        found = Search(priced, np.inf, gap, started + deadline.share(len(problems) - number))
+        points = len(known.problem.base)
+        priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
+        found = Search(priced, np.inf, gap, started + deadline.share(len(problems) - number), messages=known.messages)
+        found.starts = known.choices
         found.run()
+        known.note(found)
         if found.choice is None:
             raise InfeasibleError(f"no sharding was found in solver_time_limit={time_limit:g} seconds; allow more")
         out[i] = found.solution("optimal" if found.closed else "feasible", started)

@@ -229,7 +229,7 @@ class _Race:
                 self._note(bound.seconds, bound.seconds)
                 continue
             progress("mesh shapes solved", len(self._rows), len(self.tried))
-            space, solution, least = _solve(problem, space, self.budget, cutoff, limit)
+            space, solution, least = _solve(problem, space, self.budget, cutoff, limit, bound.known)
             self._note(max(solution.bound, bound.seconds), max(least, bound.seconds))
             self._put(self.method, problem.mesh, space, solution)
 
@@ -280,7 +280,7 @@ class _Problem:
 
 
 def _solve(
-    problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float
+    problem: _Problem, space: Space, budget: float, cutoff: float, time_limit: float, before: solve.Known
 ) -> tuple[Space, Solution, float]:
     """The best choice on one mesh within the budget, of up to three attempts that share the time limit.
 
@@ -290,16 +290,17 @@ def _solve(
     """
     deadline, regathers = Deadline(time_limit), problem.platform not in strategies.MERGING
     program = replace(space.program, budget=None)
-    free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget)
+    free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget, known=before)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
         return space, free, free.bound
     known = free.bound if free.choice and free.peak > budget else None
-    solution = solve.solve(space.program, cutoff=cutoff, time_limit=deadline.share(1 + regathers), free=known)
+    limit = deadline.share(1 + regathers)
+    solution = solve.solve(space.program, cutoff=cutoff, time_limit=limit, free=known, known=before)
     if free.peak > budget and regathers:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
         # What is served twice costs no less: the bound without the budget is one here, too.
-        other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known)
+        other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known, start=solution)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other, free.bound
     return space, solution, free.bound

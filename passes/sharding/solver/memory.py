@@ -22,8 +22,9 @@ from alpa_lite.passes.sharding.solver.descent import descend
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, forget_seconds, price_memory
 
-REACH = 0.02
-"""Half the width of the first box: a price at which what is over the budget costs this share of all seconds."""
+REACH, WIDER = 0.002, 3.0
+"""Half the width of the first box, a price at which what is over the budget costs this share of all seconds, and how
+much wider a success makes it."""
 
 
 class MemoryDual:
@@ -50,6 +51,7 @@ class MemoryDual:
         self._bytes: list[np.ndarray] = []
         self._reach = REACH
         self._stalled = 0
+        self._backward = True
         self.finished = False
 
     @property
@@ -62,14 +64,20 @@ class MemoryDual:
         """Try the next price: returns the choice that is good at it."""
         ascent = self._ascent(self._next, sweeps, deadline)
         bound = self._bound_of(ascent, self._next)
-        self._reach *= 2.0 if bound > self.bound else 0.5
+        self._reach *= WIDER if bound > self.bound else 0.5
         self._stalled = 0 if bound - self.bound > 1e-3 * abs(bound) else self._stalled + 1
         if bound > self.bound:
             self.bound, self.price = bound, self._next
-        choice = descend(ascent.problem, ascent.choice())
+        self._backward = not self._backward
+        choice = descend(ascent.problem, ascent.choice(self._backward))
         self.add(self.problem.seconds(choice), self.problem.bytes(choice))
         self._aim()
         return choice
+
+    def answer(self, price: np.ndarray, sweeps: int, deadline: float = np.inf) -> np.ndarray:
+        """A choice that is good at a price, which need not be a better one."""
+        ascent = self._ascent(price, sweeps, deadline)
+        return descend(ascent.problem, ascent.choice())
 
     def add(self, seconds: float, live: np.ndarray) -> None:
         """Note the line of a choice, if it is allowed: its seconds, and its bytes at each program point."""

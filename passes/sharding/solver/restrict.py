@@ -48,6 +48,12 @@ class Restriction:
         links = self.problem.links
         return self.strategies[links.first[:-1] + np.asarray(choice, dtype=np.int64)] - self.original[:-1]
 
+    def lower(self, choice: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """A choice of the original problem as one of the restricted; None if it is not there."""
+        links, wanted = self.problem.links, self.original[:-1] + np.asarray(choice, dtype=np.int64)
+        place = np.minimum(np.searchsorted(self.strategies, wanted), len(self.strategies) - 1)
+        return place - links.first[:-1] if (self.strategies[place] == wanted).all() else None
+
     def further(self, problem: Problem) -> Restriction:
         """The consistent part of `problem`, which is this restriction's with more of it forbidden.
 

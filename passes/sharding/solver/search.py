@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -39,9 +40,10 @@ Slack = tuple[np.ndarray, np.ndarray]
 """How far above a bound a choice must be that takes a strategy, or a cell: [strategies], [cells]."""
 
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
-SWEEPS, ROUNDS, STEPS = 5, 12, 30  # message passing sweeps a round, rounds, and prices of memory tried
-STALLED, PATIENCE = 0.98, 2  # rounds that leave more than this share of the gap, and how many of them end a search
-LARGEST = 15_000  # costs beyond which a linear program is not built: it takes a second, and ever more beyond
+SWEEPS, ROUNDS, STEPS = 5, 10, 30  # sweeps in a round, twice as many every second round; rounds; prices of memory
+PRICES, POLISH = 8, (1.0, 0.5, 0.2, 0.0)  # multiples of a price that are tried, and of it for the best choice
+STALLED, PATIENCE = 0.98, 3  # rounds that leave more than this share of the gap, and how many of them end a search
+LARGEST = 30_000  # costs beyond which a linear program is not built: it takes some seconds, and ever more beyond
 RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
 LOOSE = 5e-3  # the gap at which a bound is good enough, where the choice does not matter
 
@@ -67,6 +69,7 @@ class Search:
     constraints: int = 0
     points: list[int] = field(default_factory=list)
     messages: np.ndarray | None = None  # of the consistent problem, where there are any
+    starts: list[Sequence[int] | np.ndarray] = field(default_factory=list)  # choices that are tried first
 
     @property
     def left(self) -> float:
@@ -97,6 +100,8 @@ class Search:
 
     def run(self, free: float | None = None) -> None:
         """Steps 1 to 4 of the module's docstring; step 1 only if its bound is not known."""
+        for choice in self.starts:
+            self._offer(np.asarray(choice, dtype=np.int64))
         try:
             if free is None:
                 self._solve_free()
@@ -115,15 +120,16 @@ class Search:
             problem = restriction.problem
             ascent, waited = Ascent(problem, messages), 0
             for turn in range(ROUNDS):
-                before = best - ascent.bound
-                ascent.sweep(SWEEPS, self.deadline)
+                before, lower = best - ascent.bound, ascent.bound
+                ascent.sweep(SWEEPS << turn // 2, self.deadline)
                 choice = descend(problem, ascent.choice(backward=turn % 2 == 1))
                 if (seconds := problem.seconds(choice)) < best:
                     best, fits = seconds, self._offer(restriction.lift(choice))
                 if whole:
                     self.messages = ascent.messages
                 self._raise_bound(min(ascent.bound, best))
-                if best - ascent.bound <= LOOSE * best and self._is_over_roof():
+                close = best - ascent.bound <= LOOSE * best or ascent.bound - lower <= 0.2 * LOOSE * ascent.bound
+                if close and self._is_over_roof():
                     return
                 waited = waited + 1 if best - ascent.bound > STALLED * before else 0
                 if self._is_close(best, ascent.bound) or waited == PATIENCE:
@@ -163,7 +169,7 @@ class Search:
                 if self.closed or dual.finished or self.left <= 0:
                     break
             price = dual.price
-            self._spend(restriction, price, None)
+            self._spend(restriction, price, dual)
             self._note_peaks()
             if self.closed or self.left <= 0 or math.isinf(self.objective):
                 break
@@ -305,8 +311,11 @@ class Search:
             self._raise_bound(relaxed.bound)
             if math.isinf(relaxed.bound) or self.left <= 0:
                 return
-            start = None if relaxed.x is None else program.round(relaxed.x)
-            self._spend(restriction, relaxed.price, start)
+            if relaxed.x is not None:
+                start = program.round(relaxed.x)
+                self._offer(restriction.lift(start))
+                self._offer(restriction.lift(descend(forget_memory(problem), start)))
+            self._polish(restriction, relaxed.price)
             if self.closed or self.left <= 0:
                 return
             smaller = restriction
@@ -350,23 +359,26 @@ class Search:
         if self.choice is not None and self.problem.budget is not None and not self.points:
             self.points = peaks(self.problem.bytes(self.choice), 0.98 * self.problem.budget)
 
-    def _spend(self, restriction: Restriction, price: np.ndarray | None, start: np.ndarray | None) -> None:
-        """Offer the choices that descent finds at multiples of a price of memory: the least that fits is the best."""
-        problem = restriction.problem
-        if start is not None:
-            self._offer(restriction.lift(start))
-        if problem.budget is None or price is None or not price.any():
-            self._offer(restriction.lift(descend(problem, start)))
-            return
+    def _spend(self, restriction: Restriction, price: np.ndarray, dual: MemoryDual) -> None:
+        """Offer choices that are good at multiples of a price of memory: the least that fits is the best."""
         low, high = 0.5, math.inf  # too cheap, and expensive enough
-        for _ in range(8):
+        for _ in range(PRICES if price.any() else 0):
             factor = low * 2 if math.isinf(high) else (low + high) / 2
-            if self._offer(restriction.lift(descend(price_memory(problem, factor * price), start))):
-                high = factor
-            else:
-                low = factor
+            fits = self._offer(restriction.lift(dual.answer(factor * price, 2, self.deadline)))
+            low, high = (low, factor) if fits else (factor, high)
             if self.closed or high < 1.02 * low or self.left <= 0:
                 return
+        self._polish(restriction, price)
+
+    def _polish(self, restriction: Restriction, price: np.ndarray | None) -> None:
+        """Offer what descent makes of the best choice, at lower and lower prices of memory."""
+        for factor in POLISH if price is not None and price.any() else (0.0,):
+            start = None if self.choice is None else restriction.lower(self.choice)
+            if start is None or self.closed or self.left <= 0:
+                return
+            problem = restriction.problem
+            priced = problem if price is None else price_memory(problem, factor * price)
+            self._offer(restriction.lift(descend(priced, start)))
 
     def _branch(self, restriction: Restriction) -> None:
         """Branch and bound, adding memory rows until the choice fits."""

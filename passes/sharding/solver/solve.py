@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import forget_memory
 from alpa_lite.passes.sharding.solver.reading import from_graph
@@ -34,6 +36,8 @@ def solve(
     gap: float = 1e-4,
     free: float | None = None,
     roof: float = math.inf,
+    known: Known | None = None,
+    start: Solution | None = None,
 ) -> Solution:
     """The best strategy of each node.
 
@@ -45,6 +49,8 @@ def solve(
       free: seconds that no choice undercuts even without the budget, where that is known and the best choice without
         it is known not to fit: the search then begins with the budget.
       roof: bytes; where the best choice takes more, its bound alone is of interest, and five parts in 1e3 are enough.
+      known: what earlier solves of the same graph, with this budget or another, have found out; added to.
+      start: of another problem with the same nodes and strategies: its choice is tried first.
 
     Returns:
       A Solution. "optimal": the gap is closed. "feasible": time ran out before. "infeasible" with an infinite bound: no
@@ -54,30 +60,61 @@ def solve(
     Raises:
       ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
     """
-    search = Search(from_graph(graph), cutoff, gap, time.perf_counter() + time_limit, roof=roof)
     started = time.perf_counter()
+    known = known or Known(graph)
+    problem = replace(known.problem, budget=graph.budget)
+    search = Search(problem, cutoff, gap, started + time_limit, roof=roof, messages=known.messages)
+    search.starts = [*known.choices, *([start.choice] if start and start.choice else [])]
     try:
         search.run(free)
     except CutoffReached:
         return search.solution("cutoff", started)
+    finally:
+        known.note(search)
     if search.choice is None:
         return search.solution("infeasible", started)
     return search.solution("optimal" if search.closed else "feasible", started)
+
+
+class Known:
+    """What solves of one graph have found out: where the next one, with another budget, may begin.
+
+    Attributes:
+      problem: the graph in arrays.
+      messages: of `solver.messages.Ascent`, without regard to memory. choices: good ones.
+    """
+
+    def __init__(self, graph: StrategyGraph) -> None:
+        """Raises ValueError as `solve`."""
+        self.problem = from_graph(graph)
+        self.messages: np.ndarray | None = None
+        self.choices: list[np.ndarray] = []
+
+    def note(self, search: Search) -> None:
+        """Add what a search has found out."""
+        self.messages = search.messages
+        if search.choice is not None:
+            self.choices = [search.choice, *self.choices][:CHOICES]
+
+
+CHOICES = 3
+"""The last choices that are remembered."""
 
 
 class Bound:
     """Seconds that no choice undercuts, without regard to the budget: a quick bound that can be improved.
 
     Attributes:
+      known: for `solve`.
       seconds: the bound; `inf` if every choice uses something forbidden.
       improved: how often it was improved.
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
         """Raises ValueError as `solve`."""
-        self.improved, self.seconds = 0, 0.0
+        self.improved, self.seconds, self.known = 0, 0.0, Known(graph)
         try:
-            self._ascent = Ascent(consistent(forget_memory(from_graph(graph))).problem)
+            self._ascent = Ascent(consistent(forget_memory(self.known.problem)).problem)
         except Contradiction:
             self._ascent, self.seconds = None, math.inf
 
@@ -87,6 +124,7 @@ class Bound:
         if self._ascent is not None:
             self._ascent.sweep(SWEEPS)
             self.seconds = max(self.seconds, self._ascent.bound)
+            self.known.messages = self._ascent.messages
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:

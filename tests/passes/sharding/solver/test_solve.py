@@ -176,6 +176,13 @@ def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
     within = min(seconds for seconds, peak, _ in every if peak <= budget)
     solution = solve.solve(with_budget(graph, budget), gap=0.0, free=bound.seconds)
     assert_optimal(with_budget(graph, budget), solution, within)
+    for limit in (None, budget, 0.999 * budget):  # what one solve found out is where the next one begins
+        again = solve.solve(with_budget(graph, limit), gap=0.0, known=bound.known, start=solution)
+        fitting = [seconds for seconds, peak, _ in every if limit is None or peak <= limit]
+        if fitting:
+            assert_optimal(with_budget(graph, limit), again, min(fitting))
+        else:
+            assert again.status == "infeasible"
     roofed = solve.solve(with_budget(graph, None), gap=0.0, roof=budget)
     assert roofed.bound <= fastest * (1 + 1e-9) <= roofed.objective * (1 + 2e-9)
     if roofed.peak <= budget:
