@@ -10,18 +10,19 @@ Under a binding memory budget the program is also solved with state gathered aga
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
 
 Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where building
-alone takes a tenth of it or more, textbook plans are found first, so that there is something good to return, and to
-undercut. The time limit is one for all solving: a shape gets a third of what is left, or an equal share of it if fewer
-than three wait, and divides that over its attempts, and no more than what can still be won repays (`STEPS` steps of
-the difference to the bound), but for a few seconds. Until something fits, a quarter of the limit is kept back for
-finding the smallest budget that would have done.
+alone would take a tenth of it or more, the mesh of one axis and textbook plans are solved first, so that there is
+something good to return, and to undercut, and what exceeds the budget by far is told at once. The time limit is one
+for all solving: a shape gets a third of what is left, or an equal share of it if fewer than three wait, and divides
+that over its attempts, and no more than what can still be won repays (`STEPS` steps of the difference to the bound),
+but for a few seconds. Until something fits, a quarter of the limit is kept back for finding the smallest budget that
+would have done.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -116,13 +117,21 @@ def search(
     """
     deadline = deadline or Deadline()
     shared = tables.Shared(traced, grouping)
-    enter = partial(_entered, traced, grouping, rules, cluster, budget=budget, shared=shared)
-    race = enter(method, pins=pins, wishes=wishes, cutoff=cutoff, deadline=deadline, progress=progress)
-    unasked = not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded())
-    if unasked and race.slowest * (len(race.tried) + len(race.late)) > _SHORT * deadline.left:
-        within = deadline.within(_TEXTBOOK * deadline.left)
-        for other in TEXTBOOK:
-            race.offer(_textbook(enter, other, within))
+    problems = partial(_problems, traced, grouping, rules, cluster, budget=budget, shared=shared)
+    waiting = problems(method, pins=pins, wishes=wishes)
+    race, count = _Race(type(method).__name__, budget, cutoff), len(waiting)
+    race.enter(waiting.pop(0), several=count > 1)
+    if race.slowest * count > _SHORT * deadline.left:
+        race.begin(deadline.within(_FIRST * deadline.left))
+        if race.hopeless is not None:
+            raise _too_small(traced, cluster, budget, *race.hopeless)
+        if not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded()):
+            race.consider(TEXTBOOK, problems, deadline.within(_TEXTBOOK * deadline.left))
+    bounding = deadline.within(_BOUNDING * deadline.left)
+    while waiting and not bounding.over:
+        progress("mesh shapes bounded", len(race.tried), count)
+        race.enter(waiting.pop(0), several=True)
+    race.late = tuple(problem.mesh for problem in waiting)
     race.run(deadline.within(time_limit), progress)
     if race.best is None and math.isfinite(cutoff):
         raise Beaten(race.free)
@@ -131,43 +140,25 @@ def search(
     return race.found()
 
 
-def _entered(
+def _problems(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Any, *, budget: float,
-    shared: tables.Shared, deadline: Deadline, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES,
-    cutoff: float = math.inf, progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> _Race:  # fmt: skip
-    """The mesh shapes of a method, as many as can be built and bounded in a part of the time, but at least one."""
-    shapes = limits.admitted(traced, grouping, cluster, method, wishes, pins)
-    race, bounding = _Race(type(method).__name__, budget, cutoff), deadline.within(_BOUNDING * deadline.left)
-    banned = bans.bans(traced, grouping, wishes.forbidden)
-    for position, (mesh, allowed) in enumerate(shapes):
-        if position and bounding.over:
-            race.late = tuple(late for late, _ in shapes[position:])
-            break
-        progress("mesh shapes bounded", position, len(shapes))
+    shared: tables.Shared, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES,
+) -> list[_Problem]:  # fmt: skip
+    """The programs of a method on each mesh shape, yet to be built, the most promising shapes first.
+
+    These are the mesh of one axis, and of several nodes those with one axis along the nodes.
+    """
+    banned, out = bans.bans(traced, grouping, wishes.forbidden), []
+    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins):
         cost, known = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = partial(strategies.build, traced, grouping, rules, cost, **known)
-        race.enter(_Problem(mesh, cluster.platform, build), several=len(shapes) > 1)
-    return race
+        out.append(_Problem(mesh, cluster.platform, build))
+    nodes = cluster.nodes
+    return sorted(out, key=lambda p: (len(p.mesh.shape), nodes > 1 and p.mesh.shape[0] != nodes))
 
 
 TEXTBOOK: tuple[Method, ...] = (Zero(stage=3), TensorParallel(), DataParallel())
 """Methods whose plans the search begins with where time may run out, in the order of what memory they need."""
-
-
-def _textbook(enter: Callable[..., _Race], method: Method, deadline: Deadline) -> _Race | None:
-    """The plan of a textbook method, if it fits and there is time.
-
-    The free program admits whatever such a method does: where that is solved, none of them is better.
-    """
-    if deadline.over:
-        return None
-    try:
-        race = enter(method, deadline=deadline)
-    except OptionError:  # the batch does not divide
-        return None
-    race.run(deadline.within(deadline.share(2)))
-    return race
 
 
 class _Race:
@@ -177,6 +168,7 @@ class _Race:
       tried: shapes with their programs and bounds; late: those for which there was no time.
       best: mesh, program and solution.
       free: seconds that no plan of the shapes tried undercuts, whatever the budget.
+      hopeless: if the first shape needs far more than the budget, the bytes per device, and the mesh.
       slowest: seconds that building and bounding a program took at most.
     """
 
@@ -187,8 +179,10 @@ class _Race:
         self.best: tuple[LogicalMesh, Space, Solution] | None = None
         self.free, self.slowest = math.inf, 0.0
         self._given, self._bound = cutoff, math.inf
-        self._rows: list[Candidate] = []
-        self._chosen = -1
+        self.hopeless: tuple[float, LogicalMesh] | None = None
+        self._rows: dict[tuple[str, tuple[int, ...]], Candidate] = {}
+        self._chosen: tuple[str, tuple[int, ...]] | None = None
+        self._solved: set[LogicalMesh] = set()
 
     def enter(self, problem: _Problem, several: bool) -> None:
         """Builds the program of a mesh shape, and bounds it if there are several."""
@@ -200,16 +194,43 @@ class _Race:
         self.tried.append((bound, problem, space))
         self.slowest = max(self.slowest, time.perf_counter() - started)
 
-    def offer(self, other: _Race | None) -> None:
-        """Takes the plan of another method, if there is one: only what is better is then searched."""
-        if other is not None and other.best is not None:
-            self._put(other.method, *other.best)
+    def begin(self, deadline: Deadline) -> None:
+        """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit."""
+        bound, problem, space = self.tried[0]
+        mine, solution, least = _solve(problem, space, self.budget, self._given, deadline.left)
+        self._put(self.method, problem.mesh, mine, solution)
+        if not solution.choice and solution.status != "cutoff":
+            space = space if problem.platform in strategies.MERGING else problem.build(regather=True)
+            peak, _ = solve.minimal_budget(space.program, gap=1e-2, time_limit=deadline.share(1))
+            if peak > _HOPELESS * self.budget:
+                self.hopeless = peak, problem.mesh
+        bound.seconds = max(bound.seconds, solution.bound)
+        if solution.status != "feasible":
+            self._solved.add(problem.mesh)
+            self._note(bound.seconds, max(least, bound.seconds))
+
+    def consider(self, methods: Sequence[Method], problems: Callable[..., list[_Problem]], deadline: Deadline) -> None:
+        """Evaluates the plans of textbook methods, as far as there is time: only what is better is then searched.
+
+        The free program admits whatever such a method does: where that is solved, none of them is better.
+        """
+        for method in methods:
+            if deadline.over:
+                return
+            try:
+                (problem,) = problems(method)
+            except OptionError:  # the batch does not divide
+                continue
+            limit, cutoff = deadline.share(2), self._cutoff(problem.mesh)
+            space, solution, _ = _solve(problem, problem.build(), self.budget, cutoff, limit)
+            if solution.choice:
+                self._put(type(method).__name__, problem.mesh, space, solution)
 
     def run(
         self, deadline: Deadline, progress: Callable[[str, int, int], None] = lambda what, done, total: None
     ) -> None:
         """Solves shape after shape, while there is time, and while what is won can repay it."""
-        waiting, begun = list(self.tried), deadline.left
+        waiting, begun = [one for one in self.tried if one[1].mesh not in self._solved], deadline.left
         while waiting:
             number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
             bound, problem, space = waiting[number]
@@ -223,9 +244,8 @@ class _Race:
             limit = deadline.share(parts, 0.0 if self.best else _RESERVE * begun)
             if known:
                 limit = min(limit, max(FEW - (begun - deadline.left), worthwhile(cutoff - bound.seconds)))
-            if bound.seconds >= cutoff or (known and limit <= 0):
-                status = "cutoff" if bound.seconds >= cutoff else LATE
-                self._rows.append(Candidate(self.method, problem.mesh.shape, None, None, status))
+            if bound.seconds >= cutoff or (limit <= 0 and (known or self._rows)):
+                self._put(self.method, problem.mesh, None, "cutoff" if bound.seconds >= cutoff else LATE)
                 self._note(bound.seconds, bound.seconds)
                 continue
             progress("mesh shapes solved", len(self._rows), len(self.tried))
@@ -237,11 +257,12 @@ class _Race:
         """The best plan, with the bound of all shapes together."""
         assert self.best is not None
         mesh, space, solution = self.best
+        for late in self.late:
+            self._put(self.method, late, None, LATE)
         rows = [
-            replace(row, status="chosen" if i == self._chosen else "slower" if row.step_seconds else row.status)
-            for i, row in enumerate(self._rows)
+            replace(row, status="chosen" if key == self._chosen else "slower" if row.step_seconds else row.status)
+            for key, row in self._rows.items()
         ]
-        rows += [Candidate(self.method, mesh.shape, None, None, LATE) for mesh in self.late]
         if self._bound < solution.bound * (1 - _EQUAL):
             solution = replace(solution, bound=self._bound)
             solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
@@ -262,12 +283,18 @@ class _Race:
     def _note(self, bound: float, free: float) -> None:
         self._bound, self.free = min(self._bound, bound), min(self.free, free)
 
-    def _put(self, name: str, mesh: LogicalMesh, space: Space, solution: Solution) -> None:
-        finished = solution.status in ("optimal", "feasible")
-        if finished and solution.objective < self._cutoff(mesh):
-            self.best, self._chosen = (mesh, space, solution), len(self._rows)
-        seconds, size = (solution.objective, int(solution.peak)) if finished else (None, None)
-        self._rows.append(Candidate(name, mesh.shape, seconds, size, solution.status))
+    def _put(self, name: str, mesh: LogicalMesh, space: Space | None, found: Solution | str) -> None:
+        """Notes what came of a shape, a solution or a status, and takes a plan if it is the best."""
+        key, row = (name, mesh.shape), Candidate(name, mesh.shape, None, None, str(found))
+        if isinstance(found, Solution):
+            row = replace(row, status=found.status)
+            if found.status in ("optimal", "feasible"):
+                row = replace(row, step_seconds=found.objective, bytes_per_device=int(found.peak))
+                if space is not None and found.objective < self._cutoff(mesh):
+                    self.best, self._chosen = (mesh, space, found), key
+        before = self._rows.get(key)
+        if before is None or before.step_seconds is None or (key == self._chosen and row.step_seconds is not None):
+            self._rows[key] = row
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,13 +333,13 @@ def _solve(
     return space, solution, free.bound
 
 
-def _by(mesh: LogicalMesh) -> str:
-    return " x ".join(map(str, mesh.shape))
-
-
 _AT_ONCE = 3  # of the shapes that wait, so many share what is left of the time; those after them have larger bounds
 _RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
+_FIRST = 0.15  # of the time, for the first shape where time is short
+_HOPELESS = (
+    2.0  # times the budget: what the least memory of one mesh exceeds by as much fits no mesh of as many devices
+)
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
 _TEXTBOOK = 0.3  # of the time, for textbook plans
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
@@ -327,35 +354,42 @@ def _take_least(traced: Traced, race: _Race, cluster: Cluster, deadline: Deadlin
       InfeasibleError: it does not; says what binds, the smallest budget that works as far as the time allows to find
         it, and what would fit.
     """
-    smallest, where, budget, tried = math.inf, "", race.budget, race.tried
+    smallest, where, tried = math.inf, race.tried[0][1].mesh, race.tried
     ways = (False,) if cluster.platform in strategies.MERGING else (False, True)
     for regather in ways:
         for number, (_, problem, space) in enumerate(tried):
+            if number and deadline.over:
+                break
             own = problem.build(regather=True) if regather else space
             parts = len(tried) - number + len(tried) * (not regather and len(ways) > 1)
             peak, solution = solve.minimal_budget(own.program, gap=1e-2, time_limit=deadline.share(parts))
-            if peak <= budget:
+            if peak <= race.budget:
                 race.take(problem, own, replace(solution, status="feasible", bound=min(solution.bound, race.free)))
                 return
             if peak < smallest:
-                smallest, where = peak, _by(problem.mesh)
-            if regather and deadline.over:
-                break
+                smallest, where = peak, problem.mesh
     if math.isinf(smallest):
         raise InfeasibleError(
-            f"no sharding within memory_per_device={units.exact_bytes(budget)} was found in {deadline.seconds:.3g} "
-            "seconds; allow more (solver_time_limit, search_time_limit), or more memory."
+            f"no sharding within memory_per_device={units.exact_bytes(race.budget)} was found in "
+            f"{deadline.seconds:.3g} seconds; allow more (solver_time_limit, search_time_limit), or more memory."
         )
+    raise _too_small(traced, cluster, race.budget, smallest, where)
+
+
+def _too_small(
+    traced: Traced, cluster: Cluster, budget: float, smallest: float, mesh: LogicalMesh
+) -> InfeasibleError:  # fmt: skip
+    """What binds, the smallest budget that works, on which mesh, and what would fit."""
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
     largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
-    raise InfeasibleError(
+    return InfeasibleError(
         f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works is "
-        f"{units.exact_bytes(math.ceil(smallest))} per device, on a mesh of {where}. The arguments alone take "
-        f"{units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the largest of "
-        f"them: {largest}. A larger budget, more devices, rematerialisation "
+        f"{units.exact_bytes(math.ceil(smallest))} per device, on a mesh of {' x '.join(map(str, mesh.shape))}. The "
+        f"arguments alone take {units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the "
+        f"largest of them: {largest}. A larger budget, more devices, rematerialisation "
         f"(jax.checkpoint around a layer) or a smaller batch would fit.",
         smallest,
     )
