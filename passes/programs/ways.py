@@ -164,7 +164,7 @@ class _Search(Generic[T]):
         """Whether a way may be a gain, and the time allows to try it; notes it where the time alone does not."""
         if max((free for count, free in self.free.items() if count <= way.count), default=0.0) >= self.cutoff:
             return False
-        if self.slowest > self.deadline.left:
+        if self.best is not None and self.slowest > self.deadline.left:
             self.skipped.append(way)
             return False
         return True

@@ -122,7 +122,9 @@ def search(
     race, count = _Race(type(method).__name__, budget, cutoff), len(waiting)
     race.enter(waiting.pop(0), several=count > 1)
     if race.slowest * count > _SHORT * deadline.left:
-        race.begin(deadline.within(_FIRST * deadline.left))
+        race.begin(deadline.within(_FIRST * deadline.left), waiting[:1])
+        if race.hopeless is not None and math.isfinite(cutoff):
+            raise Beaten(race.free)
         if race.hopeless is not None:
             raise _too_small(traced, cluster, budget, *race.hopeless)
         if not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded()):
@@ -168,7 +170,7 @@ class _Race:
       tried: shapes with their programs and bounds; late: those for which there was no time.
       best: mesh, program and solution.
       free: seconds that no plan of the shapes tried undercuts, whatever the budget.
-      hopeless: if the first shape needs far more than the budget, the bytes per device, and the mesh.
+      hopeless: if the first shapes need clearly more than the budget, the least bytes per device, and the mesh.
       slowest: seconds that building and bounding a program took at most.
     """
 
@@ -194,16 +196,24 @@ class _Race:
         self.tried.append((bound, problem, space))
         self.slowest = max(self.slowest, time.perf_counter() - started)
 
-    def begin(self, deadline: Deadline) -> None:
-        """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit."""
+    def begin(self, deadline: Deadline, others: Sequence[_Problem]) -> None:
+        """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit.
+
+        The latter if its least memory exceeds the budget clearly, and that of other shapes.
+        """
         bound, problem, space = self.tried[0]
         mine, solution, least = _solve(problem, space, self.budget, self._given, deadline.left)
         self._put(self.method, problem.mesh, mine, solution)
         if not solution.choice and solution.status != "cutoff":
-            space = space if problem.platform in strategies.MERGING else problem.build(regather=True)
-            peak, _ = solve.minimal_budget(space.program, gap=1e-2, time_limit=deadline.share(1))
-            if peak > _HOPELESS * self.budget:
-                self.hopeless = peak, problem.mesh
+            smallest = math.inf, problem.mesh
+            for other in (problem, *others):
+                program = other.build(regather=other.platform not in strategies.MERGING).program
+                peak, _ = solve.minimal_budget(program, gap=1e-2, time_limit=deadline.left)
+                smallest = min(smallest, (peak, other.mesh), key=lambda pair: pair[0])
+                if smallest[0] <= _HOPELESS * self.budget:
+                    break
+            else:
+                self.hopeless = smallest
         bound.seconds = max(bound.seconds, solution.bound)
         if solution.status != "feasible":
             self._solved.add(problem.mesh)
