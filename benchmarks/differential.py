@@ -404,7 +404,7 @@ def search(seeds: range, seconds: float, shrink: float, folder: Path | None = No
     for number, seed in enumerate(seeds):
         if time.monotonic() > end:
             break
-        faulthandler.dump_traceback_later(400, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(400, exit=True, file=sys.__stderr__ or sys.stderr)
         program, contest = made(seed)
         print(f"{seed} {contest.method}, {len(program.lines)} lines", file=sys.stderr, flush=True)
         counts.programs[contest.method] += 1

@@ -224,8 +224,10 @@ def matmul(b: Builder) -> object:
 @_kind
 def integer_product(b: Builder) -> object:
     v = b.pick(("int32", "uint8"), least=2)
-    w = v and b.pick(("int32", "uint8"), least=1)
-    return w and b.add("product", f"jnp.tensordot({v.name}, {w.name}, axes=([-1], [0])) % 7", [v, w])
+    w = b.pick(("int32", "uint8"), least=1)
+    if v is None or w is None:
+        return None
+    return b.add("product", f"jnp.tensordot({v.name}, {w.name}, axes=([-1], [0])) % 7", [v, w])
 
 
 @_kind
