@@ -202,7 +202,7 @@ class _Race:
         The latter if its least memory exceeds the budget clearly, and that of other shapes.
         """
         bound, problem, space = self.tried[0]
-        mine, solution, least = _solve(problem, space, self.budget, self._given, deadline.left)
+        mine, solution, least = _solve(problem, space, self.budget, self._given, deadline.left, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         if not solution.choice and solution.status != "cutoff":
             smallest = math.inf, problem.mesh
@@ -232,7 +232,8 @@ class _Race:
             except OptionError:  # the batch does not divide
                 continue
             limit, cutoff = deadline.share(2), self._cutoff(problem.mesh)
-            space, solution, _ = _solve(problem, problem.build(), self.budget, cutoff, limit)
+            built = problem.build()
+            space, solution, _ = _solve(problem, built, self.budget, cutoff, limit, solve.Known(built.program))
             if solution.choice:
                 self._put(type(method).__name__, problem.mesh, space, solution)
 
