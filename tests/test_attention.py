@@ -96,7 +96,7 @@ def test_every_form_is_one_operation_and_equals_one_device(form: str):
 
 def test_it_is_sharded_over_batch_and_heads():
     """At sizes where it is worth it, and at no other dim."""
-    B, T, M, H, D = 2, 512, 512, 8, 64
+    B, T, M, H, D = 2, 1024, 1024, 16, 64
     w = {n: jax.ShapeDtypeStruct((M, H, D), jnp.float32) for n in "qkv"}
     w["o"] = jax.ShapeDtypeStruct((H, D, M), jnp.float32)
     step = step_with(attend(is_causal=True))

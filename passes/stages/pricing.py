@@ -173,8 +173,9 @@ def worked_out(
       progress: as of `priced`.
     """
     found: dict[Key, LayerCost] = {}
+    before = len(costs.known)
     for n, key in enumerate(wanted):
-        progress("layers priced", n, len(wanted))
+        progress("layers priced", before + n, before + len(wanted))
         layer, kind, price = key
         part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
         for number in range(price + 1):
