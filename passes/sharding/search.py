@@ -202,7 +202,8 @@ class _Race:
         The latter if its least memory exceeds the budget clearly, and that of other shapes.
         """
         bound, problem, space = self.tried[0]
-        mine, solution, least = _solve(problem, space, self.budget, self._given, deadline.left, bound.known)
+        seconds = max(deadline.left, _GRACE)
+        mine, solution, least = _solve(problem, space, self.budget, self._given, seconds, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         if not solution.choice and solution.status != "cutoff":
             smallest = math.inf, problem.mesh
@@ -214,10 +215,10 @@ class _Race:
                     break
             else:
                 self.hopeless = smallest
-        bound.seconds = max(bound.seconds, solution.bound)
+        bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         if solution.status != "feasible":
             self._solved.add(problem.mesh)
-            self._note(bound.seconds, max(least, bound.seconds))
+            self._note(max(bound.seconds, solution.bound), bound.seconds)
 
     def consider(self, methods: Sequence[Method], problems: Callable[..., list[_Problem]], deadline: Deadline) -> None:
         """Evaluates the plans of textbook methods, as far as there is time: only what is better is then searched.
@@ -347,6 +348,7 @@ def _solve(
 _AT_ONCE = 3  # of the shapes that wait, so many share what is left of the time; those after them have larger bounds
 _RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
+_GRACE = 1.0  # seconds that the first shape may be solved for, though the time is over
 _FIRST = 0.15  # of the time, for the first shape where time is short
 _HOPELESS = (
     2.0  # times the budget: what the least memory of one mesh exceeds by as much fits no mesh of as many devices
