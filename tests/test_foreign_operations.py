@@ -15,7 +15,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
 import alpa_lite
-from alpa_lite import Cluster, DataParallel, RuleError, register_rule
+from alpa_lite import Cluster, DataParallel, RuleError, Sharded, register_rule
+from alpa_lite.methods import Method
 
 M = 16
 ROWS = 4096
@@ -35,8 +36,12 @@ def arguments() -> Any:
     return jnp.eye(M), jax.random.normal(jax.random.key(0), (ROWS, M))
 
 
-def planned(fun: Callable[..., Any]) -> tuple[Any, alpa_lite.Plan]:
-    run = alpa_lite.parallelize(step_with(fun), method=DataParallel(), cluster=Cluster.local(jax.devices()[:4]))
+LINE = Sharded((4,))
+
+
+def planned(fun: Callable[..., Any], method: Method = LINE) -> tuple[Any, alpa_lite.Plan]:
+    """By default with strategies as decisions, of which textbook methods leave none."""
+    run = alpa_lite.parallelize(step_with(fun), method=method, cluster=Cluster.local(jax.devices()[:4]))
     return run, run.plan(*arguments())
 
 
@@ -84,7 +89,7 @@ def test_custom_partitioning_is_sharded_as_its_own_rule_says(rule: Any):
 def test_custom_partitioning_that_a_plan_cannot_follow_is_whole(partition: Any, rule: Any):
     fun = custom_partitioning(sorted_sum)
     fun.def_partition(partition, sharding_rule=rule)
-    run, plan = planned(fun)
+    run, plan = planned(fun, DataParallel())
     if rule is None:
         assert "register_rule" in plan.stages[0].replicated[0].reason
     else:

@@ -143,6 +143,8 @@ class _Builder:
                 results = self._call(eqn, operands, stack, ops)
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
+            elif _is_empty(eqn):
+                results = [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in eqn.outvars]
             elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
                 results = self._no_iterations(eqn, operands)
             else:
@@ -305,6 +307,12 @@ def _is_plain_scalar(const: Any, aval: Any) -> bool:
     if not isinstance(const, np.ndarray | np.generic | jax.Array):
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _is_empty(eqn: Any) -> bool:
+    """Whether an equation computes no element and does nothing else: its operands need not be brought anywhere."""
+    shaped = bool(eqn.outvars) and _are_arrays(eqn.outvars) and not eqn.effects
+    return shaped and all(0 in var.aval.shape for var in eqn.outvars)
 
 
 def _are_arrays(variables: Sequence[Any]) -> bool:

@@ -14,6 +14,7 @@ with p_e = src_class[s_src] and Q_e = {klass[s_node] for (node, klass) in consum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,7 +125,8 @@ class Problem:
         """The objective of a choice; `inf` if it uses something forbidden."""
         choice = np.asarray(choice, dtype=np.int64)
         cells = self.links.cells_of(choice)
-        return float(self.cost[self.links.first[:-1] + choice].sum() + self.cells[cells].sum())
+        # Rounded once: a replayed plan, whose program has fewer links, costs the same to the last bit.
+        return math.fsum([*self.cost[self.links.first[:-1] + choice].tolist(), *self.cells[cells].tolist()])
 
     def bytes(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """[points] bytes live at each program point under a choice."""
