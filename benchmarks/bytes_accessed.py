@@ -55,7 +55,7 @@ def measured(name: str, device: Any) -> dict[str, Any]:
     jitted = jax.jit(step, in_shardings=everywhere, out_shardings=everywhere)
     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_gpu_experimental_force_split_k": 1})
-    total, by = accessed(compiled.as_text())
+    total, by = accessed(compiled.as_text() or "")
     return {
         "model": name, "operations": len(graph.block.ops), "predicted": predicted, "compiled": total,
         "ratio": predicted / total, "seconds": seconds, "by": dict(by.most_common(8)),
@@ -78,7 +78,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True, help="XLA's target configuration of a GPU, a text file")
     parser.add_argument("names", nargs="*", default=[])
     given = parser.parse_args()

@@ -39,7 +39,7 @@ class Mixer(nn.Module):
         return nn.Dense(self.classes)(nn.LayerNorm()(x).mean(1))
 
 
-def mixer(batch: int, size: int, **sizes: int) -> Built:
+def mixer(batch: int, size: int, **sizes: Any) -> Built:
     """Classification of pictures."""
     model = Mixer(**sizes)
     params = jax.eval_shape(model.init, jax.random.key(0), shape(1, size, size, 3, dtype=F32))

@@ -22,7 +22,6 @@ listed in the same file by hand, under "faults".
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import faulthandler
 import gc
@@ -399,7 +398,7 @@ def made(seed: int) -> tuple[Program, Contest]:
 
 def search(seeds: range, seconds: float, shrink: float, folder: Path | None = None) -> Counts:
     """Runs the programs of seeds until the time is up."""
-    counts = Counts(*(collections.Counter() for _ in range(5)), [])
+    counts = Counts()
     end = time.monotonic() + seconds
     for number, seed in enumerate(seeds):
         if time.monotonic() > end:

@@ -6,7 +6,7 @@ import collections
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ RESULTS = Path(__file__).parent / "results"
 class Counts:
     """Of programs: by method, by kind of line, by refusal; failures with their scripts."""
 
-    programs: collections.Counter[str]
-    leaves: collections.Counter[str]
-    refused: collections.Counter[str]
-    kinds: collections.Counter[str]
-    refusals: collections.Counter[str]
-    failures: list[dict[str, Any]]
+    programs: collections.Counter[str] = field(default_factory=collections.Counter)
+    leaves: collections.Counter[str] = field(default_factory=collections.Counter)
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 def keep(counts: Counts, folder: Path) -> None:

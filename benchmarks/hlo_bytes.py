@@ -109,9 +109,9 @@ def _walk(computations: dict[str, _Computation], name: str, times: int, by: Coun
         elif item.opcode == "fusion":
             inner = computations[item.called[0]]
             root = next(i for i in inner.items.values() if i.root)
-            by[f"fusion {root.opcode}"] += times * _fusion(here, item, inner, root)
+            by[f"fusion {root.opcode}"] += times * int(_fusion(here, item, inner, root))
         else:
-            by[item.target or item.opcode] += times * _alone(here, item)
+            by[item.target or item.opcode] += times * int(_alone(here, item))
 
 
 def _alone(here: _Computation, item: _Instruction) -> float:

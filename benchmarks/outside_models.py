@@ -147,7 +147,7 @@ def planner(name: str) -> Any:
         cluster = alpa_lite.Cluster.preset(base, nodes=case.nodes)
 
     def plan(method: Any, limit: float | None) -> Any:
-        more = {} if limit is None else {"search_time_limit": limit}
+        more: dict[str, Any] = {} if limit is None else {"search_time_limit": limit}
         return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, **case.options, **more)
 
     return plan

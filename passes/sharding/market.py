@@ -148,7 +148,7 @@ def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, g
         points = len(known.problem.base)
         priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
         found = Search(priced, np.inf, gap, started + deadline.share(len(problems) - number), messages=known.messages)
-        found.starts = known.choices
+        found.starts = list(known.choices)
         found.run()
         known.note(found)
         if found.choice is None:

@@ -79,7 +79,7 @@ def test_what_is_compiled(name):
 
 
 def transformer(**options: Any) -> Any:
-    sizes = {"vocab": 4096, "seq": 128, "hidden": 512, "heads": 8, "layers": 2}
+    sizes: dict[str, Any] = {"vocab": 4096, "seq": 128, "hidden": 512, "heads": 8, "layers": 2}
     return models.get("gpt").abstract("tiny", 64, **{**sizes, **options})
 
 
@@ -105,8 +105,8 @@ def test_zero_3_gathers_parameters_forward_and_backward_in_loops_too():
 
 
 def test_heads_that_do_not_divide_are_gathered_and_weights_stay():
-    sizes = {"vocab": 4096, "seq": 128, "hidden": 512, "ffn": 2048, "heads": 8, "kv_heads": 2, "layers": 1}
-    fun, args = models.get("llama").abstract("tiny", 24, **sizes)
+    sizes: dict[str, Any] = {"vocab": 4096, "seq": 128, "hidden": 512, "ffn": 2048, "layers": 1}
+    fun, args = models.get("llama").abstract("tiny", 24, heads=8, kv_heads=2, **sizes)
     plan = alpa_lite.make_plan(fun, *args, cluster=H100, method=METHODS["tensor"], verify="off")
     keys = 24 * 128 * 128 * 4  # of two heads of 64, for every example and position
     assert collections.Counter(c.kind for c in plan.collectives if c.bytes == 4 * keys)["all_reduce"] == 6

@@ -40,6 +40,7 @@ def test_temporaries_of_stages_are_the_compilers():
     executables = list(ahead.compiled_for(compiled.staged, compiled.plan, devices))
     most = {0: [0, 0], 1: [0, 0]}
     for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
+        assert found.memory is not None and found.memory.predicted is not None
         pair = found.memory.predicted, found.memory.temporaries
         most[found.submesh] = [max(a, b) for a, b in zip(most[found.submesh], pair, strict=True)]
     for predicted, measured in most.values():

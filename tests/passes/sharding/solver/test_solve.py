@@ -262,7 +262,7 @@ def check_bounds_and_slacks(seed):
     links = problem.links
     for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
         seconds = problem.seconds(choice)
-        assert (seconds >= ascent.bound + slack[links.first[:-1] + choice] - 1e-9).all()
+        assert (seconds >= ascent.bound + slack[links.first[:-1] + np.array(choice)] - 1e-9).all()
         assert (seconds >= ascent.bound + cells[links.cells_of(np.array(choice))] - 1e-9).all()
 
 
