@@ -73,6 +73,9 @@ PATIENCE = 1.0
 ONE_MESH = 0.5
 """The part of the time that one mesh has, where pipelines are searched after it."""
 
+HOPE = 0.5
+"""A pipeline that may take less than this fraction of the seconds of one mesh is evaluated whatever the time."""
+
 PRICING = 0.6
 """The part of the time for pipelines in which layers are priced; the stages are planned in the rest."""
 
@@ -232,35 +235,37 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
     little to repay the search, none is searched.
     """
-    mesh, reason = None, None
+    if not asked.pipelines:
+        return one_mesh(run, step, asked, asked.remat)
+    mesh, reason, left = None, None, ()
     if asked.one_mesh:
         try:
-            within = asked.within(ONE_MESH * asked.deadline.left) if asked.pipelines else asked
-            mesh = one_mesh(run, step, within, asked.remat[:1] if asked.pipelines else asked.remat)
+            mesh = one_mesh(run, step, asked.within(ONE_MESH * asked.deadline.left), asked.remat[:1], must=False)
         except InfeasibleError as error:
-            if not asked.pipelines:
-                raise
-            reason = error
-    if not asked.pipelines:
-        assert mesh is not None
-        return mesh
+            reason, left = error, asked.remat[1:]
+        except OutOfTime:
+            left = asked.remat
     if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
         return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
+    must = mesh is None or promise.least_seconds(mesh.stages[0].found, asked.cluster) < HOPE * mesh.seconds
     try:
-        found = pipeline(run, step, asked.within(patience), mesh is not None)
+        found = pipeline(run, step, asked.within(patience), beside_one_mesh=mesh is not None, must=must)
     except OutOfTime:
         assert mesh is not None
         return beside(noted(mesh, f"{asked.ran_out}: pipelines were not searched"), "pipeline", "not searched in time")
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         if mesh is None:
-            if reason is None:
+            if reason is None and not left:
                 raise
             try:
-                return one_mesh(run, step, asked, asked.remat[1:])
-            except (InfeasibleError, MicrobatchError):
-                raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+                return one_mesh(run, step, asked, left)
+            except (InfeasibleError, MicrobatchError) as other:
+                raise InfeasibleError(f"{reason or other} No pipeline fits either: {error}") from (reason or other)
         return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
+    if mesh is None and left == asked.remat:
+        found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
+        return beside(found, "one mesh", "nothing that fits was found in time")
     if mesh is None:
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
     if found.seconds < mesh.seconds:
@@ -269,22 +274,24 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     return beside(noted(mesh, note), "pipeline", found)
 
 
-def one_mesh(run: Passes, step: Step, asked: Asked, remats: Sequence[Choice]) -> Staged:
+def one_mesh(run: Passes, step: Step, asked: Asked, remats: Sequence[Choice], *, must: bool = True) -> Staged:
     """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
 
     Args:
       remats: what the backward pass may compute again so that the step fits; where it fits, all that is allowed is
         weighed.
+      must: whether to go on without time until something fits.
 
     Raises:
       InfeasibleError: nothing fits.
+      OutOfTime: without `must`, nothing that fits was found in the time.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
     solve = functools.partial(whole, run, step, asked)
     found = ways.best(
         solve, remats, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
-        also=asked.remat[len(remats) :] if remats == asked.remat[:1] else (),
+        also=asked.remat[len(remats) :] if remats == asked.remat[:1] else (), must=must,
     )  # fmt: skip
     late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
     return noted(found.value, *found.notes, *late)
@@ -326,20 +333,21 @@ def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Out
     return Outcome(staged, solution.objective, found.free, layers)
 
 
-def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = False) -> Staged:
+def pipeline(run: Passes, step: Step, asked: Asked, *, beside_one_mesh: bool = False, must: bool = True) -> Staged:
     """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
 
     Stages are chosen in a part of the time; planning them has the rest.
 
     Args:
       beside_one_mesh: whether a plan of one mesh is at hand. Then a single stage on all devices, which is one mesh, is
-        no pipeline, and where there is no time, there is none.
+        no pipeline.
+      must: whether to go on without time until one is evaluated.
 
     Raises:
       InfeasibleError: no pipeline fits; names what binds.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for what the cluster or the step does not have.
-      OutOfTime: beside one mesh, no pipeline could be evaluated.
+      OutOfTime: without `must`, no pipeline could be evaluated in the time.
     """
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if beside_one_mesh:
@@ -351,7 +359,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, beside_one_mesh: bool = Fals
 
     def chosen_in(room: float) -> Sliced:
         def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
-            return sliced(run, costs, pricing, some, room, limit, must=not beside_one_mesh)
+            return sliced(run, costs, pricing, some, room, limit, must=must)
 
         price = functools.partial(priced_layers, run, step, asked, known)
         cut = functools.partial(in_layers, run, step, asked)

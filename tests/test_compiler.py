@@ -237,10 +237,10 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     where = cluster(1, 2)
     monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
 
-    def infeasible(*given: Any) -> Any:
+    def infeasible(*given: Any, **more: Any) -> Any:
         raise InfeasibleError("no stage fits")
 
-    def broken(*given: Any) -> Any:
+    def broken(*given: Any, **more: Any) -> Any:
         raise PlanError("the lists wait for each other")
 
     monkeypatch.setattr(compiler, "pipeline", infeasible)

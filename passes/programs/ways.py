@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.search import Beaten
 from alpa_lite.report import units
 
@@ -111,6 +111,7 @@ def best(
     budget: float,
     deadline: Deadline,
     also: Sequence[Choice] = (),
+    must: bool = True,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -120,11 +121,13 @@ def best(
       floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
       deadline: after which nothing more is tried, once something has been.
       also: what may be computed again where something fits without, if that is faster.
+      must: whether to go on without time until something fits.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
+      OutOfTime: without `must`, nothing that fits was found in the time.
     """
-    search = _Search(solve, given, floor < budget, budget, deadline)
+    search = _Search(solve, given, floor < budget, budget, deadline, must)
     for remat in map(Remat, remats):
         if search.best is not None:
             search.again(remat)
@@ -145,8 +148,11 @@ def best(
 class _Search(Generic[T]):
     """What has been tried."""
 
-    def __init__(self, solve: Solve[T], given: int | None, may_fit: bool, budget: float, deadline: Deadline) -> None:
+    def __init__(
+        self, solve: Solve[T], given: int | None, may_fit: bool, budget: float, deadline: Deadline, must: bool
+    ) -> None:
         self.solve, self.given, self.may_fit, self.budget, self.deadline = solve, given, may_fit, budget, deadline
+        self.must = must
         self.best: tuple[Way, Outcome[T]] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
         self.slowest = 0.0  # seconds that trying a way took
@@ -201,6 +207,8 @@ class _Search(Generic[T]):
             self.misfits.append(way)
             if self.given or not self.may_fit:
                 return
+            if not self.must and self.slowest > self.deadline.left:
+                raise OutOfTime
             count *= 2
 
     def more(self) -> None:
