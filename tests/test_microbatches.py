@@ -57,7 +57,7 @@ def slow(*values: Any) -> Any:
     [
         (wide, "data", 4), (wide, "zero-3", 2), (steps.masked, "zero-2", 2), slow(steps.metrics, "mesh", 4),
         (steps.batch_axis_1, "auto", 2), slow(wide, "manual", 2), slow(steps.noise, "mesh", 2),
-        slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 4), slow(steps.scanned, "tensor", 4),
+        slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 2), slow(steps.scanned, "tensor", 4),
         slow(steps.regularised, "auto", 4), slow(steps.mixed_up, "mesh", 4),
     ],
 )  # fmt: skip
@@ -70,22 +70,23 @@ def test_steps_on_eight_devices(make, method, parts):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "parts"),
+    ("name", "method", "parts", "devices"),
     [
-        ("linen_mlp", "data", 2), ("nnx_mlp", "zero-3", 2),
-        slow("linen_gpt_scan", "zero-3", 2), slow("nnx_gpt_tied", "data", 4), slow("linen_moe", "mesh", 4),
-        slow("nnx_unet", "mesh", 2), slow("nnx_user_gpt", "zero-3", 4),
+        ("linen_mlp", "data", 2, 8), ("nnx_mlp", "zero-3", 2, 8),
+        slow("linen_gpt_scan", "zero-3", 2, 4), slow("nnx_gpt_tied", "data", 4, 2), slow("linen_moe", "mesh", 4, 8),
+        slow("nnx_unet", "mesh", 2, 8), slow("nnx_user_gpt", "zero-3", 4, 2),
     ],
 )  # fmt: skip
-def test_models_on_eight_devices(name, method, parts):
-    case = zoo.get(name)
+def test_models_on_several_devices(name, method, parts, devices):
+    """Textbook methods on as many devices as a micro-batch has examples, at most."""
+    case, cluster = zoo.get(name), Cluster.local(jax.devices()[:devices])
 
     def run(step: Any, args: Any) -> Any:
         out = step(*args)
         return (out, [nnx.to_pure_dict(nnx.state(a)) for a in args[:2]]) if case.style == "nnx" else out
 
     step, args = case.make()
-    parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=parts)
+    parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=parts, cluster=cluster)
     got = run(parallel, args)
     assert next(iter(parallel._planned.values())).compiled.plan.num_microbatches == parts
     step, args = case.make()

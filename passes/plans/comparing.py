@@ -24,7 +24,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.figures import Comparison
 from alpa_lite.graph import Traced
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
@@ -173,5 +173,5 @@ def _evaluated(name: str, evaluate: Callable[[], Comparison], in_time: bool) -> 
         return Comparison(name, reason=f"not evaluated: comparing stops after {SECONDS:g} s")
     try:
         return replace(evaluate(), name=name)
-    except (InfeasibleError, OptionError) as error:
+    except (InfeasibleError, MicrobatchError, OptionError) as error:
         return Comparison(name, reason=str(error).split(";")[0])

@@ -29,7 +29,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
@@ -230,7 +230,7 @@ class _Race:
                 return
             try:
                 (problem,) = problems(method)
-            except OptionError:  # the batch does not divide
+            except (OptionError, MicrobatchError):  # the batch, or a micro-batch, does not divide
                 continue
             limit, cutoff = deadline.share(2), self._cutoff(problem.mesh)
             built = problem.build()
