@@ -263,7 +263,7 @@ def table(rows: dict[str, Any]) -> str:
         cells = [
             name, cluster, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", case.target or "-",
             f"{row['load_before']:.1f}", f"{plan['step_seconds']:.4g}", f"{plan['mfu']:.0%}", what,
-            f"{best[0]} {best[1]:.4g}" if best else "none fits",
+            f"{best[0]} {best[1]:.4g}" if best else "none fits" if "textbook" in row else "not planned",
             f"{plan['step_seconds'] / best[1]:.2f}{' WORSE' if worse else ''}" if best else "-",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -277,6 +277,9 @@ def table(rows: dict[str, Any]) -> str:
     measured = {
         (row["environment"]["date"], row["environment"]["jax"]) for row in rows.values() if "environment" in row
     }
+    missing = [name for name in CASES if name not in rows]
+    if missing:
+        lines += ["", f"Not measured: {', '.join(missing)}."]
     lines += ["", "Measured " + "; ".join(f"{date} with JAX {jax}" for date, jax in sorted(measured)) + "."]
     return "\n".join(lines) + "\n"
 
