@@ -115,7 +115,7 @@ class Executable:
         block = traced.graph.block
         self._in_shardings = list(map(sharding, block.inputs[:count], in_specs[:count]))
         self._out_shardings = list(map(sharding, block.outputs, out_specs))
-        self._constant_shardings = [known[spec] for spec in specs]
+        self._constant_shardings = list(map(sharding, block.inputs[count:], specs))
         self._donated = donation.donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
         ranges = argument_leaves(traced)

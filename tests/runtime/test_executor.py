@@ -418,6 +418,26 @@ def test_constants_are_on_the_mesh():
     assert not table.is_deleted()
 
 
+def test_a_sharded_constant_without_elements():
+    """A compiled program returns what has no elements as replicated, so it must be asked for as replicated."""
+    empty = np.zeros((0, 8), np.float32)
+
+    def double(x):
+        return 2 * jnp.concatenate([jnp.asarray(empty), x])
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    traced = trace(double, (x,), {}, batch_argnums=())
+    assert [constant.shape for constant in traced.graph.constants] == [(0, 8)]
+    run = Executable(
+        traced,
+        lambda *leaves: evaluate_block(traced.graph.block, leaves),
+        mesh_of((8,)),
+        [P(None, "a"), P(None, "a")],
+        [P()],
+    )
+    np.testing.assert_array_equal(run(x), 2 * x)
+
+
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "raw"])
 def test_random_keys_as_state(key):
     def fun(state, batch):
