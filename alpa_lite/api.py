@@ -52,8 +52,9 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       cluster: the devices to plan for; by default those of this process. The file of a calibration, as "here.json",
         gives their measured figures.
       memory_per_device: bytes that a plan may use on each device; by default its memory less a reserve.
-      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
-        one mesh 1, or if that does not fit the memory, the least power of two that does.
+      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses
+        the number with the least predicted seconds: on one mesh the least power of two that fits the memory, or a
+        greater one where the memory that it leaves free buys more seconds than it costs.
       allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm);
         `Plan.notes` lists such values.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.

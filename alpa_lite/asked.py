@@ -14,6 +14,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.strategies import MERGING
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan import Plan
@@ -26,10 +27,6 @@ class Step:
 
     traced: Traced
     rules: Mapping[Any, Rule]
-
-
-MERGING = frozenset({"cpu"})
-"""Platforms whose compiler drops optimization barriers, and merges what is computed again with the first time."""
 
 
 @dataclass(frozen=True, eq=False)

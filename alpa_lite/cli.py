@@ -323,8 +323,8 @@ def plan(
 
     if cluster.lower() == "local":
         machine = training.local_cluster(None)
-    elif cluster.endswith(".json") and nodes is None and shape is None:
-        machine = Cluster.calibrated(cluster)
+    elif nodes is None and shape is None:
+        machine = Cluster.named(cluster)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
     named = _named(model, size, batch, settings, args, kwargs)

@@ -169,7 +169,7 @@ class Cluster:
 
             devices = jax.devices()
         given = os.environ.get(CALIBRATION) if calibration == "auto" else calibration
-        return _local(devices) if given is None or given == "" else _measured(given, _local(devices))
+        return _measured(given, _local(devices)) if given else _local(devices)
 
     @classmethod
     def calibrated(cls, file: str | os.PathLike[str]) -> Cluster:

@@ -249,7 +249,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
         return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
-    must = mesh is None or promise.least_seconds(mesh.stages[0].found, asked.cluster) < HOPE * mesh.seconds
+    must = mesh is None or patience > worthwhile((1 - HOPE) * mesh.seconds)
     try:
         found = pipeline(run, step, asked.within(patience), beside_one_mesh=mesh is not None, must=must)
     except OutOfTime:
@@ -314,8 +314,7 @@ def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Out
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
         budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, deadline=asked.deadline,
-        cutoff=cutoff,
-        progress=run.count,
+        cutoff=cutoff, progress=run.count,
     )  # fmt: skip
     costs = ()
     if worth.items(traced, asked.wishes):

@@ -47,8 +47,9 @@ class Options:
         stands for `Cluster.local()`.
       memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; None stands for the
         cluster's usable memory.
-      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses: on
-        one mesh 1, or if that does not fit the memory, the least power of two that does.
+      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses
+        the number with the least predicted seconds: on one mesh the least power of two that fits the memory, or a
+        greater one where the memory that it leaves free buys more seconds than it costs.
       allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm,
         contrastive losses). Such a value is then computed within each micro-batch, and the plan's notes list it.
       batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.

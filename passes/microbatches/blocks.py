@@ -132,19 +132,12 @@ class Scope:
         if found is not None:
             return found
         assert base != LOCAL
-        size, strides = self.builder.values[value].shape[dim] // self.builder.parts, self.builder.strides
-        if strides is not None:
-            examples = strides.of(value, dim)
+        cuts, examples = self.builder.cuts, self.builder.cuts.of(value, dim)
 
-            def strided(count: jax.Array, x: jax.Array) -> list[jax.Array]:
-                return [strides.one(x, dim, examples, count)]
+        def one(count: jax.Array, x: jax.Array) -> list[jax.Array]:
+            return [cuts.one(x, dim, examples, count)]
 
-            return self.trace(strided, [self.counter(), self.fetch(value, base)], self._source(value))
-
-        def cut(count: jax.Array, x: jax.Array) -> list[jax.Array]:
-            return [lax.dynamic_slice_in_dim(x, lax.mul(count, np.int32(size)), size, dim)]
-
-        return self.trace(cut, [self.counter(), self.fetch(value, base)], self._source(value))
+        return self.trace(one, [self.counter(), self.fetch(value, base)], self._source(value))
 
     def _local_block(self, value: int, dim: int) -> Atom | None:
         """The same by the local form of what makes the value; None if it has none."""

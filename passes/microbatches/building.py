@@ -13,7 +13,7 @@ from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
 from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.states import AXIS, State, spec_of
-from alpa_lite.passes.microbatches.strides import Ordered, Strides
+from alpa_lite.passes.microbatches.strides import Consecutive, Ordered, Strides
 from alpa_lite.passes.tracing import conversion
 
 Traceable = Callable[..., Sequence[Any]]
@@ -28,6 +28,7 @@ class Builder(Rewriter):
         super().__init__(analysis.graph)
         self.analysis, self.strides = analysis, strides
         self.parts = analysis.parts
+        self.cuts = strides or Consecutive(self.parts)
         self._traces: dict[Hashable, Graph] = {}
 
     def local(self, value: int, state: State) -> int:

@@ -32,7 +32,7 @@ from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
 from alpa_lite.passes.microbatches.outside import Outside
 from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
-from alpa_lite.passes.microbatches.strides import Strides
+from alpa_lite.passes.microbatches.strides import Consecutive, Strides
 
 
 def emit(analysis: Analysis, strides: Strides | None = None) -> tuple[Graph, int]:
@@ -143,10 +143,8 @@ class _Loop(Scope):
                 result = self.outside.made(run, [result], post)
             self._renames[value] = result
         for value, dim, _, result in stacked:
-            strides = self.builder.strides
-            run = functools.partial(_joined, shape=self.builder.values[value].shape, dim=dim)
-            if strides is not None:
-                run = functools.partial(_put_back, strides=strides, dim=dim, examples=strides.of(value, dim))
+            cuts = self.builder.cuts
+            run = functools.partial(_joined, cuts=cuts, dim=dim, examples=cuts.of(value, dim))
             self._renames[value] = self.outside.made(run, [result], post)
         return scan, post
 
@@ -179,11 +177,5 @@ def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]
 
 
-def _put_back(x: jax.Array, strides: Strides, dim: int, examples: int) -> list[jax.Array]:
-    return [strides.joined(x, dim, examples)]
-
-
-def _joined(x: jax.Array, shape: tuple[int, ...], dim: int) -> list[jax.Array]:
-    """The stacked blocks of a value joined along a dim."""
-    order = (*range(1, dim + 1), 0, *range(dim + 1, x.ndim))
-    return [lax.reshape(lax.transpose(x, order) if dim else x, shape)]
+def _joined(x: jax.Array, cuts: Consecutive | Strides, dim: int, examples: int) -> list[jax.Array]:
+    return [cuts.joined(x, dim, examples)]

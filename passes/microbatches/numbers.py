@@ -29,21 +29,25 @@ def of_pipelines(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, me
     most = min(
         MOST_OF_MANY if cluster.num_devices >= MANY else MOST, 8 * max(2, method.num_stages or cluster.num_devices)
     )
-    counts = [1 << i for i in range(most.bit_length())]
-    while counts and batch_dims(traced, rules, counts[-1]) is None:
+    counts, cut = [1 << i for i in range(most.bit_length())], None
+    while counts and (cut := batch_dims(traced, rules, counts[-1])) is None:
         counts.pop()  # what can be cut into a number of parts can be cut into half as many
-    if not counts:
+    if cut is None:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
-    return [*counts, *_finer(traced, rules, counts[-1], most)]
+    return [*counts, *_finer(traced, rules, cut, counts[-1], most)]
 
 
-def _finer(traced: Traced, rules: Mapping[Any, Rule], largest: int, most: int) -> list[int]:
+def _finer(
+    traced: Traced, rules: Mapping[Any, Rule], cut: Mapping[str, int], largest: int, most: int
+) -> list[int]:  # fmt: skip
     """Numbers of which each is half of the next, above the largest power of two: the micro-batches are powers of two.
 
     A batch of 1600 is cut into 64 parts of 25, or into 100 of 16, which more devices can share.
+
+    Args:
+      cut: the dim of each batch argument that is cut.
     """
-    cut = batch_dims(traced, rules, largest)
-    if cut is None or 2 * largest > most:
+    if 2 * largest > most:
         return []
     values = dict(zip((a.path for a in traced.arguments), traced.graph.block.inputs, strict=False))
     sizes = {traced.graph.values[values[path]].shape[dim] for path, dim in cut.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from alpa_lite.graph import Atom, Op
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.microbatches.building import Builder, Traceable
 from alpa_lite.passes.microbatches.states import AFTER, WHOLE
-from alpa_lite.passes.microbatches.strides import Strides
 
 
 class Outside:
@@ -53,17 +51,11 @@ class Outside:
     def blocks(self, value: int, dim: int) -> int:
         """The value with its micro-batches stacked along a new leading dim."""
         key = (value, dim)
-        if key not in self._blocks and (strides := self.builder.strides) is not None:
-            examples = strides.of(value, dim)
-            run = functools.partial(_strided, strides=strides, dim=dim, examples=examples)
-            self._blocks[key] = self.made(run, [self.need(value)], self.prepared)
         if key not in self._blocks:
-            parts = self.builder.parts
+            cuts, examples = self.builder.cuts, self.builder.cuts.of(value, dim)
 
             def cut(x: jax.Array) -> list[jax.Array]:
-                shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-                x = lax.reshape(x, shape)
-                return [lax.transpose(x, (dim, *(d for d in range(len(shape)) if d != dim)))] if dim else [x]
+                return [cuts.cut(x, dim, examples)]
 
             self._blocks[key] = self.made(cut, [self.need(value)], self.prepared)
         return self._blocks[key]
@@ -140,7 +132,3 @@ class Outside:
             if part is not None:
                 out.append(replace(part, operands=tuple(map(exported, part.operands))))
         return out
-
-
-def _strided(x: jax.Array, strides: Strides, dim: int, examples: int) -> list[jax.Array]:
-    return [strides.cut(x, dim, examples)]

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from alpa_lite.graph import Atom, Block, Lit, Op
@@ -34,8 +35,42 @@ class Ordered(Exception):
     """The step tells examples apart by their position."""
 
 
+class Consecutive:
+    """Micro-batches of consecutive examples: how arrays are cut into them along a dim, and joined again."""
+
+    def __init__(self, parts: int) -> None:
+        """`parts`: the number of micro-batches."""
+        self.parts = parts
+
+    def of(self, value: int, dim: int) -> int:
+        """How many examples a value holds along a dim, which does not matter here."""
+        del value, dim
+        return 0
+
+    def cut(self, x: Any, dim: int, examples: int) -> Any:
+        """The micro-batches of an array, stacked along a new leading dim."""
+        del examples
+        shape = (*x.shape[:dim], self.parts, x.shape[dim] // self.parts, *x.shape[dim + 1 :])
+        split = lax.reshape(x, shape)
+        return lax.transpose(split, (dim, *(d for d in range(len(shape)) if d != dim))) if dim else split
+
+    def one(self, x: Any, dim: int, examples: int, count: Any) -> Any:
+        """The micro-batch of an array with a number."""
+        del examples
+        size = x.shape[dim] // self.parts
+        return lax.dynamic_slice_in_dim(x, lax.mul(count, np.int32(size)), size, dim)
+
+    def joined(self, x: Any, dim: int, examples: int) -> Any:
+        """What `cut` has cut."""
+        del examples
+        if self.parts == 1:
+            return lax.squeeze(x, (0,))  # whatever it is, a number without dims among it
+        order = (*range(1, dim + 1), 0, *range(dim + 1, x.ndim))
+        return _merged(lax.transpose(x, order) if dim else x, dim, 2)
+
+
 class Strides:
-    """How many examples the dims of sliced values hold.
+    """Micro-batches of every m-th example: how many examples the dims of sliced values hold, and how they are cut.
 
     Attributes:
       examples: value -> E, for values that are sliced within the loop.

@@ -32,7 +32,7 @@ from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.sharding.solver.problem import Problem, price_memory
+from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import Known
 from alpa_lite.passes.sharding.space import Space
@@ -52,7 +52,7 @@ class Market:
     """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
 
     Attributes:
-      known: what the solves of each found out, for the next. rough: these solutions.
+      known: each program, with what its solves found out for the next. rough: these solutions.
       unit: seconds per byte, of price 1.
       time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
       gap: at which a choice counts as optimal.
@@ -60,7 +60,6 @@ class Market:
 
     meshes: tuple[LogicalMesh, ...]
     spaces: tuple[Space, ...]
-    problems: tuple[Problem, ...]
     known: tuple[Known, ...]
     rough: tuple[Solution, ...]
     unit: float
@@ -85,12 +84,12 @@ class Market:
         )
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
-        problem, space, solution = self.problems[best], self.spaces[best], solutions[best]
+        problem, space, solution = self.known[best].problem, self.spaces[best], solutions[best]
         choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
         candidates = []
-        for i, (mesh, other) in enumerate(zip(self.meshes, self.problems, strict=True)):
+        for i, (mesh, other) in enumerate(zip(self.meshes, self.known, strict=True)):
             found = solutions.get(i, self.rough[i])
-            seconds, size = other.seconds(found.choice), int(other.peak(found.choice))
+            seconds, size = other.problem.seconds(found.choice), int(other.problem.peak(found.choice))
             faster = seconds < problem.seconds(solution.choice)
             status = "chosen" if i == best else "more memory" if faster else "slower"
             candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
@@ -132,12 +131,11 @@ def market(
         for mesh, allowed in admitted
     )  # fmt: skip
     known = tuple(Known(space.program) for space in spaces)
-    problems = tuple(one.problem for one in known)
     solved = _solved(dict(enumerate(known)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
-    rough = tuple(solved[i] for i in range(len(problems)))
+    rough = tuple(solved[i] for i in range(len(known)))
     fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
-    unit = rough[fastest].objective / max(problems[fastest].peak(rough[fastest].choice), 1.0)
-    return Market(tuple(mesh for mesh, _ in admitted), spaces, problems, known, rough, unit, time_limit, gap)
+    unit = rough[fastest].objective / max(known[fastest].problem.peak(rough[fastest].choice), 1.0)
+    return Market(tuple(mesh for mesh, _ in admitted), spaces, known, rough, unit, time_limit, gap)
 
 
 def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:

@@ -350,9 +350,7 @@ _RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
 _GRACE = 1.0  # seconds that the first shape may be solved for, though the time is over
 _FIRST = 0.15  # of the time, for the first shape where time is short
-_HOPELESS = (
-    2.0  # times the budget: what the least memory of one mesh exceeds by as much fits no mesh of as many devices
-)
+_HOPELESS = 2.0  # times the budget: a step whose least memory on one mesh exceeds that is taken to fit no other
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
 _TEXTBOOK = 0.3  # of the time, for textbook plans
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved

@@ -70,8 +70,8 @@ def build(
 
 
 MERGING = frozenset({"cpu"})
-"""Platforms whose compiler drops optimization barriers and merges equal gathers, the kept copy with them (measured on
-CPU, JAX 0.10.2): a plan that counts on gathering again would not be true there."""
+"""Platforms whose compiler drops optimization barriers, and merges what is computed or gathered again with the first
+time (measured on CPU, JAX 0.10.2): a plan that counts on doing it again would not be true there."""
 
 
 def _busiest(found: list[Strategy]) -> list[Strategy]:

@@ -81,7 +81,6 @@ class Shared:
     traced: Traced
     grouping: Grouping
     tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict)
-    arriving: dict[int, list[Demand]] = field(default_factory=dict)
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
 
@@ -97,7 +96,6 @@ class Shared:
 
     def __post_init__(self) -> None:
         for demand in self.grouping.demands:
-            self.arriving.setdefault(demand.group, []).append(demand)
             self.uses.setdefault(demand.value, []).append(demand)
         for value, home in self.grouping.homes.items():
             self.homes_of.setdefault(home.group, []).append(value)

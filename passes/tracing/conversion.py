@@ -144,7 +144,7 @@ class _Builder:
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
-                results = [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in eqn.outvars]
+                results = self._empty(eqn.outvars)
             elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
                 results = self._no_iterations(eqn, operands)
             else:
@@ -156,8 +156,11 @@ class _Builder:
     def _no_iterations(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
         """The results of a loop that never runs, which no compiler keeps: what it starts with, and empty stacks."""
         consts, carry = _jax.scan_counts(eqn.params)
-        stacks = [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in eqn.outvars[carry:]]
-        return [*operands[consts : consts + carry], *stacks]
+        return [*operands[consts : consts + carry], *self._empty(eqn.outvars[carry:])]
+
+    def _empty(self, variables: Sequence[Any]) -> list[Atom]:
+        """Arrays without elements."""
+        return [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in variables]
 
     def _literal(self, literal: Any) -> Atom:
         if np.size(literal.val) > _SMALL_LITERAL:

@@ -13,11 +13,11 @@ import numpy as np
 
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.ragged import offsets, ranges
-from alpa_lite.passes.sharding.solver.wiring import Wiring
+from alpa_lite.passes.sharding.solver.wiring import Ends, Wiring
 
 
-@dataclass(frozen=True, eq=False)
-class _Node:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Node(Ends):
     """What one node needs, as `wiring.Step` of a colour.
 
     Attributes:
@@ -29,11 +29,6 @@ class _Node:
     """
 
     messages: np.ndarray
-    small: int
-    cells: slice
-    other: np.ndarray
-    rows: np.ndarray
-    large: tuple[tuple[int, bool, slice, slice], ...]
     classes: np.ndarray
     entries: np.ndarray
     strategies: np.ndarray
@@ -130,7 +125,7 @@ class Decoder:
         for i in order if backward else reversed(order):
             node = self._nodes[i]
             if len(node.messages):
-                found = self._collected(node, cells, messages)
+                found = wiring.collected(node, len(node.messages), cells, messages)
                 potential = own[i] + found[node.entries].sum(0)
                 least = np.minimum.reduceat(potential[node.strategies], node.entry_at)
                 messages[node.messages] = found - (node.forward if backward else node.backward) * least
@@ -142,14 +137,3 @@ class Decoder:
             s = chosen[i] = (own[i] + messages[node.messages[node.entries]].sum(0)).argmin()
             messages[node.theirs] = cells[node.cell + node.apart * node.classes[:, s][node.half]]
         return chosen
-
-    def _collected(self, node: _Node, cells: np.ndarray, messages: np.ndarray) -> np.ndarray:
-        out = np.empty(len(node.messages))
-        if node.small:
-            held = messages[node.other]
-            np.subtract(cells[node.cells], held, out=held)
-            np.minimum.reduceat(held, node.rows, out=out[: node.small])
-        for m, is_source, own, other in node.large:
-            cost, taken = self._wiring.matrix(m, cells), messages[other]
-            (cost - (taken if is_source else taken[:, None])).min(1 if is_source else 0, out=out[own])
-        return out

@@ -145,14 +145,19 @@ class Links:
         cells = self.cell[self.edge] + row[self.edge] * self.columns[self.edge] + column
         return np.unique(cells)
 
+    @property
+    def members(self) -> list[set[int]]:
+        """The nodes of each edge."""
+        out = [{src} for src in self.src.tolist()]
+        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
+            out[e].add(node)
+        return out
+
     @cached_property
     def touching(self) -> list[list[int]]:
         """For each node the edges that it is part of."""
         out: list[list[int]] = [[] for _ in range(self.nodes)]
-        members: list[set[int]] = [{src} for src in self.src.tolist()]
-        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
-            members[e].add(node)
-        for e, nodes in enumerate(members):
+        for e, nodes in enumerate(self.members):
             for node in nodes:
                 out[node].append(e)
         return out
@@ -173,10 +178,7 @@ class Links:
     def _colored(self) -> np.ndarray:
         """Greedily, nodes of many neighbours first."""
         near: list[set[int]] = [set() for _ in range(self.nodes)]
-        members: list[set[int]] = [{src} for src in self.src.tolist()]
-        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
-            members[e].add(node)
-        for nodes in members:
+        for nodes in self.members:
             for node in nodes:
                 near[node] |= nodes
         colors = [-1] * self.nodes

@@ -95,16 +95,7 @@ class Ascent:
 
     def _collected(self, step: Step, taken: np.ndarray) -> np.ndarray:
         """[messages of a colour] the least of each row of cells, less what is taken from the other end."""
-        out = np.empty(step.messages.stop - step.messages.start)
-        if step.small:
-            held = taken[step.other]
-            np.subtract(self._cells[step.cells], held, out=held)
-            np.minimum.reduceat(held, step.rows, out=out[: step.small])
-        for m, is_source, own, other in step.large:
-            cost = self.wiring.matrix(m, self._cells)
-            rest = cost - (taken[other] if is_source else taken[other][:, None])
-            rest.min(1 if is_source else 0, out=out[own.start - step.messages.start : own.stop - step.messages.start])
-        return out
+        return self.wiring.collected(step, step.messages.stop - step.messages.start, self._cells, taken)
 
     def _potentials(self) -> np.ndarray:
         """[strategies, by colour] seconds of each strategy with what was moved to it."""

@@ -19,32 +19,41 @@ LARGE = 2048
 """Cells from which a part is a matrix of its own: a call for each is then no slower than the gathering of its cells."""
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What one colour needs. Slices are into the vectors of a `Wiring`; numbers of rows count from the colour's first.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ends:
+    """Halves whose messages are collected together: those of a colour, or of a node.
 
     Attributes:
-      nodes: in the order of colours. strategies: of these nodes. starts: where those of each node begin.
-      halves: small ones first. half_at: where the messages of each begin.
-      messages: its halves' messages. small: how many of them belong to halves that are not large.
+      small: how many messages belong to halves that are not large; they come first.
       cells: of the small halves. other: the other end's message of each. rows: where each row of cells begins.
-      large: for each half of a large part its matrix's place, whether it is the source's end, own and other messages.
-      entries: the strategy of each pair of a message and a strategy of its class, from the colour's first strategy.
-      entry_message: its message. entry_at: where the entries of each message begin.
-      forward, backward: for each message the share that it hands on.
+      large: for each half of a large part its matrix's place, whether it is the source's end, its own messages, counted
+        from the first that is collected, and the other end's.
     """
 
-    nodes: slice
-    strategies: slice
-    starts: np.ndarray
-    halves: np.ndarray
-    half_at: np.ndarray
-    messages: slice
     small: int
     cells: slice
     other: np.ndarray
     rows: np.ndarray
     large: tuple[tuple[int, bool, slice, slice], ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step(Ends):
+    """What one colour needs. Slices are into the vectors of a `Wiring`; numbers of rows count from the colour's first.
+
+    Attributes:
+      strategies: of its nodes, in the order of colours.
+      halves: small ones first. half_at: where the messages of each begin.
+      messages: its halves' messages.
+      entries: the strategy of each pair of a message and a strategy of its class, from the colour's first strategy.
+      entry_message: its message. entry_at: where the entries of each message begin.
+      forward, backward: for each message the share that it hands on.
+    """
+
+    strategies: slice
+    halves: np.ndarray
+    half_at: np.ndarray
+    messages: slice
     entries: np.ndarray
     entry_message: np.ndarray
     entry_at: np.ndarray
@@ -159,6 +168,18 @@ class Wiring:
         _, at, high, wide = self.matrices[m]
         return cells[at : at + high * wide].reshape(high, wide)
 
+    def collected(self, ends: Ends, count: int, cells: np.ndarray, taken: np.ndarray) -> np.ndarray:
+        """[count] the least of each row of the cells of some halves, less what is taken from the other ends."""
+        out = np.empty(count)
+        if ends.small:
+            held = taken[ends.other]
+            np.subtract(cells[ends.cells], held, out=held)
+            np.minimum.reduceat(held, ends.rows, out=out[: ends.small])
+        for m, is_source, own, other in ends.large:
+            rest = self.matrix(m, cells) - (taken[other] if is_source else taken[other][:, None])
+            rest.min(1 if is_source else 0, out=out[own])
+        return out
+
     def matrix_of(self, half: int) -> int:
         """The number of a large half's matrix."""
         return int(self._of_part[half % len(self.part)])
@@ -234,13 +255,11 @@ class Wiring:
         large = []
         for h in halves[self.large[halves]].tolist():
             o = int(self.partner[h])
-            own = slice(int(self.message_at[h]), int(self.message_at[h] + self.high[h]))
+            own = slice(int(self.message_at[h]) - start, int(self.message_at[h] + self.high[h]) - start)
             other = slice(int(self.message_at[o]), int(self.message_at[o] + self.high[o]))
             large.append((self.matrix_of(h), h < len(self.part), own, other))
         return Step(
-            nodes=slice(int(a), int(b)),
             strategies=slice(int(self.first[a]), int(self.first[b])),
-            starts=self.first[a:b] - self.first[a],
             halves=halves,
             half_at=self.message_at[halves] - start,
             messages=slice(start, stop),
