@@ -54,17 +54,40 @@ class Held:
 
 @dataclass(frozen=True)
 class Spending:
-    """Seconds of computation per step of all operations of one kind in one place.
+    """What all operations of one kind in one place that the same resource bounds take per step, as predicted.
 
     Attributes:
       where: the source line and the name scope; numbers in scopes are written `#`, so that layers are one place.
       operation: the name of the primitive.
-      seconds: predicted.
+      flops: seconds that their FLOPs take at the rate that they reach.
+      bytes: seconds that reading and writing memory takes.
+      links, latency: seconds in which they wait for collectives, by whether faster links shorten them.
+      count: how many run.
     """
 
     where: str
     operation: str
-    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    links: float = 0.0
+    latency: float = 0.0
+    count: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of computing."""
+        return max(self.flops, self.bytes)
+
+    @property
+    def total(self) -> float:
+        """Seconds of computing and of waiting."""
+        return self.seconds + self.links + self.latency
+
+    @property
+    def bound(self) -> str:
+        """What bounds them: "FLOPs", "bytes", "links" or "latency"."""
+        terms = {"FLOPs": self.flops, "bytes": self.bytes, "links": self.links, "latency": self.latency}
+        return max(terms, key=lambda name: terms[name])
 
 
 @dataclass(frozen=True)

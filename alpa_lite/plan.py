@@ -26,7 +26,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord
 
-SCHEMA = 4
+SCHEMA = 5
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
 _PENDING = "_pending"

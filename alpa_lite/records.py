@@ -224,6 +224,7 @@ class Alternative:
       step: the best whole step that descent found with this alternative. It fits the memory budget if `fits` is true;
         otherwise none that fits was found, and it is the fastest of all.
       fits: whether `step` fits the memory budget.
+      flops_seconds, bytes_seconds: what the FLOPs take and what the bytes take; the larger is `compute_seconds`.
       roomy: where `step` fits, a faster one that was found and does not; None if there is none.
       partial: as `Decision.partial`.
     """
@@ -239,6 +240,13 @@ class Alternative:
     fits: bool
     roomy: Outcome | None = None
     partial: tuple[str, ...] = ()
+    flops_seconds: float = 0.0
+    bytes_seconds: float = 0.0
+
+    @property
+    def link_seconds(self) -> float:
+        """The collectives that the operation issues and those that bring it its operands and take away its results."""
+        return self.communication_seconds + self.transfer_seconds
 
     @property
     def node_seconds(self) -> float:

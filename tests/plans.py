@@ -219,7 +219,12 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=(("data",), ("model",), (), ()),
         seconds=1.1e-3,
     )
-    return product, weight, softmax
+    return tuple(map(_bound_by_bytes, (product, weight, softmax)))
+
+
+def _bound_by_bytes(decision: Decision) -> Decision:
+    found = (dataclasses.replace(a, bytes_seconds=a.compute_seconds) for a in decision.alternatives)
+    return dataclasses.replace(decision, alternatives=tuple(found))
 
 
 def gpt_plan(layers: int = LAYERS) -> Plan:

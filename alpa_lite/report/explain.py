@@ -32,7 +32,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.figures import Spending
 from alpa_lite.records import Alternative, Decision, Leaf, Outcome, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import grouping, stages, tables, units
+from alpa_lite.report import computing, grouping, stages, tables, units
 
 _LISTED = 20
 _SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
@@ -172,7 +172,8 @@ def _rank(subject: _Subject) -> tuple[bool, int, float]:
     told = decision is not None and decision.chosen is not None and len(decision.alternatives) > 1
     if subject.leaf:
         return not told, len(paths.tokens(subject.leaf.path)), 0.0
-    return not told, 0, -record.seconds if record else 0.0
+    seconds = record.total if isinstance(record, Spending) else record.seconds if record else 0.0
+    return not told, 0, -seconds
 
 
 def _identical(first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
@@ -293,7 +294,8 @@ def _choice(subject: _Subject) -> str:
         chosen = subject.decision.chosen
         return chosen.layout if chosen else _assignment(subject.decision)
     if subject.spending:
-        return f"{units.seconds(subject.spending.seconds)} of computing a step; the method fixed its sharding"
+        spent = subject.spending
+        return f"{units.seconds(spent.total)} a step, bound by {spent.bound}; the method fixed its sharding"
     return "not distributed"
 
 
@@ -318,9 +320,14 @@ def _full(subject: _Subject) -> list[RenderableType]:
     elif decision:
         lines.append(f"operation at {decision.where}: {_choice(subject)}")
     elif subject.spending:
-        share = units.percent(subject.spending.seconds, stage.compute_seconds)
-        lines.append(f"operations at {subject.spending.where}: {units.seconds(subject.spending.seconds)} per step")
-        lines.append(f"{share} of the computing of the stage, all operations of this name at this place together")
+        spent = subject.spending
+        share = units.percent(spent.total, stage.compute_seconds + stage.communication_seconds)
+        lines.append(f"operations at {spent.where}: {units.seconds(spent.total)} per step")
+        number = f"all {spent.count:,}" if spent.count > 1 else "all"
+        lines.append(
+            f"{share} of the computing and the collectives of the stage, {number} of this name at this place together"
+        )
+        lines.append(f"bound by {spent.bound}: {computing.terms_text(spent)}")
     if decision and decision.count > 1:
         kind = "arguments" if subject.leaf else "operations"
         lines.append(
@@ -339,6 +346,7 @@ def _full(subject: _Subject) -> list[RenderableType]:
     for letter, other in _lettered(decision):
         if other is not chosen:
             tables.add(verdicts, letter, _verdict(subject.site, other, chosen))
+    lines.append(_bound(chosen))
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
     whole = "Step time if this choice is forced and the others re-optimised"
     scaled = "no other change to either step"
@@ -351,6 +359,13 @@ def _full(subject: _Subject) -> list[RenderableType]:
         tables.section("Cost of this choice alone, others unchanged", _local(decision)),
         tables.section(f"What would make another choice win ({scaled})", verdicts),
     ]
+
+
+def _bound(chosen: Alternative) -> str:
+    """What bounds the operations of a decision, and the terms."""
+    terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
+    said = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
+    return f"bound by {max(terms, key=lambda name: terms[name])}: {said} per step"
 
 
 def _lines(lines: list[RenderableType]) -> RenderableType:
@@ -380,9 +395,10 @@ def _steps(decision: Decision) -> RenderableType:
 
 def _local(decision: Decision) -> RenderableType:
     """The cost of each alternative itself."""
-    out = tables.table("", "layout", "compute", "reduce", "reshard", "result", right=(2, 3, 4, 5), wide=1)
+    out = tables.table("", "layout", "FLOPs", "bytes", "reduce", "reshard", "result", right=range(2, 7), wide=1)
     for letter, a in _lettered(decision):
-        costs = (units.seconds(s) for s in (a.compute_seconds, a.communication_seconds, a.transfer_seconds))
+        terms = a.flops_seconds, a.bytes_seconds, a.communication_seconds, a.transfer_seconds
+        costs = (units.seconds(s) for s in terms)
         style = "bold" if a is decision.chosen else ""
         tables.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), style=style)
     return out

@@ -155,7 +155,8 @@ def _found(found: Found) -> Iterator[str]:
             mark = ">" if solution.choice and solution.choice[number] == s else " "
             partial = f" partial {units.axes(strategy.partial)}" if strategy.partial else ""
             axes = " ".join("+".join(a) or "-" for a in strategy.axes)
-            cost = f"compute {node.compute[s]:.3e} s, communication {node.communication[s]:.3e} s"
+            terms = f"FLOPs {node.terms[0, s]:.3e} s, bytes {node.terms[1, s]:.3e} s"
+            cost = f"compute {node.compute[s]:.3e} s ({terms}), communication {node.communication[s]:.3e} s"
             yield f"  {mark} {axes}{partial}: {cost}"
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import stages, text, units, words
+from alpa_lite.report import computing, stages, text, units, words
 from alpa_lite.report.tables import WIDTH, add, plain, section, table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MOST_NOTES = 3
+_MOST_OPERATIONS = 3
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 
 
@@ -117,10 +119,24 @@ def _predicted(plan: Plan) -> RenderableType:
     share = units.percent(size, plan.memory_per_device)
     add(out, "memory", f"{units.nbytes(size)} per device, {share} of {units.nbytes(plan.memory_per_device)}")
     add(out, "", _kinds(plan))
+    _operations(plan, out)
     what = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
     searched = plan.solver.status not in ("replayed", "fixed")
     add(out, "solver", f"{plan.solver.status}{f', {text.gap(plan.solver)}: {what}' * searched}")
     return out
+
+
+def _operations(plan: Plan, out: Table) -> None:
+    """What bounds the operations, and the heaviest of them."""
+    rows = computing.heaviest(plan)
+    if not rows:
+        return
+    whole = sum(row.total for row in rows)
+    add(out, "bound by", computing.bounds_text(rows))
+    for number, row in enumerate(rows[:_MOST_OPERATIONS]):
+        time = f"{units.seconds(row.total)}, {units.percent(row.total, whole)} ({row.bound})"
+        name = " ".join(part for part in (row.operation, computing.count_text(row)) if part)
+        add(out, "" if number else "heaviest", f"{name}: {time}, {computing.line_text(row)}")
 
 
 def _kinds(plan: Plan) -> str:

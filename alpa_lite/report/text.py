@@ -33,7 +33,11 @@ def renderable(plan: Plan) -> Group:
     heavy = computing.heaviest(plan)
     if heavy:
         parts.append(
-            section("Where computing goes, all operations of a name at a place together", computing.renderable(heavy))
+            section(
+                "Where the time goes: operations and the collectives that they wait for, per device",
+                f"bound by {computing.bounds_text(heavy)}",
+                computing.renderable(heavy),
+            )
         )
     whole = stages.replicated(plan)
     if whole:
@@ -107,7 +111,7 @@ def _candidates(plan: Plan) -> RenderableType:
     return out
 
 
-_STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
+_STATUS = {"cutof": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
 _EQUAL = 1e-6  # relative difference of seconds that is rounding
 
 
@@ -118,7 +122,7 @@ def _status(candidate: Candidate, best: float) -> str:
     that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
     """
     status, seconds = _STATUS.get(candidate.status, candidate.status), candidate.step_seconds
-    if candidate.status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
+    if candidate.status in ("chosen", "cutof", "infeasible") or seconds is None or best <= 0:
         return status
     if abs(seconds - best) <= _EQUAL * best:
         return "equally fast"

@@ -8,26 +8,51 @@ The integer program prices groups of operations and the passages of values betwe
     a collective      alpha * share + bytes * beta, where share is what the program charged of the latency: collectives
                       that the compiler combines start together.
 
+What bounds an operation is the larger of the two terms of its group: the operations of a fused chain are bound by its
+bytes together, whatever each computes.
+
 So the seconds of all instructions of a step add up to the objective of its integer program, but for what a pipeline
 does a second time (`stages.segments` makes cheap values again rather than keep them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
+from alpa_lite.graph import Op, Traced
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.primitives import work, working_dtype
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, collectives
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.prices import combinable
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.records import Collective
 from alpa_lite.strategy import Rule
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an operation costs a device per step, all trips of its loops together.
+
+    Attributes:
+      flops, bytes: seconds that its FLOPs take at the rate that they reach, and that its bytes take.
+      runs: how often it runs.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    runs: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The roofline."""
+        return max(self.flops, self.bytes)
+
+
+FREE = Price()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +62,7 @@ class Prices:
     Attributes:
       traced, program: the step.
       cost: of the mesh.
-      operations: op index -> seconds per step, all trips of its loops together.
+      operations: op index -> what it costs.
       arguments: seconds per step of reading arguments, which belongs to no operation.
       shares: as in `sharding.space.Space`.
     """
@@ -45,7 +70,7 @@ class Prices:
     traced: Traced
     program: LocalProgram
     cost: MeshCost
-    operations: Mapping[int, float]
+    operations: Mapping[int, Price]
     arguments: float
     shares: Mapping[tuple[int, int], float]
 
@@ -55,18 +80,29 @@ class Prices:
         for item in items:
             match item:
                 case Compute(op=op):
-                    total += self.operations.get(op.index, 0.0)
+                    total += self.operations.get(op.index, FREE).seconds
                 case Loop(bodies=bodies):
                     total += sum(self.compute(body.instructions) for body in bodies)
         return total
 
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
         """The collectives of one run of some instructions, and the seconds of all executions of each."""
-        program = replace(self.program, body=Body((), tuple(items), ()))
-        return [(found, self.collective(found, move)) for found, move in collectives(program, self.traced)]
+        return [(found, sum(self.waiting(found, move))) for found, move, _ in self._communicated(items)]
 
-    def collective(self, collective: Collective, move: tuple[int, int] | None) -> float:
-        """Seconds of a collective; one that the compiler combines with others pays its share of one latency.
+    def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Op | None, float, float]]:
+        """What waits for each of `collectives`, an operation or an output, with seconds of latency and on links."""
+        for found, move, op in self._communicated(items):
+            yield op, *self.waiting(found, move)
+
+    def _communicated(
+        self, items: Iterable[Instruction]
+    ) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
+        return communicated(replace(self.program, body=Body((), tuple(items), ())), self.traced)
+
+    def waiting(self, collective: Collective, move: tuple[int, int] | None) -> tuple[float, float]:
+        """Seconds of a collective, those of its latency and those of its bytes on the links, all executions together.
+
+        One that the compiler combines with others pays its share of one latency.
 
         Args:
           move: (value, phase) of the resharding that it belongs to; None where an operation issues it.
@@ -75,7 +111,7 @@ class Prices:
         share = 1.0
         if move is not None and collective.kind in combinable(self.cost):
             share = self.shares.get(move, 1.0)
-        return (alpha * share + beta * collective.bytes) * collective.count
+        return alpha * share * collective.count, beta * collective.bytes * collective.count
 
 
 def prices(
@@ -84,17 +120,18 @@ def prices(
     """The price list of a step with the strategies that were found for it."""
     alone = _alone(traced, grouping, rules, cost)
     nodes, choice = found.space.nodes, found.solution.choice
-    operations: dict[int, float] = {}
+    operations: dict[int, Price] = {}
     arguments = 0.0
     for group, node in zip(grouping.groups, found.space.node_of, strict=True):
-        seconds = float(nodes[node].compute[choice[node]])
+        flops, size = (float(term) for term in nodes[node].terms[:, choice[node]])
         if not group.ops:
-            arguments += seconds
+            arguments += max(flops, size)
             continue
         whole = sum(alone[number] for number in group.ops)
         for number in group.ops:
             share = alone[number] / whole if whole else 1 / len(group.ops)
-            operations[number] = operations.get(number, 0.0) + seconds * share
+            before = operations.get(number, FREE)
+            operations[number] = Price(before.flops + flops * share, before.bytes + size * share, group.trips)
     return Prices(traced, program, cost, operations, arguments, found.space.shares)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -110,10 +110,16 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
 
     With each comes (value, phase) of the resharding that it belongs to, or None where an operation issues it.
     """
-    out: list[tuple[Collective, tuple[int, int] | None]] = []
+    return tuple((found, move) for found, move, _ in communicated(program, traced))
+
+
+def communicated(
+    program: LocalProgram, traced: Traced
+) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
+    """`collectives`, each with the operation that waits for it or issues it; None for an output of the step."""
     values = traced.graph.values
 
-    def visit(body: Body, trips: int) -> None:
+    def visit(body: Body, trips: int) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
         for item in body.instructions:
             match item:
                 case Reshard(value=value, steps=steps, used_by=op, late=late):
@@ -122,17 +128,16 @@ def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective
                             size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
                             axes = in_mesh_order(step.communicating(program.mesh), program.mesh)
                             found = Collective(step.kind, axes, size, trips, 0, where_of(op))
-                            out.append((found, (value, int(late))))
+                            yield found, (value, int(late)), op
                 case Compute(op=op, form=form):
                     for c in form.collectives:
                         axes = in_mesh_order(c.axes, program.mesh)
-                        out.append((Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None))
+                        yield Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None, op
                 case Loop(op=op, bodies=bodies):
                     for inner, times in zip(bodies, body_runs(op), strict=True):
-                        visit(inner, trips * times)
+                        yield from visit(inner, trips * times)
 
-    visit(program.body, 1)
-    return tuple(out)
+    yield from visit(program.body, 1)
 
 
 def reads(item: Instruction) -> list[int]:

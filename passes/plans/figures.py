@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from alpa_lite.figures import AxisUse, Held, Products, Spending
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.lowering.prices import FREE, Price
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Reshard, block_count, spec_of
 from alpa_lite.passes.plans.dims import components
 from alpa_lite.passes.sharding import kinds
@@ -48,28 +50,48 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
 
 
 def spending(planned: PlannedStage) -> tuple[Spending, ...]:
-    """Compute seconds of a stage's operations, by place and primitive, in program order."""
-    found: dict[tuple[str, str], float] = {}
+    """What a stage's operations take, by place, primitive and what bounds their computing, in program order.
+
+    Reading the arguments, and collectives of results, belong to no operation and come last.
+    """
+    found: dict[tuple[str, str, bool], Spending] = {}
     places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
+
+    arguments = Spending("arguments of the step", "read", bytes=planned.prices.arguments)
+    results = Spending("results of the step", "collective")
+
+    def add(op: Op, *, own: Price = FREE, links: float = 0.0, latency: float = 0.0) -> None:
+        source = op.source.traceback, str(op.source.name_stack)
+        if source not in places:
+            places[source] = _place(op)
+        price = planned.prices.operations.get(op.index, FREE)
+        key = places[source], op.name, price.flops > price.bytes
+        was = found.get(key) or Spending(places[source], op.name)
+        found[key] = replace(
+            was, flops=was.flops + own.flops, bytes=was.bytes + own.bytes, links=was.links + links,
+            latency=was.latency + latency, count=was.count + own.runs,
+        )  # fmt: skip
 
     def visit(items: Iterable[Instruction]) -> None:
         for item in items:
             match item:
                 case Compute(op=op):
-                    seconds = planned.prices.operations.get(op.index, 0.0)
-                    if seconds:
-                        source = op.source.traceback, str(op.source.name_stack)
-                        if source not in places:
-                            places[source] = _place(op)
-                        key = places[source], op.name
-                        found[key] = found.get(key, 0.0) + seconds
+                    own = planned.prices.operations.get(op.index, FREE)
+                    if own.seconds:
+                        add(op, own=own)
                 case Loop(bodies=bodies):
                     for body in bodies:
                         visit(body.instructions)
 
     for segment in planned.segments.items:
         visit(segment.instructions)
-    return tuple(Spending(where, name, seconds) for (where, name), seconds in found.items())
+        runs = planned.runs(segment)
+        for op, latency, links in planned.prices.links(segment.instructions):
+            if op is not None:
+                add(op, links=links * runs, latency=latency * runs)
+            else:
+                results = replace(results, links=results.links + links * runs, latency=results.latency + latency * runs)
+    return (*found.values(), *(row for row in (arguments, results) if row.total))
 
 
 def _place(op: Op) -> str:

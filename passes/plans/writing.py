@@ -424,6 +424,8 @@ def _alternatives(
                 strategy=strategy.axes,
                 layout=layout,
                 compute_seconds=float(node.compute[one.strategy] * len(node.members)),
+                flops_seconds=float(node.terms[0, one.strategy] * len(node.members)),
+                bytes_seconds=float(node.terms[1, one.strategy] * len(node.members)),
                 communication_seconds=float(node.communication[one.strategy] * len(node.members)),
                 transfer_seconds=float(moved[one.strategy]),
                 bytes_per_device=size,

@@ -70,8 +70,10 @@ class Computing:
         self.batch = {value for value, argument in arguments if argument.role == "batch"}
         self.part_counts: dict[Layout, int] = {}
 
-    def seconds(self, group: Group, choices: Choices, typical: int) -> np.ndarray:
-        """[strategies] seconds of the operations of one group, each time it runs.
+    def terms(self, group: Group, choices: Choices, typical: int) -> np.ndarray:
+        """[2, strategies] seconds that the FLOPs of one group take, and its bytes, each time it runs.
+
+        The larger of the two are its seconds.
 
         Args:
           typical: the group that shows what groups of this colour move, since the first and the last of a model's
@@ -89,7 +91,8 @@ class Computing:
             layouts, klass = self.produced(value, choices)
             moved += (nbytes / np.array([self.parts(la) for la in layouts]))[klass]
         rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices)])
-        return np.maximum(found.flops / choices.parts.prod(1) * rate, moved * self.cost.compute(0.0, 1.0, found.dtype))
+        byte = self.cost.compute(0.0, 1.0, found.dtype)
+        return np.stack([found.flops / choices.parts.prod(1) * rate, moved * byte])
 
     def work(self, group: Group) -> _Work:
         """What a group does, whatever its strategy."""

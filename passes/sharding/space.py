@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,13 +24,23 @@ class Strategy:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """The strategies of one class of groups. `compute`, `communication`: seconds of each strategy of one group."""
+    """The strategies of one class of groups, with seconds of each strategy of one group.
+
+    Attributes:
+      terms: [2, strategies] what its FLOPs take, and what its bytes take.
+      communication: of the collectives that it issues.
+    """
 
     group: int
     members: tuple[int, ...]
     strategies: tuple[Strategy, ...]
-    compute: np.ndarray
+    terms: np.ndarray
     communication: np.ndarray
+
+    @cached_property
+    def compute(self) -> np.ndarray:
+        """[strategies] the roofline of its work: the larger of the two terms."""
+        return self.terms.max(0)
 
 
 @dataclass(frozen=True, eq=False)

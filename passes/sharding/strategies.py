@@ -252,11 +252,11 @@ class _Builder:
 
     def node(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
-        compute, communication = np.zeros(len(choices.strategies)), np.zeros(len(choices.strategies))
+        terms, communication = np.zeros((2, len(choices.strategies))), np.zeros(len(choices.strategies))
         if group.kind != "fixed" and not self.is_constraint(group):
-            compute = self.computing.seconds(group, choices, members[len(members) // 2]) * group.trips
+            terms = self.computing.terms(group, choices, members[len(members) // 2]) * group.trips
             communication = self.communication(group, choices) * group.trips
-        return Node(group.index, members, choices.strategies, compute, communication)
+        return Node(group.index, members, choices.strategies, terms, communication)
 
     def is_constraint(self, group: Group) -> bool:
         """Whether a group only says where a value lies, which takes no time."""

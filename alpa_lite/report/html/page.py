@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from alpa_lite.paths import shown
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import modules, stages, summary, text, units, words
+from alpa_lite.report import computing, modules, stages, summary, text, units, words
 from alpa_lite.report.html import pictures
 from alpa_lite.report.html.assets import SCRIPT, STYLE
 from alpa_lite.report.html.elements import Markup, element, join, section, table
@@ -35,6 +35,7 @@ def fragment(plan: Plan) -> Markup:
         ("mesh", "Mesh", _meshes(plan)),
         ("memory", "Memory per device", _memory(plan)),
         ("time", "Time by module and operation", _time(plan)),
+        ("operations", "Operations, and what bounds them", _operations(plan)),
         ("schedule", "Schedule", pictures.schedule(plan.division.timeline) if plan.pipelined else None),
         ("tensors", "Tensors", _tensors(plan)),
         ("collectives", "Collectives", _collectives(plan)),
@@ -161,6 +162,24 @@ def _time(plan: Plan) -> Markup | None:
     note = "Seconds per step of an average device. Open a module for its operations."
     note += f" {rest} smaller modules are left out." if rest > 0 else ""
     return join(legend, element("div", *out, class_="bars"), element("p", note, class_="dim"))
+
+
+def _operations(plan: Plan) -> Markup | None:
+    """Every operation with the terms of its cost, identical ones of a place as one row."""
+    rows = computing.heaviest(plan)
+    if not rows:
+        return None
+    whole = sum(row.total for row in rows)
+    cells = []
+    for row in rows:
+        terms = ((s, units.seconds(s)) for s in (row.flops, row.bytes, row.links, row.latency))
+        time, share = (row.total, units.seconds(row.total)), (row.total, units.percent(row.total, whole))
+        cells.append((row.operation, (row.count, row.count), time, share, row.bound, *terms, row.where))
+    columns = (("operation", False), ("count", True), ("time a step", True), ("share", True), ("bound by", False))
+    columns = (*columns, *((name, True) for name in computing.BOUNDS), ("where", False))
+    note = "Seconds per step of an average device, with the collectives that operations wait for."
+    note += f" All of it is bound by {computing.bounds_text(rows)}."
+    return join(element("p", note, class_="dim"), table("operation-table", columns, cells, search="Search operations:"))
 
 
 def _tensors(plan: Plan) -> Markup:
