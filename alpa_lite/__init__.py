@@ -16,6 +16,7 @@ from alpa_lite.errors import (
     TracingError,
     VerificationError,
 )
+from alpa_lite.joining import initialize
 from alpa_lite.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Plan
@@ -50,6 +51,7 @@ __all__ = [
     "Zero",
     "__version__",
     "check",
+    "initialize",
     "make_plan",
     "parallelize",
     "register_rule",

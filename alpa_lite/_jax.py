@@ -17,9 +17,11 @@ import jax
 import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import array as _array
+from jax._src import clusters as _clusters
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
@@ -568,3 +570,23 @@ def values_unchecked() -> Iterator[None]:
     """Within it, JAX does not look at results."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def job_of(
+    address: str | None, count: int | None, number: int | None, timeout: float
+) -> tuple[str | None, int | None, int | None]:
+    """The coordinator, the number of processes and the number of this one, as `jax.distributed.initialize` finds them.
+
+    What is given is kept; what neither is given nor found is None. Its way to look is private, and it starts at once.
+    """
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return detect(address, count, number, None, None, int(timeout))[:3]
+
+
+def distributed_client() -> Any:
+    """The client of the coordinator's key-value store; None in a process that is alone. No public name leads to it."""
+    return _distributed.global_state.client

@@ -11,6 +11,7 @@
     alpa-lite diff a.json b.json
     alpa-lite clusters
     alpa-lite calibrate --seconds 60 -o here.json
+    alpa-lite launch -n 4 --devices-per-process 2 --platform cpu -- examples/pretrain.py --steps 100
 
 Each command has one function here; the training loop is in `alpa_lite.training`. JAX is imported only by commands that
 need it, and only after the number of virtual CPU devices is set, which JAX reads at its first use at the latest.
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from alpa_lite import command_values as values
 from alpa_lite.errors import AlpaLiteError, OptionError
 
 app = typer.Typer(
@@ -243,7 +245,7 @@ def _train(
     from alpa_lite import training
 
     console = _console()
-    chosen = _method(method, stages, schedule)
+    chosen = values.method_of(method, stages, schedule)
     cluster = training.local_cluster(devices)
     from alpa_lite.report import summary, timeline
     from alpa_lite.report import text as report
@@ -257,9 +259,9 @@ def _train(
         model,
         size,
         cluster=cluster,
-        settings=_settings(settings),
+        settings=values.settings_of(settings),
         method=chosen,
-        memory_per_device=_bytes(memory),
+        memory_per_device=values.bytes_of(memory),
         num_microbatches=microbatches or "auto",
         on_plan=show,
         on_line=console.print,
@@ -316,7 +318,7 @@ def plan(
     A step of your own is looked for in the current directory first:
     alpa-lite plan train:step --args train:abstract_args --cluster h100
     """
-    shape = None if topology is None else _shape(topology, "--topology")
+    shape = None if topology is None else values.shape_of(topology, "--topology")
     from alpa_lite import steps, training
     from alpa_lite.cluster import Cluster
     from alpa_lite.report import summary as report
@@ -327,10 +329,10 @@ def plan(
         machine = Cluster.named(cluster)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
-    named = _named(model, size, batch, settings, args, kwargs)
+    named = values.named_step(model, size, batch, settings, args, kwargs)
     step, positional, keywords = named.load()
     given = {
-        "method": _method(method, stages, schedule), "memory_per_device": _bytes(memory),
+        "method": values.method_of(method, stages, schedule), "memory_per_device": values.bytes_of(memory),
         "num_microbatches": microbatches or "auto", "dump_dir": dump,
     }  # fmt: skip
     from alpa_lite import verifying
@@ -338,7 +340,7 @@ def plan(
 
     own = verifying.options_of(step)
     if own:  # what is not given here is as the step was decorated
-        usual = {"method": _method("auto", None, None), "num_microbatches": "auto"}
+        usual = {"method": values.method_of("auto", None, None), "num_microbatches": "auto"}
         given = own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
     given["cluster"] = machine
     found = make_plan(step, *positional, kwargs=keywords, **given)
@@ -413,7 +415,7 @@ def verify(
     from alpa_lite.report import compiled
 
     Plan.load(file)
-    named = steps.remembered(file) if step is None else _named(step, size, batch, settings, args, kwargs)
+    named = steps.remembered(file) if step is None else values.named_step(step, size, batch, settings, args, kwargs)
     if named is None:
         raise OptionError(
             f"{str(file)!r} does not name its step; give it: alpa-lite verify {file} package.module:function --args "
@@ -524,6 +526,42 @@ def calibrate(
     console.print(f"\nsaved to {path}: set {CALIBRATION} to it, or give cluster={str(path)!r}", soft_wrap=True)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+@_clean
+def launch(
+    script: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT ARGS...", help="A Python file, -m and a module, or a program, with arguments."),
+    ],
+    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="Number of processes.")] = 2,
+    devices_per_process: Annotated[
+        int, typer.Option(min=1, help="Virtual CPU devices of each process, or its share of the accelerators.")
+    ] = 1,
+    platform: Annotated[
+        str | None, typer.Option(help="The platform that JAX shall use, such as cpu.", show_default="what JAX finds")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the coordinator.", show_default="a free one")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to end in, after a signal or the failure of another process.")
+    ] = 10.0,
+) -> None:
+    """Run a script in several processes on this machine, for development; a cluster's scheduler does it elsewhere.
+
+    The script calls jax.distributed.initialize() or alpa_lite.initialize(), which find the other processes. Each line
+    of output has the number of its process in front. If one process fails, the others are ended.
+    """
+    from alpa_lite import launching
+
+    raise typer.Exit(
+        launching.launch(
+            script, processes=processes, devices_per_process=devices_per_process, platform=platform, port=port,
+            grace=grace,
+        )
+    )  # fmt: skip
+
+
 def _save(path: Path, option: str, text: str) -> None:
     """Writes a file that an option names."""
     try:
@@ -545,87 +583,6 @@ def _write(plan: Any, output: Path | None, simulate: Path | None, console: Conso
         console.print(f"\nsaved to {output}")
     if simulate is not None:
         console.print(f"\npredicted timeline saved to {simulate}: open it in https://ui.perfetto.dev")
-
-
-def _named(
-    name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
-) -> Any:
-    """The step of a command line.
-
-    Raises:
-      OptionError: a model without a batch, or options of models with a step of the user's own and the other way round.
-    """
-    from alpa_lite.steps import NamedStep
-
-    if ":" in name:
-        for option, value in (("--batch", batch), ("--set", settings)):
-            if value:
-                raise OptionError(f"{option} is for models; {name!r} has the arguments that --args names")
-        return NamedStep(name, args=args or "", kwargs=kwargs or "")
-    for option, value in (("--args", args), ("--kwargs", kwargs)):
-        if value:
-            raise OptionError(f"{option} is for steps of your own, package.module:function; {name!r} is a model")
-    if batch is None:
-        raise OptionError(f"--batch is missing: how many examples one step of {name!r} takes")
-    return NamedStep(name, size, batch, _settings(settings))
-
-
-def _method(name: str, stages: int | None, schedule: str | None) -> Any:
-    """The method of a command line; stages or a schedule turn "auto" into a pipeline.
-
-    Raises:
-      OptionError: for an unknown name, or for stages with a method that is no pipeline.
-    """
-    from alpa_lite import options
-
-    if name == "pipeline" or (name == "auto" and (stages or schedule)):
-        return options.Pipeline(num_stages=stages, schedule=schedule or "auto")
-    if stages or schedule:
-        raise OptionError(f"--method {name!r} has no stages and no schedule; use --method pipeline, or leave them out")
-    kind, _, shape = name.partition(":")
-    if shape and kind == "sharded":
-        return options.Sharded(_shape(shape, "--method sharded:"))
-    known = {
-        "auto": options.Auto(),
-        "sharded": options.Sharded(),
-        "data": options.DataParallel(),
-        "zero1": options.Zero(1),
-        "zero2": options.Zero(2),
-        "zero3": options.Zero(3),
-        "tensor": options.TensorParallel(),
-        "off": options.Off(),
-    }
-    if name not in known:
-        names = ", ".join((*known, "pipeline"))
-        raise OptionError(f"--method {name!r} is unknown; choose one of {names}, or sharded:4x2")
-    return known[name]
-
-
-def _shape(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.replace(",", "x").split("x"))
-    except ValueError:
-        raise OptionError(f"{option} {text!r} is not a shape; write it as 4x2") from None
-
-
-def _settings(items: list[str] | None) -> dict[str, int | float | str]:
-    """NAME=VALUE pairs; numbers become numbers."""
-    out: dict[str, int | float | str] = {}
-    for item in items or ():
-        name, equals, value = item.partition("=")
-        if not name or not equals:
-            raise OptionError(f"--set {item!r}: write NAME=VALUE, such as seq=2048")
-        for kind in (int, float, str):
-            try:
-                out[name] = kind(value)
-                break
-            except ValueError:
-                continue
-    return out
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""Starts the processes of a script on this machine, as a cluster's scheduler would: for development only.
+
+`alpa-lite launch -n 4 --devices-per-process 2 -- train.py` is how a script for many machines is tried on one. Nothing
+here takes part in what the processes do: they find each other through `jax.distributed`, which reads the variables
+that SLURM sets for its tasks (`SLURM_NTASKS`, `SLURM_PROCID`, ...) and `JAX_COORDINATOR_ADDRESS`. These are what each
+process is given, so that a plain `jax.distributed.initialize()` works in the script, here as there.
+
+What is started is ended: when a process fails, when the launcher gets SIGINT or SIGTERM (which it hands on first), and
+when the launcher itself is killed, for which Linux sends each process SIGKILL (`PR_SET_PDEATHSIG`). Each process leads
+a process group of its own, so that what it has started in turn is ended with it, except in the last case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from alpa_lite.errors import OptionError
+
+HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_POLL = 0.02  # seconds
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "JAX_COORDINATOR_", "JAX_LOCAL_DEVICE_IDS")
+"""What a job that this launcher runs in has set for its own processes."""
+
+Say = Callable[[str], None]
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int = 2,
+    devices_per_process: int = 1,
+    platform: str | None = None,
+    port: int | None = None,
+    grace: float = 10.0,
+    say: Say | None = None,
+) -> int:
+    """Runs a command in several processes that `jax.distributed.initialize()` joins; waits for all of them.
+
+    Args:
+      command: a Python script and its arguments; `-m` and a module; or any program and its arguments.
+      processes: how many.
+      devices_per_process: virtual devices of the CPU, or the share of this machine's accelerators.
+      platform: that JAX shall use, such as "cpu"; by default what JAX finds.
+      port: of the coordinator, which process 0 starts; by default one that is free.
+      grace: seconds between the signal that asks a process to end and SIGKILL.
+      say: gets a line for each event; by default standard error does.
+
+    Returns:
+      0 if all processes ended with 0; else the exit code of the first that did not, 128 and the signal's number if a
+      signal ended it. The others are ended then.
+
+    Raises:
+      OptionError: there is no such script, or the port is in use.
+    """
+    argv = arguments(command)
+    address = f"{HOST}:{free_port(port)}"
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    group = _Group(say, grace)
+    with group.ended_at_last():
+        for number in range(processes):
+            group.start(argv, environment(os.environ, number, processes, devices_per_process, platform, address))
+        group.follow()
+        return group.wait()
+
+
+def arguments(command: Sequence[str]) -> list[str]:
+    """The command that a process runs: scripts and modules by this Python, unbuffered.
+
+    Raises:
+      OptionError: there is no such script or program.
+    """
+    if not command:
+        raise OptionError("there is no script to launch; write alpa-lite launch -n 4 -- SCRIPT ARGS")
+    first = command[0]
+    if first == "-m" or first.endswith(".py"):
+        if first != "-m" and not Path(first).is_file():
+            raise OptionError(f"the script {first!r} does not exist; name a Python file, or -m and a module")
+        return [sys.executable, "-u", *command]
+    if shutil.which(first) is None:
+        raise OptionError(f"{first!r} is no Python file, and no program of that name is found")
+    return list(command)
+
+
+def free_port(wanted: int | None) -> int:
+    """A port of this machine that nobody listens on: the wanted one, or any.
+
+    Raises:
+      OptionError: the wanted one is in use.
+    """
+    with socket.socket() as listener:
+        try:
+            listener.bind((HOST, wanted or 0))
+        except OSError as error:
+            raise OptionError(
+                f"port {wanted} cannot be used: {error.strerror}; give another --port, or none to take a free one"
+            ) from error
+        return int(listener.getsockname()[1])
+
+
+def environment(
+    base: Mapping[str, str], number: int, processes: int, devices: int, platform: str | None, address: str
+) -> dict[str, str]:
+    """The environment of one process: what stock JAX reads.
+
+    Without `JAX_LOCAL_DEVICE_IDS` JAX would give each task of a SLURM job one accelerator. CPU devices are virtual, and
+    their number is each process's own.
+    """
+    devices_of_it = range(number * devices, (number + 1) * devices)
+    given = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(processes),
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": str(number),
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices_of_it)),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+    }
+    if platform is not None:
+        given["JAX_PLATFORMS"] = platform
+    return {name: value for name, value in base.items() if not name.startswith(_OTHER_LAUNCHERS)} | given
+
+
+class _Group:
+    """The processes of one launch."""
+
+    def __init__(self, say: Say, grace: float) -> None:
+        self._say, self._grace = say, grace
+        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number; not reaped, so that the id stays theirs
+        self._all: list[subprocess.Popen[bytes]] = []
+        self._printers: list[threading.Thread] = []
+        self._print_lock = threading.Lock()
+        self._kill_at: float | None = None  # when those that are asked to end get SIGKILL
+        self._received: int | None = None
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Starts the next process. All are started before there is a second thread, which forks do not bear."""
+        number = len(self._all)
+        process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            process_group=0, preexec_fn=_dying_with(os.getpid()),
+        )  # fmt: skip
+        self._all.append(process)
+        self._running[number] = process
+
+    def follow(self) -> None:
+        """Prints the lines of all processes, each with the number of its process in front."""
+        for number, process in enumerate(self._all):
+            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                thread = threading.Thread(target=self._print, args=(f"[{number}] ", stream, out), daemon=True)
+                thread.start()
+                self._printers.append(thread)
+
+    def wait(self) -> int:
+        """Waits until all have ended; the exit code of the launch."""
+        first = 0
+        while self._running:
+            for number, code in self._ended():
+                del self._running[number]
+                if code == 0:
+                    continue
+                self._say(f"process {number} {_in_words(code)}")
+                if first == 0:
+                    first = code if code > 0 else 128 - code
+                    if self._running and self._received is None:
+                        self._say(f"ending the other processes: {', '.join(map(str, self._running))}")
+                        self._ask_to_end(signal.SIGTERM)
+            if self._kill_at is not None and time.monotonic() > self._kill_at and self._running:
+                self._say(f"killing what did not end within {self._grace:g} s: {', '.join(map(str, self._running))}")
+                self._signal(signal.SIGKILL)
+                self._kill_at = None
+            time.sleep(_POLL)
+        return first
+
+    @contextlib.contextmanager
+    def ended_at_last(self) -> Iterator[None]:
+        """Hands on SIGINT and SIGTERM while its body runs, and kills what is left then, descendants too."""
+        before = {one: signal.signal(one, self._hand_on) for one in _FORWARDED}
+        try:
+            yield
+        finally:
+            for process in self._all:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
+            for thread in self._printers:
+                thread.join(timeout=5.0)
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def _hand_on(self, number: int, _: Any) -> None:
+        """A signal to the launcher goes to every process; a second one kills them."""
+        again, self._received = self._received is not None, number
+        self._say(f"{signal.Signals(number).name} {'again: killing' if again else 'handed on to'} all processes")
+        if again:
+            self._signal(signal.SIGKILL)
+        else:
+            self._ask_to_end(signal.Signals(number))
+
+    def _ask_to_end(self, number: signal.Signals) -> None:
+        self._kill_at = time.monotonic() + self._grace
+        self._signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            _signal_group(process, number)
+
+    def _ended(self) -> list[tuple[int, int]]:
+        """Number and exit code of those that have ended since; a signal's number is negative."""
+        out = []
+        for number, process in self._running.items():
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                out.append((number, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status))
+        return out
+
+    def _print(self, prefix: str, stream: IO[bytes], out: Any) -> None:
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip("\n")
+                with self._print_lock:
+                    out.write(f"{prefix}{text}\n")
+                    out.flush()
+
+
+def _dying_with(parent: int) -> Callable[[], None] | None:
+    """What a new process does before it runs its program: it asks to be killed when its parent is. Only Linux can."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has been killed meanwhile
+            os._exit(1)
+
+    return ask
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Sends a signal to a process that was not waited for, and to its descendants in its group."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def _in_words(code: int) -> str:
+    return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"

@@ -1,0 +1,172 @@
+"""`alpa-lite launch` and `alpa_lite.initialize` with real processes: what they print, how they end, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alpa_lite import joining, launching
+from alpa_lite.errors import OptionError
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch"]
+SLEEPER = """
+import os, pathlib, signal, subprocess, sys, time
+number = os.environ["SLURM_PROCID"]
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(f"{number}.tmp").write_text(f"{os.getpid()} {child.pid}")
+pathlib.Path(f"{number}.tmp").rename(f"{number}.pids")
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for scripts, which leave the ids of processes there; those are killed at last."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for pid in pids(tmp_path):
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(word) for file in folder.glob("*.pids") for word in file.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually(what: object, seconds: float = 15.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.02)
+
+
+def launcher(folder: Path, count: int, body: str, grace: float = 2.0) -> subprocess.Popen[str]:
+    """A process that launches a script, without the command line, whose import of JAX takes a second."""
+    (folder / "script.py").write_text(body)
+    call = f"launch(['script.py'], processes={count}, grace={grace})"
+    code = f"import sys; from alpa_lite.launching import launch; sys.exit({call})"
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_each_process_has_its_number_its_devices_and_its_lines(
+    scripts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (scripts / "script.py").write_text(
+        "import os, sys\n"
+        "names = ('SLURM_PROCID', 'SLURM_NTASKS', 'JAX_NUM_CPU_DEVICES', 'JAX_LOCAL_DEVICE_IDS', 'JAX_PLATFORMS')\n"
+        "print(*map(os.environ.get, names), *sys.argv[1:])\n"
+        "print('OMPI_COMM_WORLD_SIZE' in os.environ, file=sys.stderr)\n"
+    )
+    os.environ["OMPI_COMM_WORLD_SIZE"] = "3"
+    try:
+        code = launching.launch(["script.py", "--x"], processes=2, devices_per_process=3, platform="cpu")
+    finally:
+        del os.environ["OMPI_COMM_WORLD_SIZE"]
+    out, err = capfd.readouterr()
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] 0 2 3 0,1,2 cpu --x", "[1] 1 2 3 3,4,5 cpu --x"]
+    assert sorted(err.splitlines()) == ["[0] False", "[1] False"]
+
+
+def test_the_first_failure_ends_all_with_its_exit_code(scripts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    ends = "sys.exit(7) if number == '1' and [time.sleep(0.3)] else time.sleep(60)\n"
+    (scripts / "script.py").write_text(SLEEPER.replace("number =", stubborn + "number =", 1) + ends)
+    start = time.monotonic()
+    assert launching.launch(["script.py"], processes=3, grace=0.5) == 7
+    assert time.monotonic() - start < 10
+    assert len(pids(scripts)) == 6
+    eventually(lambda: not any(map(alive, pids(scripts))))
+    err = capfd.readouterr().err
+    assert "process 1 ended with exit code 7\nending the other processes: 0, 2\n" in err
+    assert "killing what did not end within 0.5 s: 0, 2\n" in err
+
+
+def test_a_signal_is_handed_on_and_processes_may_end_well(scripts: Path) -> None:
+    asked = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))\n"
+    one = launcher(scripts, 2, SLEEPER.replace("number =", asked + "number =", 1) + "time.sleep(60)\n")
+    try:
+        eventually(lambda: len(pids(scripts)) == 4)
+        one.send_signal(signal.SIGTERM)
+        out, err = one.communicate(timeout=15)
+    finally:
+        one.kill()
+    assert one.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+    eventually(lambda: not any(map(alive, pids(scripts))))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process of its parent's end")
+def test_processes_die_with_a_launcher_that_is_killed(scripts: Path) -> None:
+    one = launcher(scripts, 2, SLEEPER + "time.sleep(60)\n")
+    try:
+        eventually(lambda: len(pids(scripts)) == 4)
+    finally:
+        one.kill()
+        one.communicate()
+    own = [int((scripts / f"{n}.pids").read_text().split()[0]) for n in range(2)]
+    eventually(lambda: not any(map(alive, own)))
+
+
+def test_what_cannot_be_launched_says_why(scripts: Path) -> None:
+    with pytest.raises(OptionError, match=r"the script 'no\.py' does not exist"):
+        launching.launch(["no.py"])
+    with pytest.raises(OptionError, match="'no-such-program' is no Python file"):
+        launching.launch(["no-such-program"])
+    with pytest.raises(OptionError, match="there is no script to launch"):
+        launching.launch([])
+    with socket.socket() as taken:
+        taken.bind((launching.HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=f"port {port} cannot be used: Address already in use; give another"):
+            launching.launch([sys.executable, "-c", ""], port=port)
+        with pytest.raises(OptionError, match=rf"cannot start the coordinator at 127\.0\.0\.1:{port}: Address already"):
+            joining.initialize(f"127.0.0.1:{port}", 2, 0, timeout=1)
+    start = time.monotonic()
+    with pytest.raises(OptionError, match=rf"process 1 cannot reach the coordinator at 127\.0\.0\.1:{port} after 1 s"):
+        joining.initialize(f"127.0.0.1:{port}", 2, 1, timeout=1)
+    assert time.monotonic() - start < 5
+    with pytest.raises(OptionError, match=r"coordinator_address='here' is not HOST:PORT"):
+        joining.initialize("here", 2, 1)
+    with pytest.raises(OptionError, match=r"coordinator_address='here:1', num_processes=None"):
+        joining.initialize("here:1")
+
+
+def test_a_process_without_a_job_is_alone() -> None:
+    assert joining.initialize() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("join", ["jax.distributed", "alpa_lite"])
+def test_the_same_script_joins_its_processes(scripts: Path, join: str) -> None:
+    (scripts / "script.py").write_text(
+        f"import jax, {join.partition('.')[0]}\n"
+        f"{join}.initialize()\n"
+        "print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count())\n"
+    )
+    run = subprocess.run(
+        [*LAUNCH, "-n", "2", "--devices-per-process", "2", "--platform", "cpu", "--", "script.py"],
+        cwd=scripts, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["[0] 0 2 4 2", "[1] 1 2 4 2"]
