@@ -30,6 +30,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan import Plan
+from alpa_lite.program import Submesh
 from alpa_lite.runtime import loading
 from alpa_lite.runtime.pipeline import PipelineExecutable
 
@@ -120,11 +121,31 @@ def devices_of(target: Target) -> list[Any]:
 
 def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
     """The `jax.stages.Compiled` of each executable of a planned step, in the program's order, for such devices."""
+    if plan.pipelined:
+        devices = _from_first_slices(staged.program.submeshes, devices)
     executable = loading.load(staged, plan, devices=devices)
     if isinstance(executable, PipelineExecutable):
         yield from (lowered.compile() for lowered in executable.lowered())
     else:
         yield executable.lowered().compile()
+
+
+def _from_first_slices(submeshes: Sequence[Submesh], devices: Sequence[Any]) -> list[Any]:
+    """The devices, those of each submesh as they lie in as many of the first slices.
+
+    The TPU compiler refuses a program for devices of a later slice alone ("Slice is empty"). Slices are equal, so it
+    makes the same program for an earlier one.
+    """
+    out = list(devices)
+    if len({getattr(device, "slice_index", 0) for device in devices}) == 1:
+        return out
+    there = {(d.slice_index, tuple(d.coords), d.core_on_chip): d for d in devices}
+    for submesh in submeshes:
+        own = [devices[i] for i in submesh.devices]
+        first = {number: rank for rank, number in enumerate(sorted({d.slice_index for d in own}))}
+        moved = [there[first[d.slice_index], tuple(d.coords), d.core_on_chip] for d in own]
+        out[submesh.devices.start : submesh.devices.stop] = moved
+    return out
 
 
 def compiler_version(target: Target) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from alpa_lite import verifying
+import alpa_lite
+from alpa_lite import models, verifying
 from alpa_lite.cli import app
 from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
 from alpa_lite.report import compiled
@@ -17,6 +18,8 @@ from alpa_lite.report.tables import plain
 from alpa_lite.steps import NamedStep
 
 runner = CliRunner()
+
+KINDS = ("forward", "backward", "update")
 
 FOUND = {
     "plan": "plan.json", "step": "gpt", "target": "v5e:2x4", "device": "TPU v5 lite", "devices": 8, "jax": "0.12",
@@ -35,6 +38,8 @@ def test_what_was_found_stands_beside_what_was_planned() -> None:
     assert "all_reduce x 4.00 KiB 3 2" in lines
     assert "step 1.00 MiB 2.00 MiB 0.50 512 KiB 512 KiB 256 KiB" in lines
     assert any("more than 15 % apart" in line for line in lines)
+    part = plain(compiled.renderable({**FOUND, "fits": None}))
+    assert "for temporaries of step." in " ".join(part.split())
     bad = plain(compiled.renderable({**FOUND, "communicates": False, "differences": ["step: planned but not found"]}))
     assert "does not communicate as planned" in bad and "step: planned but not found" in bad
 
@@ -82,27 +87,57 @@ def test_errors_cross_the_process(tmp_path: Path) -> None:
         verifying.verify(planned(tmp_path), NamedStep("mlp", "tiny", 16), "v5e:4x4", time_limit=120)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu-verify)")
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [("gpt", []), ("moe", []), ("gpt", ["--stages", "2", "--microbatches", "2"])],
-    ids=["gpt", "moe", "gpt in two stages"],
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu-verify)"
 )
-def test_the_compiler_of_tpus_communicates_as_planned(tmp_path: Path, model: str, more: list[str]) -> None:
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("model", "more", "target"),
+    [
+        ("gpt", [], "v5e:2x4"),
+        ("moe", [], "v5e:2x4"),
+        ("gpt", ["--nodes", "2", "--topology", "2x2"], "v5e:2x2*2"),
+    ],
+    ids=["gpt", "moe", "gpt on two slices"],
+)
+def test_the_compiler_of_tpus_communicates_as_planned(tmp_path: Path, model: str, more: list[str], target: str) -> None:
     file = tmp_path / "plan.json"
     small = ["--size", "tiny", "--batch", "32", "--cluster", "v5e", "-o", str(file), *more]
     assert runner.invoke(app, ["plan", model, *small]).exit_code == 0
-    result = runner.invoke(app, ["verify", str(file), "--target", "v5e:2x4", "--json", "-"], catch_exceptions=False)
+    result = runner.invoke(app, ["verify", str(file), "--target", target, "--json", "-"], catch_exceptions=False)
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["communicates"], found["differences"]
     assert found["device"] == "TPU v5 lite" and found["devices"] == 8
     assert found["memory"] and sum(row["planned"] for row in found["collectives"]) > 0
+    crosses = any("between slices" in rewrite for rewrite in found["rewrites"])
+    assert crosses == ("*2" in target), found["rewrites"]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_stage_on_each_of_two_slices_is_compiled_for_its_slice(tmp_path: Path) -> None:
+    """Every executable of the pipeline, as the runtime lowers it, and nothing of it leaves its slice."""
+    file, step = tmp_path / "plan.json", NamedStep("gpt", "tiny", 32)
+    method = alpa_lite.Pipeline(schedule="1f1b", submesh_shapes=(4, 4))
+    cluster = alpa_lite.Cluster.preset("v5e", nodes=2, topology=(2, 2))
+    fun, args = models.get("gpt").abstract("tiny", 32)
+    plan = alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, num_microbatches=4)
+    plan.save(file)
+    assert plan.division.first_devices == (0, 4)
+    found = verifying.verify(file, step, "v5e:2x2*2", time_limit=300)
+    assert found["communicates"], found["differences"]
+    assert {row["submesh"] for row in found["memory"]} == {0, 1}
+    assert {row["executable"] for row in found["memory"]} >= {f"stage {i} {kind}" for i in (0, 1) for kind in KINDS}
+    assert not [rewrite for rewrite in found["rewrites"] if "between slices" in rewrite]
+    assert all(row["arguments"] > 0 for row in found["memory"])
 
 
 def planned(folder: Path) -> Path:
     """A plan file that names its step."""
-    from alpa_lite import models, steps
+    from alpa_lite import steps
     from alpa_lite.api import make_plan
 
     file = folder / "plan.json"

@@ -63,10 +63,11 @@ def _verdict(found: Mapping[str, Any]) -> list[str]:
         lines.append("The compiler says nothing about memory.")
     else:
         worst = max(found["memory"], key=lambda row: row["compiler"])
+        what, end = ("temporaries of ", ".") if found["fits"] is None else ("", ": more than 15 % apart.")
         lines.append(
             f"Memory: the plan predicts {units.exact_bytes(worst['predicted'])} and the compiler needs "
-            f"{units.exact_bytes(worst['compiler'])} for {worst['executable']}"
-            f"{', within 15 %.' if found['fits'] else ': more than 15 % apart.'}"
+            f"{units.exact_bytes(worst['compiler'])} for {what}{worst['executable']}"
+            f"{', within 15 %.' if found['fits'] else end}"
         )
     return lines
 

@@ -18,12 +18,15 @@ libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
     reassociated sums       psum(a) + psum(b) as psum(a + b)                                              TPU
     removed constants       collectives of constants are folded                                           CPU, TPU
     removed empty           collectives of no elements are removed                                        all
+    between slices          in two levels, within a slice and between slices (`checks.slices`)            TPU
+    packed into tiles       all-reduces over several slices as one of their bytes, rounded up to tiles    TPU
 
 (* XLA's reduce-scatter-creator pass does it there; not seen here.)
 
-The last four lose communication. With the lowered module at hand each must be admitted by it (`checks.redundancy`),
-as often as it is used, and only what it writes may be rewritten at all; without, only hoisting that the metadata
-proves and merging into one that is still there are accepted, and the report says that they are unproven.
+Those that merge, reassociate, hoist or remove lose communication. With the lowered module at hand each must be admitted
+by it (`checks.redundancy`), as often as it is used, and only what it writes may be rewritten at all; without, only
+hoisting that the metadata proves and merging into one that is still there are accepted, and the report says that they
+are unproven.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import Any
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
 from alpa_lite.passes.checks.replica_groups import normal_axes
@@ -43,6 +47,8 @@ from alpa_lite.records import Collective
 
 _WIDE = ("f32", "f16", "bf16")
 _TILE = 512
+_TILES = 4096
+_LOSING = ("hoisted", "merged duplicates", "reassociated sums", "removed constants", "removed empty")
 _NARROW = ("bf16", "f16", "f8")
 _PRIMITIVES = {
     "all_reduce": ("psum", "pmax", "pmin", "pand", "por"),
@@ -122,21 +128,31 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
     Returns:
       The report; `raise_if_bad` turns differences into an error.
     """
-    read = read_hlo(text, mesh)
+    part = slices.part_of(text, mesh)
+    read = read_hlo(text, part)
     found = read.collectives
     missing: Counter[Key] = Counter()
     for c in planned:
-        if axes := normal_axes(c.axes, mesh):
+        if axes := normal_axes(c.axes, part):
             missing[(c.kind, axes, c.bytes)] += c.count
-    match = _Match(missing, found, None if lowered is None else redundant_collectives(lowered, mesh))
+    redundancy = None if lowered is None else slices.within(redundant_collectives(lowered, mesh), part)
+    match = _Match(missing, found, redundancy)
     match.equal()
     for change in _forms():
         match.other_form(*change)
     match.joined()
     match.packed()
+    crossing = slices.crossing(planned, mesh, part)
+    match.in_two_levels(crossing, part)
     match.lost()
-    unread = tuple(f"may communicate, but cannot be read: {line}" for line in read.unread)
-    return HloReport(found, (*_listed(found, text), *match.rewrites), (*match.differences(), *unread))
+    rewrites, differences = [*_listed(found, text), *match.rewrites], list(match.differences())
+    if crossing or read.transfers:
+        spare = sum(rewrite.count for rewrite in match.rewrites if rewrite.name in _LOSING)
+        said, more = slices.transfers(read.transfers, crossing, mesh, part, spare)
+        rewrites.append(Rewrite("between slices", sum(c.count for c in read.transfers), said))
+        differences += more
+    differences += [f"may communicate, but cannot be read: {line}" for line in read.unread]
+    return HloReport(found, tuple(rewrites), tuple(differences))
 
 
 def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
@@ -249,6 +265,28 @@ class _Match:
             n = sum(self._take(key, at, ("u32", native)) for native in (False, True)) if key[2] < _TILE else 0
             if n:
                 self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
+
+    def in_two_levels(self, crossing: Sequence[Collective], part: LogicalMesh) -> None:
+        """Pairs what is left of collectives over several slices with the parts of them that run within one."""
+        allowed: Counter[Key] = Counter()
+        for c in crossing:
+            if c.kind == "all_reduce":
+                allowed[("all_gather", normal_axes(c.axes, part), c.bytes)] += c.count
+        for axes in dict.fromkeys(key[1] for key in allowed):
+            keys = [key for key in self._open("all_reduce") if key[1] == axes]
+            whole = sum(key[2] * self.missing[key] for key in keys)
+            tiled = {("all_reduce", axes, -(-whole // tile) * tile) for tile in (_TILE, _TILES) if whole}
+            forms = [(at, form) for at in tiled for form, n in self.extra.get(at, Counter()).items() if n > 0]
+            for at, form in sorted(forms)[:1]:
+                self.extra[at][form] -= 1
+                for key in keys:
+                    n, self.missing[key] = self.missing[key], 0
+                    self._note("packed into tiles", n, key, f", {at[2]} bytes together")
+        for key, most in allowed.items():
+            for form, n in self.extra.get(key, Counter()).items():
+                taken = min(n, most)
+                most -= taken
+                self.extra[key][form] -= taken
 
     def lost(self) -> None:
         """Explains what is missing and has no counterpart: the program runs fewer collectives than planned."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.layout import Axes, LogicalMesh
@@ -67,6 +67,7 @@ _GROUPS = re.compile(
     r"\breplica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\)(?= \{))? \{[^}]*\})"
 )
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _PAIRS = re.compile(r"\bsource_target_pairs=(\{\{.*?\}\}|\{\})")
 
 
@@ -105,11 +106,14 @@ class HloText:
 
     Attributes:
       collectives: in the order of the text; not those over groups of one device.
+      transfers: what the program of a TPU slice exchanges with other slices (`checks.slices`), by its kind, over no
+        axes, with the bytes that a device sends.
       unread: each line that may communicate and cannot be read, and each instruction in a computation that the entry is
         not seen to reach, with the name of its computation in front.
     """
 
     collectives: tuple[HloCollective, ...]
+    transfers: tuple[HloCollective, ...]
     unread: tuple[str, ...]
 
 
@@ -150,10 +154,11 @@ def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
             unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
         elif times:
             out += [replace(c, count=times, loops=depth[name]) for c in computation.collectives]
-    return HloText(tuple(_first_of_chains(out)), tuple(unread))
+    collectives = tuple(_first_of_chains(c for c in out if c.axes))
+    return HloText(collectives, tuple(c for c in out if not c.axes), tuple(unread))
 
 
-def _first_of_chains(collectives: Sequence[HloCollective]) -> Iterator[HloCollective]:
+def _first_of_chains(collectives: Iterable[HloCollective]) -> Iterator[HloCollective]:
     """The collectives, of those that are steps of one collective only the first."""
     seen = set()
     for c in collectives:
@@ -209,6 +214,9 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
         into.fused += _CALLS.findall(line) if base == "fusion" else []
     elif code in ("compare", "constant"):
         into.lines.append(line)
+    elif code == "send" and (transfer := _TRANSFER.search(line)) is not None:
+        (dtype, size), *_ = _payload(printed, code)
+        into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], None, "", 0))
     elif _OTHER.match(code) and not code.endswith(("-done", "-update")) and "is_host_transfer=true" not in line:
         into.collectives.extend(_collective(line, named[2], printed, code, mesh))
     return True

@@ -1,0 +1,116 @@
+"""Programs of several TPU slices: what each collective does within a slice, and what the network moves between them.
+
+The TPU compiler makes one program for the devices of one slice (`num_partitions` in the head of its HLO), which every
+slice runs. A collective over k slices of w devices each is two: one over the w devices, and a *transfer*, which the
+hosts carry out over the network. It stands in the text as a `send` and a `recv` with the kind of the collective among
+the attributes. With n bytes of payload (of a reduce-scatter the operand's, else the result's):
+
+    all_reduce        all_reduce n; or reduce_scatter n, transfer n / w, all_gather n; or all_reduce n, transfer n / w
+                      of it, all_gather n
+    reduce_scatter    reduce_scatter n, transfer n / w
+    all_gather        transfer n / (w k), all_gather n
+
+Seen with libtpu 0.0.50 for two slices of v5e, meshes of one and two axes. A transfer may be larger than that, since it
+is sent as it lies in memory, padded to tiles. Several small all-reduces are one of their bytes together, rounded up to
+whole tiles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks.hlo_text import HloCollective
+from alpa_lite.passes.checks.redundancy import Key, Redundancy
+from alpa_lite.passes.checks.replica_groups import normal_axes
+from alpa_lite.records import Collective
+
+SUMS = ("all_reduce", "reduce_scatter")
+"""Kinds whose transfers are of what a device of a slice has of the sum, not of its own part."""
+
+_PARTITIONS = re.compile(r"^HloModule [^\n]*\bnum_partitions=(\d+)")
+_Value = TypeVar("_Value", int, frozenset[int])
+
+
+def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
+    """The part of a mesh that the devices of one program form: all of it, but with several slices that of one.
+
+    The slices follow each other in the mesh, so the major axes are what they divide.
+    """
+    match = _PARTITIONS.match(text)
+    slices, rest = divmod(mesh.size, int(match[1])) if match else (1, 0)
+    if rest or slices < 2:
+        return mesh
+    shape = []
+    for size in mesh.shape:
+        outer = size if slices % size == 0 else slices if size % slices == 0 else 0
+        if not outer:
+            return mesh
+        shape.append(size // outer)
+        slices //= outer
+    return LogicalMesh(tuple(shape), mesh.axis_names) if slices == 1 else mesh
+
+
+def within(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
+    """The same with every collective over the axes that it has within a slice."""
+    counters = {
+        name: Counter(_joined(getattr(redundancy, name), part, int.__add__))
+        for name in ("merged", "constant", "reassociated", "hoisted")
+    }
+    return replace(redundancy, **counters, item_bits=_joined(redundancy.item_bits, part, frozenset.union))
+
+
+def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any, Any], Any]) -> dict[Key, _Value]:
+    out: dict[Key, _Value] = {}
+    for (kind, axes, size), value in counts.items():
+        key = kind, normal_axes(axes, part), size
+        out[key] = add(out[key], value) if key in out else value
+    return out
+
+
+def crossing(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
+    """The planned collectives that run over several slices."""
+    return [c for c in planned if mesh.product(normal_axes(c.axes, mesh)) != part.product(normal_axes(c.axes, part))]
+
+
+def transfers(
+    found: Sequence[HloCollective], crossed: Sequence[Collective], mesh: LogicalMesh, part: LogicalMesh, spare: int
+) -> tuple[str, list[str]]:
+    """What is moved between slices, against the plan.
+
+    Args:
+      found: the transfers of the program.
+      crossed: what the plan has over several slices.
+      spare: executions that a compiler may leave out.
+
+    Returns:
+      What was found, in words; and what is not as planned.
+    """
+    count, there = sum(c.count for c in crossed), sum(c.count for c in found)
+    least = sum(_least(c, mesh, part) * c.count for c in crossed)
+    moved = sum(c.bytes * c.count for c in found)
+    kinds = Counter[str]()
+    for c in found:
+        kinds[c.kind] += c.count
+    differences = []
+    if there > count:
+        differences.append(f"{there} transfers between slices, of {count} planned collectives that cross them")
+    if moved < least and not spare:
+        differences.append(f"{moved} bytes between slices, fewer than the {least} of what crosses them in the plan")
+    known = {c.kind for c in crossed}
+    known |= {"all_reduce"} if known else set()  # the compiler's form of what is small or misaligned
+    differences += [
+        f"found but not planned: {n} x {kind} between slices" for kind, n in kinds.items() if kind not in known
+    ]
+    listed = ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items()))
+    return f"for {count} collectives: {listed or 'nothing'}, {moved} bytes in all", differences
+
+
+def _least(c: Collective, mesh: LogicalMesh, part: LogicalMesh) -> int:
+    """The fewest bytes that a device sends to other slices in a collective."""
+    axes: Axes = normal_axes(c.axes, mesh)
+    return c.bytes // (part.product(axes) if c.kind in SUMS else mesh.product(axes))
