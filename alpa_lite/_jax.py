@@ -587,6 +587,6 @@ def job_of(
     return detect(address, count, number, None, None, int(timeout))[:3]
 
 
-def distributed_client() -> Any:
+def coordination_client() -> Any:
     """The client of the coordinator's key-value store; None in a process that is alone. No public name leads to it."""
     return _distributed.global_state.client

@@ -188,6 +188,10 @@ class ParallelStep:
 
         Takes the batch alone, too, once the step is planned: `batch = step.place(batch)`. One argument is returned as
         it is, several as a tuple.
+
+        Of several processes each may give the whole batch, the same in all, or only the rows of it that its devices
+        read, `step.rows()`: what has the shapes of a planned batch is taken as the whole one, what has as many rows as
+        those as a part of the last one, and anything else as a batch of another size.
         """
         known = [] if kwargs else self._calls()
         if not around.is_batch_alone(known, args):
@@ -195,14 +199,36 @@ class ParallelStep:
         placed = around.place_batch(known, args, self._call)
         return placed[0] if len(placed) == 1 else placed
 
+    def rows(self) -> Any:
+        """The rows of the global batch that devices of this process read, for loaders that read only these.
+
+        Returns:
+          A pytree like the batch, of the last planned call; for each array the positions in its leading dim, ascending.
+          An array that this process reads nothing of, as that of another process's stage, has none.
+
+        Raises:
+          OptionError: the step is not planned yet, or has no batch.
+
+        Example:
+          mine = step.rows()["x"]
+          batch = step.place({"x": read_rows(mine), "y": read_labels(mine)})
+        """
+        known = self._calls()
+        if not known or not known[0].batch():
+            name = getattr(self._fun, "__name__", "the step")
+            raise OptionError(f"{name}.rows: it has no plan with a batch yet; call {name}.plan(...) or init before")
+        return around.rows_of(known[0])
+
     def prefetch(self, batches: Iterable[Any], size: int = 2) -> Prefetch:
         """The batches, put where the plan reads them by a thread of its own while the step computes.
 
         Batches of other shapes (a short last one) are planned for when they come. Until the step is planned, batches
         come as they are. An error of `batches` is raised where its batch would have come; `close()` ends the thread.
+        Of several processes, all must have equally many batches: one that has more waits for the others in its step.
 
         Args:
-          batches: each the argument that is the batch, or the tuple of these if there are several.
+          batches: each the argument that is the batch, or the tuple of these if there are several; whole or in the rows
+            of this process, as for `place`.
           size: how many placed batches may wait.
 
         Example:

@@ -20,7 +20,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import keys, shown
 from alpa_lite.placing import Ends, Kind, kind_of
-from alpa_lite.runtime import placement
+from alpa_lite.runtime import feeding, placement
 from alpa_lite.runtime.births import Birth
 from alpa_lite.runtime.loading import AnyExecutable
 
@@ -121,16 +121,51 @@ def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[
 
     Args:
       known: the planned calls, the one used last first. A batch of another shape is planned for with the state of that.
-      args: the batch.
+      args: the batch; of several processes, each may have the rows of the last one's batch that it reads (`rows_of`).
       planned: the call of some arguments, which is planned if it is new.
     """
     names, places = zip(*known[0].batch(), strict=True)
-    call = planned(*known[0].given(places, args))
-    where = {path: sharding for path, _, sharding in call.leaves()}
-    paths = calls.paths(call.calling, call.args, call.kwargs)
     leaves, tree = jax.tree_util.tree_flatten(args)
-    mine = [path for name in names for path in paths if keys(path)[0] == name]
-    return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [where[path] for path in mine]))
+    if jax.process_count() == 1:
+        call = planned(*known[0].given(places, args))
+        return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))
+    call = next((call for call in known if _are_whole(leaves, _batch_of(call, names))), None)
+    if call is None and _are_parts(leaves, _batch_of(known[0], names)):
+        call = known[0]
+    call = call or planned(*known[0].given(places, args))
+    wanted = zip(leaves, _batch_of(call, names), strict=True)
+    placed = [feeding.assembled(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
+    return jax.tree_util.tree_unflatten(tree, placed)
+
+
+def rows_of(call: Call) -> Any:
+    """The rows of each array of the batch that devices of this process read; of several arguments, a tuple of these."""
+    names, places = zip(*call.batch(), strict=True)
+    found = [feeding.rows(sharding, shape) for (shape, _), sharding in _batch_of(call, names)]
+    given = [call.args[place] if isinstance(place, int) else call.kwargs[place] for place in places]
+    tree = jax.tree.structure(given[0] if len(given) == 1 else tuple(given))
+    return jax.tree_util.tree_unflatten(tree, found)
+
+
+def _batch_of(call: Call, names: Sequence[str]) -> list[tuple[Kind, NamedSharding]]:
+    """Kind and sharding of each leaf of these arguments."""
+    leaves = call.leaves()
+    return [(kind, sharding) for name in names for path, kind, sharding in leaves if keys(path)[0] == name]
+
+
+def _are_whole(leaves: Sequence[Any], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
+    return list(map(kind_of, leaves)) == [kind for kind, _ in batch]
+
+
+def _are_parts(leaves: Sequence[Any], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
+    """Whether leaves have, each, the rows of a planned batch that this process reads."""
+    if len(leaves) != len(batch):
+        return False
+    kinds = list(map(kind_of, leaves))
+    return all(
+        kind is not None and kind[1] == dtype and feeding.is_part(kind[0], sharding, shape)
+        for kind, ((shape, dtype), sharding) in zip(kinds, batch, strict=True)
+    )
 
 
 # -- initialisation -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ a process group of its own, so that what it has started in turn is ended with it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -29,7 +28,12 @@ from typing import IO, Any
 from alpa_lite.errors import OptionError
 
 HOST = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_ASK = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else it has been killed meanwhile
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 _POLL = 0.02  # seconds
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "JAX_COORDINATOR_", "JAX_LOCAL_DEVICE_IDS")
@@ -149,11 +153,11 @@ class _Group:
         self._received: int | None = None
 
     def start(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Starts the next process. All are started before there is a second thread, which forks do not bear."""
+        """Starts the next process."""
         number = len(self._all)
         process = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            process_group=0, preexec_fn=_dying_with(os.getpid()),
+            [*_dying_with(os.getpid()), *argv], env=env, process_group=0,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._all.append(process)
         self._running[number] = process
@@ -237,18 +241,12 @@ class _Group:
                     out.flush()
 
 
-def _dying_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does before it runs its program: it asks to be killed when its parent is. Only Linux can."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
+def _dying_with(parent: int) -> list[str]:
+    """What a new process is before it becomes its program: it asks to be killed when its parent is. Only Linux can.
 
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has been killed meanwhile
-            os._exit(1)
-
-    return ask
+    `preexec_fn` would do this between fork and exec, where no Python code is safe in a process with threads.
+    """
+    return [sys.executable, "-I", "-S", "-c", _ASK, str(parent)] if sys.platform.startswith("linux") else []
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

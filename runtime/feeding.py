@@ -1,4 +1,11 @@
-"""Batches that are on the devices before the step asks for them."""
+"""Batches that are on the devices before the step asks for them, of one process or of many.
+
+Of several processes each may have the whole global batch, of which its devices take their shards, or only the rows that
+its devices read (`rows`), in that order. Either way nothing is communicated: `jax.device_put` of a host array would
+compare it over all processes, by a collective, which in a thread of its own could come before that of a step in one
+process and after it in another. `jax.make_array_from_process_local_data` takes parts by rows as this does, but where
+processes share out other dims (a sequence, say) it wants less of those than a loader has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,45 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
 _END = object()
+
+
+def rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
+    """The positions in the leading dim that devices of this process read, ascending; all of an array without dims."""
+    if not shape:
+        return np.arange(0)
+    parts = {index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()}
+    return np.unique(np.concatenate([np.arange(0), *(np.arange(*part) for part in parts)]))
+
+
+def is_part(have: tuple[int, ...], sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether a shape is that of the rows of an array that this process reads, or of the whole array."""
+    return have == shape or (bool(shape) and have == (len(rows(sharding, shape)), *shape[1:]))
+
+
+def assembled(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The global array of a leaf that this process has whole, or in the rows that it reads. Shares no memory with it.
+
+    Args:
+      leaf: an array of the host, or of devices of this process.
+      sharding, shape, dtype: of the global array.
+    """
+    host = np.asarray(leaf)
+    own = rows(sharding, shape)
+    whole = host.shape == shape
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if not whole:
+            start, stop, _ = index[0].indices(shape[0])
+            first = int(np.searchsorted(own, start))
+            index = (slice(first, first + stop - start), *index[1:])
+        return np.array(host[index], dtype)  # a copy, which the array may keep
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
 
 
 class Prefetch(Iterator[Any]):
