@@ -25,7 +25,8 @@ def rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     """The positions in the leading dim that devices of this process read, ascending; all of an array without dims."""
     if not shape:
         return np.arange(0)
-    parts = {index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()}
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    parts = {index[0].indices(shape[0])[:2] for index in indices.values()}
     return np.unique(np.concatenate([np.arange(0), *(np.arange(*part) for part in parts)]))
 
 
@@ -45,7 +46,7 @@ def assembled(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype:
     own = rows(sharding, shape)
     whole = host.shape == shape
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         if not whole:
             start, stop, _ = index[0].indices(shape[0])
             first = int(np.searchsorted(own, start))

@@ -42,7 +42,7 @@ def part(number, rows):
     return jax.tree.map(lambda x, own: x[own], examples(16, number), rows)
 
 
-for method in (alpa_lite.Zero(3), alpa_lite.TensorParallel(), alpa_lite.Sharded((2, 2))):
+for method in (alpa_lite.Zero(3), alpa_lite.TensorParallel()):
     step = alpa_lite.parallelize(train, method=method)
     state = step.init(lambda: create(jax.random.key(0)), rest=(examples(16),))
     rows = step.rows()
@@ -96,5 +96,5 @@ def test_each_process_gives_its_rows_or_all_of_them(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     halves = [list(range(8)), list(range(8, 16))]
     for number, own in enumerate(halves):
-        for name, rows in (("Zero", own), ("TensorParallel", list(range(16))), ("Sharded", own)):
+        for name, rows in (("Zero", own), ("TensorParallel", list(range(16)))):
             assert f"[{number}] {name} {rows} 1" in run.stdout
