@@ -220,3 +220,45 @@ def test_branches_that_end_in_other_layouts_are_left_to_the_compiler():
     names = ("x", "y", "z")
     method = alpa_lite.Manual({"state['w']": P("x", None)}, mesh_shape=(2, 2, 2), axis_names=names)
     same(step, args, method=method, communication="compiler")
+
+
+@pytest.mark.parametrize("reduce", [jnp.bitwise_and.reduce, jnp.bitwise_xor.reduce])
+def test_bitwise_reductions_over_a_sharded_dim_are_not_left_to_the_compiler(reduce):
+    def step(state, batch):
+        return {"s": state["s"] * 0.9}, reduce(batch["x"] * 3)
+
+    method = alpa_lite.Manual({"batch['x']": P("x")}, mesh_shape=(8,), axis_names=("x",))
+    args = {"s": jnp.ones(())}, {"x": jnp.arange(1, 25)}
+    same(step, args, method=method, cluster=FREE_LINKS, communication="compiler")
+
+
+def test_a_convolution_in_groups_is_not_left_to_the_compiler():
+    """XLA's partitioner takes the outputs of each device for all groups, or does not compile them."""
+
+    def step(state, batch):
+        x, dims = jnp.concatenate([batch["x"], batch["x"][:, :-1]], 1), ("NWC", "WIO", "NWC")
+        out = lax.conv_general_dilated(x, state["w"], (2,), "SAME", dimension_numbers=dims, feature_group_count=2)
+        return {"w": state["w"] * 0.9}, out
+
+    method = alpa_lite.Manual({"state['w']": P(None, None, "x")}, mesh_shape=(8,), axis_names=("x",))
+    rng = np.random.default_rng(0)
+    args = {"w": jnp.asarray(rng.normal(size=(1, 1, 16)))}, {"x": jnp.asarray(rng.normal(size=(12, 8, 2)))}
+    same(step, args, method=method, cluster=FREE_LINKS, communication="compiler")
+
+
+def test_indices_into_dims_of_one_element_are_brought_nowhere():
+    """They can only mean 0: compilers drop them, and what computes them."""
+
+    def step(state, batch):
+        places = jnp.argsort(batch["x"], 0)
+        row = lax.dynamic_slice(state["s"], (places[0, 0], places[0, 1], 1), (1, 1, 2))
+        new = lax.dynamic_update_slice(state["s"], row, (places[1, 0], places[1, 1], 3))
+        return {"s": new}, state["s"][places, places % 1]
+
+    method = alpa_lite.Manual(
+        {"state['s']": P(), "batch['x']": P("z", "x")}, mesh_shape=(2, 2, 2), axis_names=("x", "y", "z")
+    )
+    x = np.random.default_rng(0).integers(0, 9, (6, 6))
+    args = {"s": jnp.arange(6.0).reshape(1, 1, 6)}, {"x": jnp.asarray(x, "float32")}
+    plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
+    assert not plan.collectives

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.local.types import LocalForm
@@ -151,7 +151,7 @@ def _crossing_spec(layout: Layout) -> PartitionSpec:
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
     """The same function with the plan's layouts as constraints, its collectives left to the compiler.
 
-    What the compiler cannot look into (kernels) is a region of its own.
+    What the compiler cannot look into (kernels), and what it would divide wrongly, is a region of its own.
     """
     layouts: dict[int, Layout] = {}
     own: dict[int, Callable[..., Sequence[Any]]] = {}
@@ -165,7 +165,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
                     layouts.update(zip(op.results, form.results, strict=False))
                     if op.name == primitives.CONSTRAINT:
                         said.update(op.results)
-                    if op.name in primitives.KERNELS:
+                    if op.name in primitives.KERNELS or _misdivided(op):
                         own[op.index] = _alone(form, mesh)
                 case Loop(op=op, bodies=bodies):
                     for inner in bodies:
@@ -192,6 +192,17 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
         ]
 
     return fun
+
+
+def _misdivided(op: Op) -> bool:
+    """Whether XLA's partitioner divides an operation wrongly, or into what its backends do not have.
+
+    Seen on JAX 0.10.2 and 0.12.0.1: a convolution in groups whose kernel is sharded over its outputs takes each
+    device's outputs for all groups (silently other numbers); XLA:CPU has no all-reduce of bitwise operations.
+    """
+    if op.name == "conv_general_dilated":
+        return op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1
+    return op.name in ("reduce_and", "reduce_or", "reduce_xor")
 
 
 def _alone(form: LocalForm, mesh: AnyMesh) -> Callable[..., Sequence[Any]]:

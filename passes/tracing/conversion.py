@@ -33,6 +33,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.passes.tracing import indices
 
 CALL_BODY = {
     "jit": "jaxpr",
@@ -131,6 +132,8 @@ class _Builder:
         for eqn in jaxpr.eqns:
             operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
             name = eqn.primitive.name
+            for i in indices.unread(eqn):
+                (operands[i],) = self.inline(indices.zeros(eqn.invars[i].aval), (), (), stack, ops)
             expansion = _jax.expansion(eqn)
             if expansion is not None:
                 body, held = _jax.open_jaxpr(expansion)
