@@ -40,6 +40,7 @@ from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimate
 from alpa_lite.passes.programs.ways import Outcome, Way
 from alpa_lite.passes.sharding import search, wishes, worth
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
+from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.stages import planning, promise, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
@@ -298,7 +299,7 @@ def one_mesh(run: Passes, step: Step, asked: Asked, remats: Sequence[Choice], *,
     return noted(found.value, *found.notes, *late)
 
 
-def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Outcome[Staged]:
+def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Staged]:
     """The whole step as one stage, on the best mesh of all devices within the budget.
 
     Raises:
@@ -314,7 +315,7 @@ def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Out
     found = run(
         "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
         budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, deadline=asked.deadline,
-        cutoff=cutoff, progress=run.count,
+        cutoff=cutoff, lessons=lessons, progress=run.count,
     )  # fmt: skip
     costs = ()
     if worth.items(traced, asked.wishes):
@@ -330,7 +331,7 @@ def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float) -> Out
     if late:
         costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
     staged = noted(run("programs", programs.single, loop, planned, verdict, str(way.remat)), *costs)
-    return Outcome(staged, solution.objective, found.free, layers)
+    return Outcome(staged, solution.objective, found.free, layers, found.mesh, found.bounds)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked, *, beside_one_mesh: bool = False, must: bool = True) -> Staged:

@@ -8,8 +8,10 @@ one. More micro-batches and more computed again only add, so
 
     T(more)  >=  F(more)  >=  F(less):
 
-where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. Else the least number of
-micro-batches that fits is followed by twice as many, four times as many, and so on while there is a gain; then by
+where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. This holds of each mesh by
+itself, too. The least number of micro-batches that fits is looked for: 1, and where that does not fit, the first of 2,
+4, 8, ... that may, by the bytes that are missing (`sharding.lessons`), and so on. Where memory binds, it is followed by
+twice as many, four times as many, and so on while there is a gain; then by
 "selective" and "layer" rematerialisation with as many micro-batches as the best, or fewer; each with the best seconds
 so far as a cutoff, as long as a bound leaves room for a gain and the time allows. Where all layers computed again is
 the best, fewer of them are tried by bisection: the first k of n layers (Chen et al. 2016 compute all again; k trades
@@ -20,14 +22,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.sharding.search import Beaten
+from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons, doublings
 from alpa_lite.report import units
 
 T = TypeVar("T")
@@ -66,12 +69,16 @@ class Outcome(Generic[T]):
       seconds: predicted, of a step.
       free: seconds that no plan of the way undercuts, whatever the budget.
       layers: the number of layers that could be computed again; 0 if that is not known.
+      mesh: of the plan; None if that is not known.
+      bounds: as `free`, of each mesh.
     """
 
     value: T
     seconds: float
     free: float
     layers: int = 0
+    mesh: LogicalMesh | None = None
+    bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
 
     @property
     def is_bound(self) -> bool:
@@ -94,8 +101,8 @@ class Chosen(Generic[T]):
     late: tuple[Way, ...]
 
 
-Solve = Callable[[Way, float], Outcome[T]]
-"""The best plan of a way below a cutoff of seconds; `inf` for none.
+Solve = Callable[[Way, float, Lessons], Outcome[T]]
+"""The best plan of a way below a cutoff of seconds; `inf` for none. What other ways have shown is given.
 
 Raises MicrobatchError if the step cannot be cut so; Beaten if no plan is below a finite cutoff; without one
 InfeasibleError, which says what would fit and takes longer.
@@ -127,7 +134,7 @@ def best(
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
       OutOfTime: without `must`, nothing that fits was found in the time.
     """
-    search = _Search(solve, given, floor < budget, budget, deadline, must)
+    search = _Search(solve, given, floor, budget, deadline, must)
     for remat in map(Remat, remats):
         if search.best is not None:
             search.again(remat)
@@ -139,6 +146,7 @@ def best(
         search.explain()
     for remat in map(Remat, also):
         search.again(remat)
+    search.wider()
     if len(remats) + len(also) > 1:
         search.fewer_layers()
     assert search.best is not None
@@ -149,9 +157,9 @@ class _Search(Generic[T]):
     """What has been tried."""
 
     def __init__(
-        self, solve: Solve[T], given: int | None, may_fit: bool, budget: float, deadline: Deadline, must: bool
+        self, solve: Solve[T], given: int | None, floor: float, budget: float, deadline: Deadline, must: bool
     ) -> None:
-        self.solve, self.given, self.may_fit, self.budget, self.deadline = solve, given, may_fit, budget, deadline
+        self.solve, self.given, self.floor, self.budget, self.deadline = solve, given, floor, budget, deadline
         self.must = must
         self.best: tuple[Way, Outcome[T]] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
@@ -159,7 +167,8 @@ class _Search(Generic[T]):
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
         self.skipped: list[Way] = []
-        self.free: dict[int, float] = {}  # number of micro-batches -> seconds that none of as many, or more, undercuts
+        self.bounds: dict[int, Bounds] = {}  # number of micro-batches -> bounds of as many, or more
+        self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
 
     @property
     def cutoff(self) -> float:
@@ -168,48 +177,69 @@ class _Search(Generic[T]):
 
     def is_open(self, way: Way) -> bool:
         """Whether a way may be a gain, and the time allows to try it; notes it where the time alone does not."""
-        if max((free for count, free in self.free.items() if count <= way.count), default=0.0) >= self.cutoff:
+        if min(self.known(way).values(), default=0.0) >= self.cutoff:
             return False
         if self.best is not None and self.slowest > self.deadline.left:
             self.skipped.append(way)
             return False
         return True
 
-    def attempt(self, way: Way) -> Outcome[T] | None:
-        """The outcome of a way, which is kept if it is the best; None if there is none."""
-        before, found = self.deadline.spent, None
+    def known(self, way: Way) -> Bounds:
+        """Bounds of the meshes of a way, by those of fewer micro-batches."""
+        out: dict[LogicalMesh, float] = {}
+        for count, bounds in self.bounds.items():
+            if count <= way.count:
+                out |= {mesh: max(bound, out.get(mesh, 0.0)) for mesh, bound in bounds.items()}
+        return out
+
+    def attempt(self, way: Way, *, quick: bool = False) -> Outcome[T] | Beaten:
+        """What comes of a way; it is kept if it is the best."""
+        before = self.deadline.spent
+        first = None if self.best is None else self.best[1].mesh
+        found: Outcome[T] | Beaten
         try:
-            found = self.solve(way, self.cutoff)
-            free = found.free
+            found = self.solve(way, self.cutoff, Lessons(self.known(way), first, quick))
         except Beaten as beaten:
-            free = beaten.free
+            found = beaten
         self.slowest = max(self.slowest, self.deadline.spent - before)
         if way.remat == NOTHING:
-            self.free[way.count] = free
-        if found is not None and found.seconds < self.cutoff:
+            self.bounds[way.count] = found.bounds
+        if isinstance(found, Outcome) and found.seconds < self.cutoff:
             self.first = self.first or (way, found)
             self.best = way, found
         return found
 
     def fitting(self, remat: Remat) -> None:
         """The least number of micro-batches that fits, if any does."""
-        count = self.given or 1
+        count, may_fit = self.given or 1, self.floor < self.budget
         while self.is_open(way := Way(count, remat)) or not self.misfits:
             try:
-                self.attempt(way)
+                found = self.attempt(way, quick=may_fit and not self.given)
             except MicrobatchError as refusal:
                 if self.given or not self.misfits:
                     raise
                 self.refused = self.refused or refusal
+                break
+            if isinstance(found, Outcome) and self.best is not None:
                 return
-            if self.best is not None:
-                return
+            least = 0.0
+            if isinstance(found, Beaten):
+                least = found.least
+                self.narrow += [way] * found.wider
             self.misfits.append(way)
-            if self.given or not self.may_fit:
-                return
+            if self.given or not may_fit:
+                break
             if not self.must and self.slowest > self.deadline.left:
                 raise OutOfTime
-            count *= 2
+            count = doublings(count, least, self.floor, self.budget)
+        self.wider()
+
+    def wider(self) -> None:
+        """What did not fit the first meshes, tried on all."""
+        while self.narrow:
+            way = self.narrow.pop()
+            if self.is_open(way):
+                self.attempt(way)
 
     def more(self) -> None:
         """More micro-batches than the best, as long as there is a gain."""
@@ -221,7 +251,7 @@ class _Search(Generic[T]):
                 tried = self.attempt(way)
             except MicrobatchError:
                 return
-            is_bound = tried is None or tried.is_bound
+            is_bound = not isinstance(tried, Outcome) or tried.is_bound
             failures = 0 if self.best[0] == way else failures + 1
 
     def again(self, remat: Remat) -> None:
@@ -244,7 +274,7 @@ class _Search(Generic[T]):
             raise InfeasibleError("nothing else may be computed again")
         first, last = self.misfits[0], max(way.count for way in self.misfits)
         try:
-            self.best = self.first = first, self.solve(first, math.inf)
+            self.best = self.first = first, self.solve(first, math.inf, Lessons())
         except InfeasibleError as error:
             why = str(self.refused) if last == first.count and self.refused else ""
             why = f"the step does not fit with {last} of them." if last > first.count else why

@@ -20,6 +20,7 @@ from alpa_lite.layout import Layout
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices
 from alpa_lite.passes.sharding.groups import Dims, Group
+from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule
 
@@ -145,3 +146,18 @@ class Computing:
 
 #: What an argument that is kept costs, as a share of reading it.
 _BLOCK = 0.01
+
+
+def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
+    """Seconds of the FLOPs of a step on all devices at the rate of large products: no plan of any mesh takes less.
+
+    Args:
+      space: of a mesh, whose groups have been priced.
+    """
+    total = 0.0
+    for node in space.nodes:
+        work = shared.works.get((node.group, node.members[len(node.members) // 2]))
+        if work is not None and work.flops:
+            trips = shared.grouping.groups[node.group].trips
+            total += cost.compute(work.flops * trips * len(node.members), 0.0, work.dtype)
+    return total / cost.cluster.num_devices

@@ -41,6 +41,7 @@ Slack = tuple[np.ndarray, np.ndarray]
 
 ROUNDING = 1e-9  # bounds and objectives that differ by less are equal
 SWEEPS, ROUNDS, STEPS = 5, 10, 30  # sweeps in a round, twice as many every second round; rounds; prices of memory
+FEW_STEPS = 6  # prices of memory for a quick bound of it
 PRICES, POLISH = 8, (1.0, 0.5, 0.2, 0.0)  # multiples of a price that are tried, and of it for the best choice
 STALLED, PATIENCE = 0.98, 3  # rounds that leave more than this share of the gap, and how many of them end a search
 LARGEST = 30_000  # costs beyond which a linear program is not built: it takes some seconds, and ever more beyond
@@ -192,6 +193,21 @@ class Search:
             return math.inf, False
         best = self.problem.peak(self.choice)
         return best, self._is_close(best, bound)
+
+    def bound_peak(self) -> tuple[float, float]:
+        """Bytes that no peak undercuts, and the least peak met on the way; in a few steps, without integer programs."""
+        try:
+            restriction = _for_memory_alone(self.problem)
+        except Contradiction:
+            return math.inf, math.inf
+        bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
+        dual = MemoryDual(restriction.problem)
+        for i in range(FEW_STEPS):
+            best = self._offer_peak(restriction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
+            bound = max(bound, min(dual.bound, best))
+            if self._is_close(best, bound) or dual.finished or self.left <= 0:
+                break
+        return bound, best
 
     def _flatten(self, restriction: Restriction, enough: float) -> float:
         """Look for a choice of the least peak, or one of at most `enough` bytes; returns a lower bound of peaks."""

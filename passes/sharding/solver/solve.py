@@ -137,6 +137,18 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
     return problem.seconds(choice), problem.peak(choice)
 
 
+def bound_of_peak(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float = 1e-2) -> tuple[float, float]:
+    """Bytes that no choice undercuts, and the peak of a choice with few; `minimal_budget` takes longer, and is exact.
+
+    The budget of the graph is ignored. Without any allowed choice both are infinite.
+
+    Raises:
+      ValueError: as `solve`.
+    """
+    problem = replace(from_graph(graph), budget=None)
+    return Search(problem, math.inf, gap, time.perf_counter() + time_limit).bound_peak()
+
+
 def minimal_budget(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float = 1e-4) -> tuple[float, Solution]:
     """The smallest peak, in bytes, that a choice reaches, and such a choice.
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.programs.ways import ANY, Outcome, Way, best
 from alpa_lite.passes.sharding.deadline import Deadline
-from alpa_lite.passes.sharding.search import Beaten
+from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 
 LAYERS = 16
+MESH = LogicalMesh((8,), ("x",))
 COSTS = {"none": 0.0, "selective": 0.05, "layer": 0.3}
 SAVED = {"none": 0.0, "selective": 0.5, "layer": 0.9}
 
@@ -31,8 +33,11 @@ class Model:
     them; with more missing it does not fit.
     """
 
-    def __init__(self, budget: float, slower: float = 0.1, missing: float = 20.0, most: int = 64):
+    def __init__(
+        self, budget: float, slower: float = 0.1, missing: float = 20.0, most: int = 64, narrow: int = 0,
+    ):  # fmt: skip
         self.budget, self.slower, self.missing, self.most = budget, slower, missing, most
+        self.tells, self.narrow = False, narrow
         self.tried: list[Way] = []
         self.now = 0.0
 
@@ -43,16 +48,18 @@ class Model:
         lacks = 10 + 80 * (1 - SAVED[way.remat.choice] * share) / way.count - self.budget
         return (math.inf if lacks > self.missing else free * (1 + self.slower * max(lacks, 0.0))), free
 
-    def __call__(self, way: Way, cutoff: float) -> Outcome[Way]:
+    def __call__(self, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Way]:
         self.tried.append(way)
+        self.lessons = lessons
         self.now += 1.0
         if way.count > self.most:
             raise MicrobatchError("the batch norm is of the whole batch")
         found, free = self.seconds(way)
-        if found < cutoff:
-            return Outcome(way, found, free, LAYERS if way.remat.choice != "none" else 0)
+        if found < cutoff and not (lessons.quick and way.count == self.narrow):
+            return Outcome(way, found, free, LAYERS if way.remat.choice != "none" else 0, MESH, {MESH: free})
         if cutoff < math.inf:
-            raise Beaten(free)
+            least = 10 + 80 / way.count if self.tells else 0.0
+            raise Beaten({MESH: free}, least, wider=way.count == self.narrow and lessons.quick)
         raise InfeasibleError("too small", 10 + 80 / way.count)
 
     def best(self, remats: Any = ("none",), given: int | None = None, seconds: float = 1e9, **options: Any) -> Any:
@@ -86,6 +93,31 @@ def test_the_least_that_fits_is_found_without_asking_what_would_fit() -> None:
     chosen = model.best()
     assert chosen.value == Way(4) and model.tried == [Way(1), Way(2), Way(4)]
     assert "4 micro-batches: with fewer, the step does not fit into memory_per_device=30 B" in chosen.notes[0]
+
+
+def test_what_cannot_fit_by_its_bytes_is_not_tried() -> None:
+    """With one micro-batch 90 bytes are needed, with b of them 10 + 80 / b: 4 for 30 bytes, and 16 for 15."""
+    for budget, tried in ((30.0, [1, 4]), (29.9, [1, 8]), (15.0, [1, 16])):
+        model = Model(budget=budget, slower=0.0, missing=0.0)
+        model.tells = True
+        assert model.best().value == Way(tried[-1]) and model.tried == [Way(count) for count in tried]
+
+
+def test_what_the_first_meshes_alone_do_not_fit_is_tried_on_all_at_last() -> None:
+    """2 micro-batches fit, but for the first meshes: 4 are found, and then 2, which are faster."""
+    model = Model(budget=50.0, slower=0.0, missing=0.0, narrow=2)
+    assert model.best().value == Way(2) and model.tried == [Way(1), Way(2), Way(4), Way(2)]
+    assert not model.lessons.quick
+    model = Model(budget=50.0, slower=0.0, missing=0.0, most=2, narrow=2)
+    assert model.best().value == Way(2) and model.tried == [Way(1), Way(2), Way(4), Way(2)]  # 4 are refused
+
+
+def test_bounds_and_the_best_mesh_are_handed_on() -> None:
+    model = Model(budget=75.0)
+    model.best()
+    assert model.tried[-1] == Way(2) and model.lessons.first == MESH
+    assert dict(model.lessons.bounds) == {MESH: 1.0}  # of one micro-batch
+    assert model.lessons.quick is False
 
 
 def test_computing_again_competes_by_seconds() -> None:
@@ -146,7 +178,7 @@ def test_a_given_number_is_kept() -> None:
 
 
 def test_any_plan_is_below_the_first_cutoff() -> None:
-    assert Model(budget=100.0)(Way(), ANY).seconds == 1.0
+    assert Model(budget=100.0)(Way(), ANY, Lessons()).seconds == 1.0
 
 
 def test_what_is_computed_again_is_read_as_it_is_written() -> None:

@@ -1,0 +1,292 @@
+"""Mesh shapes, solved in the order of their bounds, and the best plan that was found so far (see `sharding.search`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from alpa_lite.errors import MicrobatchError, OptionError
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.methods import Method
+from alpa_lite.passes.sharding import strategies
+from alpa_lite.passes.sharding.deadline import FEW, Deadline, worthwhile
+from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons, least_of
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.space import Space, Strategy
+from alpa_lite.records import Candidate
+from alpa_lite.strategy import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best plan: its program, solution, and the strategy of every group.
+
+    `candidates` lists every mesh shape that was weighed. `free` is what no plan of any of them undercuts, in seconds,
+    whatever the budget: where the solution costs as much, more memory would not make it faster. `bounds` says the same
+    of each mesh.
+    """
+
+    mesh: LogicalMesh
+    space: Space
+    solution: Solution
+    choice: tuple[Strategy, ...]
+    candidates: tuple[Candidate, ...]
+    free: float = 0.0
+    bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
+
+    @property
+    def compute_seconds(self) -> float:
+        """What of the objective is not communication."""
+        nodes, choice = self.space.nodes, self.solution.choice
+        return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+
+
+LATE = "not searched"
+"""The status of candidates for which there was no time, or that could not save enough to repay solving them."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bytes per device of a mesh: `bound`, that no plan undercuts, and `peak`, of a plan with few."""
+
+    bound: float
+    peak: float
+    mesh: LogicalMesh
+
+
+class Race:
+    """Mesh shapes, solved in the order of their bounds, and the best that was found so far.
+
+    Attributes:
+      tried: shapes with their programs and bounds.
+      best: mesh, program and solution.
+      bounds: mesh shape -> seconds that none of its plans undercuts, whatever the budget.
+      least: bytes per device of what was tried, where all of it is known to exceed the budget.
+      slowest: seconds that building and bounding a program took at most.
+    """
+
+    def __init__(
+        self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons
+    ) -> None:
+        self.method, self.budget = method, budget
+        self.tried: list[tuple[solve.Bound, Problem, Space]] = []
+        self.best: tuple[LogicalMesh, Space, Solution] | None = None
+        self.bounds = {mesh: lessons.bounds.get(mesh, 0.0) for mesh in meshes}
+        self.slowest = 0.0
+        self.least: Least | None = None
+        self._given = cutoff
+        self._within: dict[LogicalMesh, float] = {}  # as `bounds`, within the budget
+        self._rows: dict[tuple[str, tuple[int, ...]], Candidate] = {}
+        self._chosen: tuple[str, tuple[int, ...]] | None = None
+        self._solved: set[LogicalMesh] = set()
+
+    def is_beaten(self, mesh: LogicalMesh) -> bool:
+        """Whether the bound of a shape reaches what it must undercut; noted if so."""
+        beaten = self.bounds[mesh] >= self._cutoff(mesh)
+        if beaten:
+            self._put(self.method, mesh, None, "cutoff")
+        return beaten
+
+    def enter(self, problem: Problem, several: bool) -> None:
+        """Builds the program of a mesh shape, and bounds it if there are several."""
+        started = time.perf_counter()
+        space = problem.build()
+        bound = solve.Bound(space.program)
+        if several:
+            bound.improve()
+        if not self.tried:
+            least = problem.at_peak(space)
+            self.bounds = {mesh: max(known, least) for mesh, known in self.bounds.items()}
+        bound.seconds = max(bound.seconds, self.bounds[problem.mesh])
+        self.tried.append((bound, problem, space))
+        self._note(problem.mesh, 0.0, bound.seconds)
+        self.slowest = max(self.slowest, time.perf_counter() - started)
+
+    def begin(self, deadline: Deadline, others: Sequence[Problem]) -> None:
+        """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit.
+
+        The latter if its least memory exceeds the budget, and that of other shapes.
+        """
+        bound, problem, space = self.tried[0]
+        seconds = max(deadline.left, _GRACE)
+        mine, solution, least = solved(problem, space, self.budget, self._given, seconds, bound.known)
+        self._put(self.method, problem.mesh, mine, solution)
+        bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
+        self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
+        if not solution.choice and solution.status != "cutoff":
+            self.weigh((problem, *others), Deadline(max(deadline.left, _GRACE)))
+        if solution.status != "feasible":
+            self._solved.add(problem.mesh)
+
+    def weigh(self, problems: Sequence[Problem], deadline: Deadline) -> None:
+        """Finds the least bytes that some shapes need; `least` is set if all of them are known to exceed the budget."""
+        found = []
+        for problem in problems:
+            if deadline.over:
+                return
+            program = problem.build(regather=problem.platform not in strategies.MERGING).program
+            bound, peak = solve.bound_of_peak(program, time_limit=deadline.left)
+            if bound <= self.budget:
+                return
+            found.append(Least(bound, peak, problem.mesh))
+        self.least = min(found, key=lambda least: least.bound)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the first shapes need so much more than the budget that none will do."""
+        return self.least is not None and self.least.bound > _HOPELESS * self.budget
+
+    def beaten(self, *, tried_all: bool = True) -> Beaten:
+        """What to raise where nothing below the cutoff was found."""
+        least = self.least.bound if self.least else 0.0
+        return Beaten(self.bounds, least, wider=not tried_all and not self.hopeless)
+
+    def consider(self, methods: Sequence[Method], problems: Callable[..., list[Problem]], deadline: Deadline) -> None:
+        """Evaluates the plans of textbook methods, as far as there is time: only what is better is then searched.
+
+        The free program admits whatever such a method does: where that is solved, none of them is better.
+        """
+        for method in methods:
+            if deadline.over:
+                return
+            try:
+                (problem,) = problems(method)
+            except (OptionError, MicrobatchError):  # the batch, or a micro-batch, does not divide
+                continue
+            if self.bounds.get(problem.mesh, 0.0) >= self._cutoff(problem.mesh):
+                return  # all of them are of this mesh
+            limit, cutoff = deadline.share(2), self._cutoff(problem.mesh)
+            built = problem.build()
+            space, solution, _ = solved(problem, built, self.budget, cutoff, limit, solve.Known(built.program))
+            if solution.choice:
+                self._put(type(method).__name__, problem.mesh, space, solution)
+
+    def run(
+        self, deadline: Deadline, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    ) -> None:
+        """Solves shape after shape, while there is time, and while what is won can repay it."""
+        waiting, begun = [one for one in self.tried if one[1].mesh not in self._solved], deadline.left
+        while waiting:
+            number = min(range(len(waiting)), key=lambda i: waiting[i][0].seconds)
+            bound, problem, space = waiting[number]
+            cutoff = self._cutoff(problem.mesh)
+            known = math.isfinite(cutoff)
+            if bound.seconds < cutoff and 0 < bound.improved < _IMPROVED and not deadline.over:
+                bound.improve()
+                continue
+            parts = min(len(waiting), _AT_ONCE)
+            del waiting[number]
+            limit = deadline.share(parts, 0.0 if self.best else _RESERVE * begun)
+            if known:
+                limit = min(limit, max(FEW - (begun - deadline.left), worthwhile(cutoff - bound.seconds)))
+            if bound.seconds >= cutoff or (limit <= 0 and (known or self._rows)):
+                self._put(self.method, problem.mesh, None, "cutoff" if bound.seconds >= cutoff else LATE)
+                self._note(problem.mesh, bound.seconds, bound.seconds)
+                continue
+            progress("mesh shapes solved", len(self._rows), len(self.tried))
+            space, solution, least = solved(problem, space, self.budget, cutoff, limit, bound.known)
+            self._note(problem.mesh, max(solution.bound, bound.seconds), max(least, bound.seconds))
+            self._put(self.method, problem.mesh, space, solution)
+
+    def found(self) -> Found:
+        """The best plan, with the bound of all shapes together."""
+        assert self.best is not None
+        mesh, space, solution = self.best
+        entered = {problem.mesh for _, problem, _ in self.tried}
+        for late in self.bounds:
+            if late not in entered and (self.method, late.shape) not in self._rows:
+                self._put(self.method, late, None, LATE)
+        rows = [
+            replace(row, status="chosen" if key == self._chosen else "slower" if row.step_seconds else row.status)
+            for key, row in self._rows.items()
+        ]
+        least = min(max(bound, self._within.get(mesh, 0.0)) for mesh, bound in self.bounds.items())
+        if least < solution.bound * (1 - _EQUAL):
+            solution = replace(solution, bound=least)
+            solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
+        choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+        return Found(mesh, space, solution, choice, tuple(rows), min(self.free, solution.objective), self.bounds)
+
+    def take(self, problem: Problem, space: Space, solution: Solution) -> None:
+        """Takes a choice that was made for memory alone."""
+        self._put(self.method, problem.mesh, space, solution)
+
+    def _cutoff(self, mesh: LogicalMesh) -> float:
+        """Seconds that a plan on a mesh must undercut: of equals, the mesh of fewer axes is better."""
+        if self.best is None:
+            return self._given
+        fewer = len(mesh.shape) < len(self.best[0].shape)
+        return self.best[2].objective * (1 + _EQUAL if fewer else 1.0)
+
+    @property
+    def free(self) -> float:
+        """Seconds that no plan of any shape undercuts, whatever the budget."""
+        return least_of(self.bounds, [*self.bounds])
+
+    def _note(self, mesh: LogicalMesh, bound: float, free: float) -> None:
+        self.bounds[mesh] = max(self.bounds[mesh], free)
+        self._within[mesh] = max(self._within.get(mesh, 0.0), bound)
+
+    def _put(self, name: str, mesh: LogicalMesh, space: Space | None, found: Solution | str) -> None:
+        """Notes what came of a shape, a solution or a status, and takes a plan if it is the best."""
+        key, row = (name, mesh.shape), Candidate(name, mesh.shape, None, None, str(found))
+        if isinstance(found, Solution):
+            row = replace(row, status=found.status)
+            if found.status in ("optimal", "feasible"):
+                row = replace(row, step_seconds=found.objective, bytes_per_device=int(found.peak))
+                if space is not None and found.objective < self._cutoff(mesh):
+                    self.best, self._chosen = (mesh, space, found), key
+        before = self._rows.get(key)
+        if before is None or before.step_seconds is None or (key == self._chosen and row.step_seconds is not None):
+            self._rows[key] = row
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The integer program of one mesh, to be built with or without gathering state again for late uses.
+
+    `at_peak` of its space is what no mesh undercuts: all devices computing at their peak (`computing.at_peak`).
+    """
+
+    mesh: LogicalMesh
+    platform: str
+    build: Callable[..., Space]
+    at_peak: Callable[[Space], float]
+
+
+def solved(
+    problem: Problem, space: Space, budget: float, cutoff: float, time_limit: float, before: solve.Known
+) -> tuple[Space, Solution, float]:
+    """The best choice on one mesh within the budget, of up to three attempts that share the time limit.
+
+    The third value is what no choice undercuts without the budget, in seconds.
+
+    Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
+    """
+    deadline, regathers = Deadline(time_limit), problem.platform not in strategies.MERGING
+    program = replace(space.program, budget=None)
+    free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget, known=before)
+    if free.status == "cutoff" or (free.choice and free.peak <= budget):
+        return space, free, free.bound
+    known = free.bound if free.choice and free.peak > budget else None
+    limit = deadline.share(1 + regathers)
+    solution = solve.solve(space.program, cutoff=cutoff, time_limit=limit, free=known, known=before)
+    if free.peak > budget and regathers:
+        again = problem.build(regather=True)
+        limit = min(cutoff, solution.objective) if solution.choice else cutoff
+        # What is served twice costs no less: the bound without the budget is one here, too.
+        other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known, start=solution)
+        if other.choice and (not solution.choice or other.objective < solution.objective):
+            return again, other, free.bound
+    return space, solution, free.bound
+
+
+_AT_ONCE = 3  # of the shapes that wait, so many share what is left of the time; those after them have larger bounds
+_RESERVE = 0.25  # of the time limit, for the smallest budget that works
+_GRACE = 1.0  # seconds that the first shape may be solved for, though the time is over
+_HOPELESS = 2.0  # times the budget: if the first meshes need more, no mesh of as many devices will do
+_IMPROVED = 2  # times that a bound is improved before the mesh is solved
+_CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
+_EQUAL = 1e-9  # relative difference of seconds that is rounding

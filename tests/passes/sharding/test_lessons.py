@@ -1,0 +1,87 @@
+"""What searches tell one another: which meshes are not built, which is first, and how many micro-batches may fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from alpa_lite import models
+from alpa_lite.cluster import Cluster
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.methods import Sharded
+from alpa_lite.passes import factors
+from alpa_lite.passes.sharding import grouping, search
+from alpa_lite.passes.sharding.lessons import Beaten, Lessons, doublings, ordered
+from alpa_lite.passes.tracing import tracing
+
+CLUSTER = Cluster.preset("a100", nodes=1)
+
+
+@dataclass(frozen=True)
+class On:
+    mesh: LogicalMesh
+
+
+def searched(budget: float, cutoff: float = math.inf, lessons: Lessons | None = None) -> search.Found:
+    fun, args = models.get("mlp").abstract("tiny", 64)
+    traced = tracing.trace(fun, args, {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    return search.search(
+        traced, groups, rules, CLUSTER, Sharded(), budget=budget, cutoff=cutoff, lessons=lessons, time_limit=2.0
+    )
+
+
+@pytest.mark.parametrize(("floor", "state", "activations"), [(10.0, 10.0, 80.0), (10.0, 25.0, 600.0), (0.0, 1.0, 7.0)])
+def test_no_number_of_micro_batches_that_fits_is_left_out(floor, state, activations):
+    """A step takes its state, of at least `floor` bytes, and its activations divided by the number."""
+    for budget in (state + activations / share for share in (1.5, 2.0, 3.3, 8.0, 64.0)):
+        fits = next(count for count in (1 << i for i in range(20)) if state + activations / count <= budget)
+        count = 1
+        while count < fits:
+            count = doublings(count, state + activations / count, floor, budget)
+        assert count == fits
+    assert doublings(4, 0.0, floor, floor + 1.0) == 8  # nothing is known
+
+
+def test_meshes_are_in_the_order_of_their_promise():
+    shapes = Cluster.preset("a100", nodes=4).mesh_shapes()
+    problems = [On(LogicalMesh(shape, ("x", "y", "z")[: len(shape)])) for shape in shapes]
+    found = [one.mesh.shape for one in ordered(problems, nodes=4)]
+    assert found[:2] == [(4, 8), (32,)] and sorted(found) == sorted(shapes)
+    assert [len(shape) for shape in found[2:]] == sorted(len(shape) for shape in found[2:])
+    assert ordered(problems, 4, problems[-1].mesh)[0] == problems[-1]
+    assert ordered(problems, 1)[0].mesh.shape == (32,)
+
+
+def test_a_mesh_that_is_known_to_be_no_better_is_not_built(monkeypatch):
+    built = []
+    build = search.strategies.build
+    monkeypatch.setattr(
+        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
+    )
+    free = searched(1e12)
+    assert set(built) == set(CLUSTER.mesh_shapes()) == {mesh.shape for mesh in free.bounds}
+    assert all(bound <= free.solution.objective for mesh, bound in free.bounds.items() if mesh == free.mesh)
+    built.clear()
+    flat = LogicalMesh((8,), ("x",))
+    known = {mesh: 0.0 if mesh == flat else 1.0 for mesh in free.bounds}
+    again = searched(1e12, cutoff=1.0, lessons=Lessons(known))
+    assert built == [(8,)] and again.mesh == flat
+    assert {row.mesh_shape for row in again.candidates if row.status == "cutoff"} == {(4, 2), (2, 2, 2)}
+    with pytest.raises(Beaten) as caught:
+        searched(1e12, cutoff=1.0, lessons=Lessons(dict.fromkeys(free.bounds, 2.0)))
+    assert caught.value.free == 2.0
+
+
+def test_what_does_not_fit_says_the_bytes_that_it_needs():
+    """A bound of the bytes of the smallest budget that works, which takes integer programs to find: near, and below."""
+    with pytest.raises(Beaten) as caught:
+        searched(1e3, cutoff=1e30)
+    with pytest.raises(search.InfeasibleError) as told:
+        searched(1e3)
+    assert told.value.smallest_budget is not None
+    assert 0.5 * told.value.smallest_budget <= caught.value.least <= told.value.smallest_budget
+    assert not caught.value.wider  # all meshes were tried
