@@ -1,10 +1,14 @@
 """alpa_lite: automatic parallelisation of JAX train steps on stock JAX."""
 
+import importlib
+from types import ModuleType
+
 from alpa_lite.api import ParallelStep, make_plan, parallelize
 from alpa_lite.checking import Checked, check
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import (
     AlpaLiteError,
+    CheckpointError,
     DonatedError,
     ExecutionError,
     InfeasibleError,
@@ -27,6 +31,7 @@ __all__ = [
     "AlpaLiteError",
     "Auto",
     "Checked",
+    "CheckpointError",
     "Cluster",
     "Collective",
     "DataParallel",
@@ -56,3 +61,10 @@ __all__ = [
     "parallelize",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`alpa_lite.checkpoint` is imported when it is first asked for: Orbax takes a second to import."""
+    if name == "checkpoint":
+        return importlib.import_module("alpa_lite.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,7 @@ from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
 from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.nn import functions as _nn
+from jax._src.random import prng as _prng
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir as _mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -590,3 +591,21 @@ def job_of(
 def coordination_client() -> Any:
     """The client of the coordinator's key-value store; None in a process that is alone. No public name leads to it."""
     return _distributed.global_state.client
+
+
+def key_kind(dtype: Any) -> tuple[str, tuple[int, ...]]:
+    """The name of the implementation of random keys of a typed dtype, and the shape of the integers behind one key."""
+    return dtype._impl.name, tuple(dtype._impl.key_shape)
+
+
+def data_of_keys(keys: Any) -> jax.Array:
+    """The integers behind typed random keys.
+
+    `jax.random.key_data` runs a program on their devices, which a process that has none of them cannot.
+    """
+    return keys._base_array
+
+
+def keys_of_data(data: jax.Array, dtype: Any) -> Any:
+    """The typed random keys that these integers are, likewise without a program."""
+    return _prng.PRNGKeyArray(dtype._impl, data)

@@ -53,3 +53,7 @@ class ExecutionError(AlpaLiteError, RuntimeError):
 
 class RuleError(AlpaLiteError, ValueError):
     """A rule that was given to `register_rule` cannot be read, or does not fit the function that it describes."""
+
+
+class CheckpointError(AlpaLiteError, RuntimeError):
+    """A checkpoint cannot be saved, or cannot be restored: damaged, of another model, no room; names the folder."""

@@ -19,7 +19,8 @@ ROOMS = (
 def modules() -> dict[str, Path]:
     """Every module of the library by its import name."""
     paths = [*(ROOT / "alpa_lite").glob("*.py")]
-    paths += [path for folder in ("report", "calibration") for path in (ROOT / "alpa_lite" / folder).rglob("*.py")]
+    folders = ("report", "calibration", "checkpoint")
+    paths += [path for folder in folders for path in (ROOT / "alpa_lite" / folder).rglob("*.py")]
     named = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
     for folder in ("passes", "runtime", "models"):
         for path in (ROOT / folder).rglob("*.py"):

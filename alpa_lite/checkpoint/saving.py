@@ -1,0 +1,165 @@
+"""One checkpoint on its way to the disk.
+
+    every process, while the caller waits    its blocks are copied to the host
+    every process, in a thread               its blocks are written and their checksums told
+    process 0                                the stores are merged; metadata, checksums, the commit file; the folder is
+                                             renamed; the outcome is told
+
+Whatever fails anywhere fails the save on every process, with the error of the one that it failed on, and leaves nothing
+behind. The caller's arrays are free as soon as `begin` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from alpa_lite.checkpoint import arrays, files, trees
+from alpa_lite.checkpoint.agreement import Agreement, said
+from alpa_lite.checkpoint.files import Place
+from alpa_lite.checkpoint.metadata import Metadata
+from alpa_lite.errors import CheckpointError
+from alpa_lite.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class Pending:
+    """A checkpoint that is being written.
+
+    Attributes:
+      place: where.
+    """
+
+    def __init__(self, place: Place, work: Callable[[], None]) -> None:
+        self.place = place
+        self._work, self._error = work, None
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises:
+          CheckpointError: it could not be written; raised once.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"{self.place.final} could not be saved: {said(error)}") from error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            logger.error("%s could not be saved: %s", self.place.final, said(error))
+            self._error = error
+
+
+def begin(
+    final: epath.Path, tree: Any, *, step: int | None, plan: Plan | None, user: Any, timeout: float, replace: bool
+) -> Pending:
+    """Copies the state to the host and begins to write it. All processes take part.
+
+    Args:
+      replace: whether a complete checkpoint in the folder is replaced, once the new one is complete.
+
+    Raises:
+      CheckpointError: there is one, and it is not to be replaced; the folder cannot be made; a leaf cannot be stored.
+    """
+    started = time.monotonic()
+    flat = trees.flat(tree)
+    plain = trees.plain(flat)
+    metadata = Metadata.of(step, plan, plain, user)
+    place, agreed = Place.of(final), Agreement(f"saving {final}", timeout)
+    agreed.first("folder", lambda: _make_folder(place, replace))
+    handler = arrays.writer()
+    try:
+        args = ocp.args.PyTreeSave(trees.stored(tree, plain.leaves))
+        written = _run(handler.async_save(place.writing / files.STATE, args=args)) or []
+    except Exception as error:
+        failed: Exception | None = error
+        written = []
+    else:
+        failed = None
+
+    def work() -> None:
+        try:
+            sums = agreed.every("files", lambda: _written(place, agreed.process, written, failed, timeout))
+            if agreed.process == 0:
+                agreed.forget_earlier()  # all have begun this save, and none begins one before the last is finished
+            agreed.first("outcome", lambda: _commit(place, handler, metadata, sums, replace))
+        except BaseException:
+            if agreed.process == 0:
+                files.remove(place.writing)
+            raise
+        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
+
+    return Pending(place, work)
+
+
+def _run(coroutine: Any) -> Any:
+    """The result of a coroutine, be the caller's thread within a loop of its own, as in notebooks, or not."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+def _make_folder(place: Place, replace: bool) -> None:
+    if files.is_complete(place.final) and not replace:
+        raise CheckpointError(f"{place.final} is there already; save under another name or step")
+    try:
+        files.remove(place.writing)
+        (place.writing / files.STATE).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{place.writing} cannot be made: {error}") from error
+
+
+def _written(
+    place: Place, process: int, written: Sequence[Any], failed: Exception | None, timeout: float
+) -> files.Sums:
+    """The checksums of what this process has written, when it has."""
+    if failed is not None:
+        raise failed
+    deadline = time.monotonic() + timeout
+    for future in written:
+        try:
+            future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise CheckpointError(f"the files were not written within {timeout:g} s; timeout= waits longer") from error
+    store = f"{files.STATE}/{arrays.STORE.format(process)}"
+    return files.checksums(place.writing, files.files_below(place.writing / store, f"{store}/"))
+
+
+def _commit(
+    place: Place, handler: ocp.PyTreeCheckpointHandler, metadata: Metadata, sums: Sequence[files.Sums], replace: bool
+) -> None:
+    """Makes a checkpoint of what all processes have written."""
+    folder = place.writing
+    handler.finalize(folder / files.STATE)
+    (folder / files.METADATA).parent.mkdir(exist_ok=True)
+    (folder / files.METADATA).write_text(metadata.to_text())
+    known = {name: value for own in sums for name, value in own.items()}
+    rest = [name for name in files.files_below(folder) if name not in known]
+    files.write_sums(folder, {**known, **files.checksums(folder, rest)})
+    (folder / files.COMMITTED).write_text(f"committed as {place.final}")
+    if place.writing == place.final:
+        return
+    aside = place.final.parent / f"{place.final.name}.replaced{files.TEMPORARY}"
+    if replace and place.final.exists():
+        files.remove(aside)
+        place.final.rename(aside)
+    place.writing.rename(place.final)
+    files.remove(aside)
