@@ -9,7 +9,8 @@ computed for the whole batch before the loop: the number of tokens that count, w
 
 An operation after the loop that is heavy and still works on single examples means that the model looks across the
 batch (batch norm, contrastive losses): `Refused` says which, and which reductions would have to be taken within the
-micro-batch instead (`local`).
+micro-batch instead (`local`). Where that is allowed, the walk goes back to the first of them, and on from there: what
+it costs to find all of them does not depend on how many operations there are besides.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Atom, Graph, Lit, Op
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.microbatches.journal import Row, Table
 from alpa_lite.passes.microbatches.roles import Classifier
 from alpa_lite.passes.microbatches.states import (
     AFTER,
@@ -62,18 +64,29 @@ class Analysis(Classifier):
         parts: int,
         batch: Mapping[int, int],
         bound: Set[int],
-        local: frozenset[int] = frozenset(),
+        *,
+        may_be_local: bool = False,
     ):
-        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
-        super().__init__(graph, rules, parts, batch, bound, local)
-        self.ahead: list[Op] = []
-        self.unfit: list[Failure] = []
-        self.cause: dict[int, Failure | None] = {}
-        self.carried: dict[int, frozenset[int]] = {}  # after the loop: the dims that hold examples
-        self._declined: dict[int, Role] = {}
+        """Walks over the graph.
+
+        Args:
+          graph, rules: of the step.
+          parts: the number of micro-batches.
+          batch: input -> the dim that is cut.
+          bound: inputs that are floating-point state, or weights.
+          may_be_local: whether reductions may be taken within the micro-batch.
+
+        Raises:
+          Refused: the step has no exact form, or, where reductions may be local, that does not help.
+        """
+        super().__init__(graph, rules, parts, batch, bound)
+        self.ahead: list[Op] = Row(self.journal)
+        self.unfit: list[Failure] = Row(self.journal)
+        self.cause: dict[int, Failure | None] = Table(self.journal)
+        self.carried: dict[int, frozenset[int]] = Table(self.journal)  # after the loop: the dims that hold examples
+        self._declined: dict[int, Role] = Table(self.journal)
         self._uses = flow.uses(graph.block)
-        for op in graph.block.ops:
-            self._top(op)
+        self._walk(may_be_local)
 
     @property
     def work(self) -> int:
@@ -86,6 +99,25 @@ class Analysis(Classifier):
         )
 
     # -- the top block --------------------------------------------------------------------------------------------
+
+    def _walk(self, may_be_local: bool) -> None:
+        ops = self.graph.block.ops
+        marks: list[int] = []  # what the journal had before each operation
+        places: dict[int, int] = {}  # index of an operation, nested or not -> number at the top
+        while len(marks) < len(ops):
+            number = len(marks)
+            marks.append(self.journal.mark)
+            try:
+                self._top(ops[number])
+            except Refused as refused:
+                new = refused.roots - self.local
+                if not (new and may_be_local):
+                    raise
+                places = places or {op.index: n for n, top in enumerate(ops) for op in walk(Block((), (top,), ()))}
+                first = min(places[index] for index in new)
+                self.journal.back(marks[first])
+                del marks[first:]
+                self.local |= new
 
     def _top(self, op: Op) -> None:
         states = [self.of(a) for a in op.operands]
@@ -104,7 +136,8 @@ class Analysis(Classifier):
             self.free.update(op.results)
             if isinstance(found, Failure) or (PARTIAL in found.results and not op.has_effects):
                 self.ahead.append(op)
-                self.unfit += [found] if isinstance(found, Failure) else []
+                if isinstance(found, Failure):
+                    self.unfit.append(found)
                 found = self._ahead(op, states)
         if isinstance(found, Failure):
             if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):

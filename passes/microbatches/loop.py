@@ -302,21 +302,17 @@ def _analysed(
     traced: Traced, rules: Mapping[Any, Rule], parts: int, dims: Mapping[int, int], allow_inexact: bool
 ) -> Analysis:
     """The analysis of a step, reductions that must be so taken within the micro-batch if that is allowed."""
-    values, local = traced.graph.values, frozenset[int]()
+    values = traced.graph.values
     kept = "state" if traced.state else "frozen"  # without state, weights are what must not be read ahead of the loop
     bound = {
         value
         for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
         if argument.role == kept and jnp.issubdtype(values[value].dtype, jnp.inexact)
     }
-    while True:
-        try:
-            return Analysis(traced.graph, rules, parts, dims, bound, local)
-        except Refused as refused:
-            grown = local | refused.roots
-            if grown == local or not (allow_inexact or parts == 1):
-                raise _refusal(refused, parts, allow_inexact, traced.graph) from None
-            local = grown
+    try:
+        return Analysis(traced.graph, rules, parts, dims, bound, may_be_local=allow_inexact or parts == 1)
+    except Refused as refused:
+        raise _refusal(refused, parts, allow_inexact, traced.graph) from None
 
 
 def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:

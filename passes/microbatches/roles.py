@@ -18,6 +18,7 @@ from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.microbatches.journal import Journal, Members, Table
 from alpa_lite.passes.microbatches.rows import aligned_form
 from alpa_lite.passes.microbatches.states import (
     AXIS,
@@ -46,8 +47,10 @@ class Classifier:
       roles: op index -> role.
       free: the values that no floating-point state reaches.
       roots: value -> the reductions (op indices) whose sums it is made of.
+      local: the reductions (op indices) that are taken within the micro-batch.
       producers: value -> (its op, result number).
       sources: index -> op.
+      journal: of what is written into these.
     """
 
     def __init__(
@@ -57,16 +60,17 @@ class Classifier:
         parts: int,
         batch: Mapping[int, int],
         bound: Set[int],
-        local: frozenset[int] = frozenset(),
     ):
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules = graph, graph.values, rules
-        self.parts, self.local = parts, local
+        self.parts = parts
+        self.local = frozenset[int]()
         self.mesh = LogicalMesh((parts,), (AXIS,))
-        self.state: dict[int, State] = {}
-        self.roles: dict[int, Role] = {}
-        self.free: set[int] = set()
-        self.roots: dict[int, frozenset[int]] = {}
+        self.journal = Journal()
+        self.state: dict[int, State] = Table(self.journal)
+        self.roles: dict[int, Role] = Table(self.journal)
+        self.free: set[int] = Members(self.journal)
+        self.roots: dict[int, frozenset[int]] = Table(self.journal)
         self.producers: dict[int, tuple[Op, int]] = {}
         self.sources: dict[int, Op] = {op.index: op for op in graph.ops()}
         self._forms: dict[Any, LocalForm | None] = {}
