@@ -23,7 +23,8 @@ import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Lit, Value
+from alpa_lite.graph import Block, Lit, Op, Value
+from alpa_lite.passes.ir import primitives
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"(/[^\s'\",:<>()]+)+\.py(:\d+)*")
@@ -40,6 +41,7 @@ class Keys:
         self._alive: list[Any] = []  # what `_numbers` and `_digests` know by id must not be collected
         self._digests: dict[int, str] = {}
         self._types: dict[tuple[Any, Any], str] = {}
+        self._unnumbered: dict[str, str] = {}
 
     def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
         """The part of the key that depends on the primitive and its parameters alone.
@@ -66,8 +68,16 @@ class Keys:
         inner = ",".join(bodies)
         return f"{head}({described}){{{inner}}}" if inner else f"{head}({described})"
 
-    def block(self, block: Block, values: Callable[[int], Value]) -> str:
-        """A digest of a block: its operations and how they are wired."""
+    def block(self, block: Block, values: Callable[[int], Value], *, numbers: bool = True) -> str:
+        """A digest of a block: its operations and how they are wired.
+
+        Args:
+          block: the block.
+          values: value number -> value.
+          numbers: whether the numbers count that elementwise operations of the block itself have as literals, and where
+            slices begin. Layers that draw random numbers differ in the former: each folds its own into the key; layers
+            that read one row each of an array, in the latter.
+        """
         local: dict[int, int] = {}
 
         def name(atom: int | Lit) -> str:
@@ -77,11 +87,24 @@ class Keys:
             local[value] = len(local)
         lines = [",".join([self.type_of(values(value)) for value in block.inputs])]
         for op in block.ops:
-            lines.append(f"{op.key}:{','.join([name(atom) for atom in op.operands])}")
+            if not numbers and _has_numbers(op):
+                wires = ["L" if isinstance(atom, Lit) else f"%{local[atom]}" for atom in op.operands]
+                lines.append(f"{self._without_numbers(op, values)}:{','.join(wires)}")
+            else:
+                lines.append(f"{op.key}:{','.join([name(atom) for atom in op.operands])}")
             for value in op.results:
                 local[value] = len(local)
         lines.append(",".join([name(atom) for atom in block.outputs]))
         return _digest("\n".join(lines).encode())
+
+    def _without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
+        """The key of an operation for which `_has_numbers` holds, without these."""
+        if op.key not in self._unnumbered:
+            types = ",".join([self.type_of(a.aval if isinstance(a, Lit) else values(a)) for a in op.operands])
+            sizes = ",".join([self.type_of(values(result)) for result in op.results])
+            params = {name: value for name, value in op.params.items() if name not in _BEGINNINGS}
+            self._unnumbered[op.key] = f"{self.head(op.primitive, params)}({types})->{sizes}"
+        return self._unnumbered[op.key]
 
     def type_of(self, value: Any) -> str:
         """Dtype and shape, such as `float32[8,16]`, of anything that has both."""
@@ -182,6 +205,15 @@ class Keys:
                 local[var] = len(local)
         lines.append(",".join([name(atom) for atom in jaxpr.outvars]))
         return lines
+
+
+_BEGINNINGS = ("start_indices", "limit_indices")
+"""Parameters of `slice` that say where it begins and, with the size of its result, where it ends."""
+
+
+def _has_numbers(op: Op) -> bool:
+    """Whether an operation has numbers on which only what it computes depends, not how."""
+    return op.name == "slice" or (op.name in primitives.ELEMENTWISE and any(isinstance(a, Lit) for a in op.operands))
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
+from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
@@ -175,14 +176,21 @@ def decide(
     """
     traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
     graph = replace(graph, traced=traced)
-    if like is not None:  # equal digests, and values numbered in the same way: the graphs differ in names alone
-        groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
-        return DecidedStage(graph, like.rules, groups, like.found, cluster)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    if like is not None and _same_rules(like, traced, rules):
+        # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
+        groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
+        return DecidedStage(graph, rules, groups, like.found, cluster)
     groups = grouping.group(traced, rules)
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
     found = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP).at(price)
     return DecidedStage(graph, rules, groups, found, cluster)
+
+
+def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -> bool:
+    """Whether the operations of a step have the rules of those of a solved stage with the same digest."""
+    pairs = zip(like.graph.traced.graph.ops(), traced.graph.ops(), strict=True)
+    return all(like.rules.get(before.key) == rules.get(op.key) for before, op in pairs)
 
 
 def lowered(stage: DecidedStage, *, split_weights: bool) -> PlannedStage:
@@ -219,12 +227,13 @@ def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layo
 def digest(graph: StageGraph, wishes: Wishes = NO_WISHES) -> str:
     """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles.
 
-    The user must say the same of their arguments, too.
+    The user must say the same of their arguments, too. Numbers on which nothing depends that is planned do not count
+    (`Keys.block`).
     """
     traced, keys = graph.traced, Keys()
     roles = ",".join(a.role for a in traced.arguments)
     ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))
     blocks = [traced.graph.block, *(body for op in traced.graph.block.ops for body in op.bodies)]
-    bodies = ",".join(keys.block(block, traced.graph.values.__getitem__) for block in blocks)
+    bodies = ",".join(keys.block(block, traced.graph.values.__getitem__, numbers=False) for block in blocks)
     said = [wish and wish.dims for wish in map(wishes.leaf, (a.path for a in traced.arguments))]
     return f"{bodies} {roles} {ports} {traced.state} {said if any(said) else ''}"
