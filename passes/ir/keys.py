@@ -211,9 +211,13 @@ _BEGINNINGS = ("start_indices", "limit_indices")
 """Parameters of `slice` that say where it begins and, with the size of its result, where it ends."""
 
 
+_NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
+"""Operations of which it does not matter how they are computed which number a literal is."""
+
+
 def _has_numbers(op: Op) -> bool:
     """Whether an operation has numbers on which only what it computes depends, not how."""
-    return op.name == "slice" or (op.name in primitives.ELEMENTWISE and any(isinstance(a, Lit) for a in op.operands))
+    return op.name == "slice" or (op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands))
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import graph
+from alpa_lite.cluster import Cluster
 from alpa_lite.graph import walk
+from alpa_lite.options import Sharded
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.stages import planning
@@ -66,6 +68,22 @@ def test_alike_stages_get_equal_numbers():
     assert numbers(second.traced.graph) != numbers(third.traced.graph)
     assert numbers(renumbered(second.traced.graph)) == numbers(renumbered(third.traced.graph))
     assert planning.digest(first) != planning.digest(second)
+
+
+def test_numbers_do_not_tell_stages_apart():
+    """A layer that multiplies by another number, or reads another row, takes over the choices of one like it."""
+    rows = jnp.linspace(0.0, 1.0, 4 * 8).reshape(4, 8)
+    functions = [lambda x, i=i: jnp.tanh(x * (i + 0.5)) + rows[i] for i in range(4)]
+    _, second, third, _ = chain(*functions).graphs
+    assert second.traced.graph.block.ops != third.traced.graph.block.ops
+    assert planning.digest(second) == planning.digest(third)
+    cluster, method = Cluster.local().part(4), Sharded((4,))
+    first = planning.decide(second, cluster, method, price=0.0, time_limit=9.0)
+    taken, own = (planning.decide(third, cluster, method, price=0.0, time_limit=9.0, like=it) for it in (first, None))
+    assert taken.found is first.found
+    assert taken.found.choice == own.found.choice
+    seconds = [sorted(planning.lowered(one, split_weights=False).seconds.values()) for one in (taken, own)]
+    assert seconds[0] == seconds[1]
 
 
 def test_stages_that_differ_within_a_micro_batch_alone_have_other_digests():
