@@ -497,6 +497,46 @@ is_deleted: Callable[[Any], bool] = _array.ArrayImpl.is_deleted
 """Of a `jax.Array`, as an unbound method: `map` with it takes a third of the time of `operator.methodcaller`."""
 
 
+# --- several processes: their key-value store, and blocks of arrays ---------------------------------------------------
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service that `jax.distributed.initialize` starts; None without it.
+
+    Its key-value store is what processes tell each other apart from arrays. JAX has no public name for it.
+    """
+    return _distributed.global_state.client
+
+
+def blocks_of(array: Any) -> list[Any]:
+    """The blocks of an array that are here, each an array on one device, in the order of the sharding's devices.
+
+    `addressable_shards` makes an object for each block, in 10 us where it is not cached; this list is there.
+    """
+    return array._arrays
+
+
+def assembled(aval: Any, sharding: Any, blocks: list[Any]) -> Any:
+    """`jax.make_array_from_single_device_arrays` without its checks, in a quarter of the time: 4 us against 19.
+
+    Args:
+      aval: the abstract value of the whole array.
+      sharding: of it.
+      blocks: those of the devices that are here, in the order of the sharding.
+    """
+    return _array.ArrayImpl(aval, sharding, blocks, committed=True, _skip_checks=True)
+
+
+def key_kind(dtype: Any) -> str:
+    """The name of the generator of random keys with this dtype; `jax.random.key_impl` takes arrays alone."""
+    return dtype._impl.name
+
+
+def aval_of(shape: Sequence[int], dtype: Any) -> Any:
+    """The abstract value of an array."""
+    return _core.ShapedArray(tuple(shape), dtype)
+
+
 # --- layering: what derivatives leave in name stacks ------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from alpa_lite.options import Method, Off, Options
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
+from alpa_lite.processes.agreement import agreed_cluster
 from alpa_lite.report import timeline
 from alpa_lite.runtime import loading, unplanned
 from alpa_lite.runtime.births import Birth
@@ -376,7 +377,7 @@ class ParallelStep:
         if entry.compiled is None:
             own = self.plans
             why = "another signature of its arguments" if own else "first signature of its arguments"
-            compiled = compile_alike(self._fun, args, kwargs, self._options, self.cluster, own, why)
+            compiled = compile_alike(self._fun, args, kwargs, self._options, self.cluster, own, why, shared=True)
             assert compiled.source.calling is not None
             entry.shapes = around.abstract(compiled.source.calling, args, kwargs)
             entry.compiled = compiled
@@ -485,7 +486,7 @@ def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=1)
 def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
     """The cluster of the devices that are here, described once for as long as they are the same."""
-    return Cluster.local(devices)
+    return agreed_cluster(Cluster.local(devices))
 
 
 def _cluster(options: Options) -> Cluster:

@@ -51,6 +51,7 @@ from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
+from alpa_lite.processes import agreement
 from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 
@@ -122,7 +123,7 @@ class Compiled:
 
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
-    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for",
+    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for", shared: bool = False,
 ) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
 
@@ -131,6 +132,7 @@ def compile_step(
       like: the plan of the same step for other shapes: if it is a pipeline, its division is kept, with the state where
         it has it.
       why: the reason that is logged.
+      shared: whether all processes call this, and take the plan of process 0.
 
     Raises:
       InfeasibleError: no plan fits the memory.
@@ -141,7 +143,8 @@ def compile_step(
     context, name = _jax.context_mesh(), getattr(fun, "__name__", "step")
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     asked = Asked(options, cluster, trace, pins, like, deadline=Deadline(options.search_time_limit))
-    with collecting.seldom(), _jax.without_mesh(), passes(name, options.dump_dir) as run:
+    others = agreement.together(name) if shared else agreement.Alone()
+    with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
         asked = replace(
@@ -149,21 +152,31 @@ def compile_step(
         )
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         asked = asked.within(asked.deadline.left - AFTER * asked.deadline.spent)
-        cache = plan_cache.cache_of(step, asked)
-        known = None if cache is None else cached(run, step, asked, cache)
-        plan, staged = known or chosen(run, step, asked)
-        if options.verify != "off":
-            plan = run("checks", checks.verified, replace(plan, verification=()), staged)
-        plan = replace(plan, planning_seconds=dict(run.seconds))
-        if cache is not None and known is None:
-            cache.save(plan)
+        found: list[str] = []
+        plan, staged = others.plan(
+            step, asked, lambda: made(run, step, asked, found), lambda plan: again(run, step, asked, plan, math.inf)
+        )
     _check_memory(plan, options)
-    if known is not None:
-        why = f"{why}; found in the cache"
+    why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(sentences.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
+
+
+def made(run: Passes, step: Step, asked: Asked, found: list[str]) -> tuple[Plan, Staged]:
+    """The plan of the cache or a new one, which is verified; says in `found` where it is from, unless it is new."""
+    cache = plan_cache.cache_of(step, asked)
+    known = None if cache is None else cached(run, step, asked, cache)
+    plan, staged = known or chosen(run, step, asked)
+    if asked.options.verify != "off":
+        plan = run("checks", checks.verified, replace(plan, verification=()), staged)
+    plan = replace(plan, planning_seconds=dict(run.seconds))
+    if cache is not None and known is None:
+        cache.save(plan)
+    if known is not None:
+        found.append("found in the cache")
+    return plan, staged
 
 
 def chosen(run: Passes, step: Step, asked: Asked) -> tuple[Plan, Staged]:
@@ -187,12 +200,21 @@ def cached(run: Passes, step: Step, asked: Asked, cache: PlanCache) -> tuple[Pla
     if plan is None:
         return None
     try:
-        staged = donated(replayed(run, step, asked, plan), step, asked)
-        plan_cache.check_same(plan, staged, asked.budget)
+        return plan, again(run, step, asked, plan, asked.budget)
     except AlpaLiteError as error:
         cache.refuse(str(error))
         return None
-    return plan, staged
+
+
+def again(run: Passes, step: Step, asked: Asked, plan: Plan, budget: float) -> Staged:
+    """The step in the stages that a plan of the same step says, which came from the cache or from another process.
+
+    Raises:
+      PlanError: it takes other seconds or bytes than the plan says, or more bytes than `budget`.
+    """
+    staged = donated(replayed(run, step, asked, plan), step, asked)
+    plan_cache.check_same(plan, staged, budget)
+    return staged
 
 
 def donated(staged: Staged, step: Step, asked: Asked) -> Staged:

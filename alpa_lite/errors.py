@@ -57,3 +57,7 @@ class RuleError(AlpaLiteError, ValueError):
 
 class CheckpointError(AlpaLiteError, RuntimeError):
     """A checkpoint cannot be saved, or cannot be restored: damaged, of another model, no room; names the folder."""
+
+
+class ProcessError(AlpaLiteError, RuntimeError):
+    """The processes of one program do not do the same, or one of them does not answer; says which, and what differs."""

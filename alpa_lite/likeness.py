@@ -10,6 +10,7 @@ Evaluation after training (`like=train_step`), the short last batch and another 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from alpa_lite.passes.tracing import calls, leaves
 from alpa_lite.pins import Piece, Pin, Pins, layout_of_spec
 from alpa_lite.placing import Ends, kind_of, places_of
 from alpa_lite.plan import Plan
+from alpa_lite.runtime.meshes import available
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class Likeness:
 
     def _meshes(self) -> Mapping[Any, tuple[LogicalMesh, int]]:
         """The meshes of the plans, by the devices that they are here."""
-        devices, out = jax.devices(), {}
+        devices, out = available(), {}
         for plan in self._plans:
             for stage, submesh in zip(plan.stages, plan.division.submeshes, strict=True):
                 mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
@@ -127,6 +129,7 @@ def compile_alike(
     cluster: Cluster,
     own: Sequence[Plan],
     why: str = "asked for",
+    shared: bool = False,
 ) -> Compiled:
     """Plans a step whose state may have a place already: that of the steps `options.like`, or of its own plans.
 
@@ -134,10 +137,12 @@ def compile_alike(
       fun, args, kwargs, options, cluster: as for `compile_step`.
       own: plans of the step for other signatures, the first one first.
       why: the reason that is logged.
+      shared: whether all processes call this, and take the plan of process 0.
     """
+    planned = functools.partial(compile_step, shared=shared)
     if options.plan is not None:
         try:
-            return compile_step(fun, args, kwargs, options, cluster, why=why)
+            return planned(fun, args, kwargs, options, cluster, why=why)
         except PlanError:
             if not own:
                 raise
@@ -149,24 +154,24 @@ def compile_alike(
         found = Likeness(plans_of(options.like), f"the state is kept where {names} has it").pins(flat)
         if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
-        return compile_step(fun, args, kwargs, options, cluster, found, why=why)
+        return planned(fun, args, kwargs, options, cluster, found, why=why)
     kept = f"the state is kept where {_name(fun)} has it for other shapes"
     alike = ((plan, Likeness([plan], kept)) for plan in own if plan.cluster == cluster)
     like, likeness = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
     if like is None or likeness is None:
-        return compile_step(fun, args, kwargs, options, cluster, why=why)
+        return planned(fun, args, kwargs, options, cluster, why=why)
     found = likeness.pins(flat, state_alone=True)
     try:
         try:
-            return compile_step(fun, args, kwargs, options, cluster, found, like, why)
+            return planned(fun, args, kwargs, options, cluster, found, like, why)
         except OptionError as error:  # such as a short last batch that does not divide over the devices
             if like.pipelined or isinstance(options.method, Auto | Sharded):
                 raise
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
-            return compile_step(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like, why)
+            return planned(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like, why)
     except InfeasibleError as error:
         logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
-        return compile_step(fun, args, kwargs, options, cluster, why=why)
+        return planned(fun, args, kwargs, options, cluster, why=why)
 
 
 def _name(fun: Any) -> str:

@@ -139,16 +139,15 @@ class Plan(PlanRecord):
 
         Args:
           tree: arrays or `jax.ShapeDtypeStruct`s.
-          devices: in the order of the cluster; by default `jax.devices()`.
+          devices: in the order of the cluster; by default all that there are.
 
         Raises:
           PlanError: there are too few devices, or several leaves of the plan may be meant that lie differently.
         """
-        import jax
-
         from alpa_lite import placing
+        from alpa_lite.runtime.meshes import available
 
-        return placing.planned_shardings(self, tree, jax.devices() if devices is None else devices)
+        return placing.planned_shardings(self, tree, available() if devices is None else devices)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version."""

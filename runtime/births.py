@@ -27,7 +27,7 @@ from alpa_lite.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import conversion, nnx_modules
-from alpa_lite.runtime import placement
+from alpa_lite.runtime import placement, presence
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,10 @@ class Birth:
             meshes.setdefault(sharding.mesh, []).append(number)
         made: list[Any] = [None] * len(shardings)
         for numbers in meshes.values():
+            if not presence.is_here(shardings[numbers[0]]):
+                for n in numbers:
+                    made[n] = presence.absent(self.types[n].shape, self.types[n].dtype, shardings[n])
+                continue
             large = [n for n in numbers if sizes[n] > room]
             if large:
                 logger.info("%s results have no room whole: they are made in blocks, equal up to rounding", len(large))
@@ -110,7 +114,7 @@ class Birth:
         """An argument on the devices of a mesh: as it is, if that is where it lies."""
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
             return leaf
-        return jax.device_put(leaf, everywhere)
+        return presence.put([leaf], [everywhere])[0]
 
 
 def _grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

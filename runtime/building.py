@@ -4,6 +4,10 @@ A program has a list of instructions for each submesh. A call must not search in
 order that keeps each submesh's own, in which every instruction has its compiled function or its mover, the buffers that
 it reads and writes, and those that end with it. A receive is in no list: the send has issued the whole transfer.
 
+Of several processes, each compiles and lists what its own devices take part in, and no more: runs on submeshes that it
+has devices of, and transfers that begin or end on one. All keep the one order of the program, so that none waits for
+ever for the others (`processes.ordering`).
+
 Executables with callbacks of the user's take the number of the micro-batch as one more argument, so that an error of
 theirs can name it.
 """
@@ -28,9 +32,11 @@ from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
+from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Program, Run, Send, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, placement
+from alpa_lite.runtime import callbacks, meshes, placement, presence
+from alpa_lite.runtime.across import MoverAcross
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Mover
 
@@ -48,7 +54,7 @@ class Built:
     """What a call walks.
 
     Attributes:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
       steps: of the dispatch loop.
       items: the instruction of each step.
       empty: all buffers before the arguments are placed: constants and micro-batch numbers, else None.
@@ -64,7 +70,9 @@ class Builder:
     """The executables of a pipeline on its submeshes.
 
     Attributes:
+      devices: of the cluster, by number.
       meshes: the submeshes.
+      here: for each, whether this process has a device of it.
     """
 
     def __init__(
@@ -77,16 +85,18 @@ class Builder:
         """
         self._traced, self._written, self._cluster = traced, written, cluster
         self._program: Program = written.program
-        self._devices = list(jax.devices() if devices is None else devices)
+        self.devices = meshes.available() if devices is None else list(devices)
         needed = max(submesh.devices.stop for submesh in self._program.submeshes)
-        if len(self._devices) < needed:
+        if len(self.devices) < needed:
             raise PlanError(
                 f"the plan's {len(self._program.submeshes)} submeshes have {needed} devices, but there are "
-                f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
+                f"{len(self.devices)}; plan for a cluster of {len(self.devices)}, or start JAX with more devices"
             )
         self.meshes = [
-            mesh_of(s.mesh, self._devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
+            mesh_of(s.mesh, self.devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
         ]  # fmt: skip
+        here = jax.process_index()
+        self.here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self.meshes]
         self._shardings: dict[Any, NamedSharding] = {}
         self._failures = callbacks.Failures()
 
@@ -94,41 +104,55 @@ class Builder:
     def build(self) -> Built:
         """Compiles all executables."""
         program = self._program
+        ordering.check_program(program, [device.process_index for device in self.devices])
         steps: list[Step] = []
         items: list[Run | Send | Free] = []
-        first_run = self._first_runs()
-        made = []
-        start, total = time.perf_counter(), len(program.executables)
-        with progress.planning(f"compiling {self._traced.name}") as report:
-            for number in range(total):
-                report.count("executables compiled", number, total)
-                made.append(self._compile(number, first_run[number]))
-        logger.info(sentences.compiled(self._traced.name, total, time.perf_counter() - start))
+        made = self._executables()
         empty, numbers = self._kept({
             (program.executables[item.executable].mesh, item.microbatch)
-            for own in program.lists for item in own
-            if isinstance(item, Run) and made[item.executable][2]
+            for own, here in zip(program.lists, self.here, strict=True) for item in own
+            if here and isinstance(item, Run) and made[item.executable][2]
         })  # fmt: skip
-        movers: dict[tuple[Any, ...], Mover] = {}
+        movers: dict[tuple[Any, ...], Mover | MoverAcross] = {}
         for mesh, position in order(program):
             item = program.lists[mesh][position]
             match item:
-                case Run():
+                case Run() if self.here[mesh]:
                     _, call, numbered = made[item.executable]
                     read = (*item.inputs, numbers[mesh, item.microbatch]) if numbered else item.inputs
                     steps.append((True, call, read, item.outputs, program.consumed(item)))
-                case Send(transfer=number):
+                case Send(transfer=number) if self.here[mesh] or self.here[program.transfers[number].destination]:
                     transfer = program.transfers[number]
                     plans = transfers.plans_of(program, number, self._cluster)
                     if plans not in movers:
-                        movers[plans] = Mover(plans, self._devices)
+                        movers[plans] = self._mover(plans, mesh, transfer.destination)
                     steps.append((False, movers[plans], transfer.sent, transfer.received, ()))
-                case Free(buffers=buffers):
+                case Free(buffers=buffers) if self.here[mesh]:
                     steps.append((False, None, (), (), buffers))
                 case _:
-                    continue  # a receive: the controller has issued the whole transfer where it was sent
+                    continue  # of another process, or a receive: the whole transfer was issued where it was sent
             items.append(item)
         return Built([compiled for compiled, _, _ in made], steps, items, empty)
+
+    def _executables(self) -> list[tuple[Any, Any, bool]]:
+        """`_compile` of each executable; of other processes' nothing."""
+        executables, first_run = self._program.executables, self._first_runs()
+        mine = [number for number, one in enumerate(executables) if self.here[one.mesh]]
+        made: list[tuple[Any, Any, bool]] = [(None, None, False)] * len(executables)
+        start = time.perf_counter()
+        with progress.planning(f"compiling {self._traced.name}") as report:
+            for done, number in enumerate(mine):
+                report.count("executables compiled", done, len(mine))
+                made[number] = self._compile(number, first_run[number])
+        logger.info(sentences.compiled(self._traced.name, len(mine), time.perf_counter() - start))
+        return made
+
+    def _mover(self, plans: tuple[Any, ...], source: int, destination: int) -> Mover | MoverAcross:
+        """What moves arrays between two submeshes, of one process or of several."""
+        here = jax.process_index()
+        ends = (self.meshes[source].devices.flat, self.meshes[destination].devices.flat)
+        alone = all(device.process_index == here for end in ends for device in end)
+        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices)
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
@@ -210,13 +234,15 @@ class Builder:
         numbers: dict[Numbered, int] = {}
         for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
             for number in buffers:
-                (out[number],) = placement.copies([constant], [self.sharding(number)])
+                if self.here[program.buffers[number].mesh]:
+                    (out[number],) = placement.copies([constant], [self.sharding(number)])
         for mesh, buffers in enumerate(program.numbers):
             for i, number in enumerate(buffers):
-                out[number] = jax.device_put(np.int32(i), self.sharding(number))
-                numbers[mesh, i] = number
+                if self.here[mesh]:
+                    (out[number],) = presence.put([np.int32(i)], [self.sharding(number)])
+                    numbers[mesh, i] = number
         for mesh, microbatch in sorted(numbered - numbers.keys()):
             numbers[mesh, microbatch] = len(out)
             sharding = NamedSharding(self.meshes[mesh], jax.sharding.PartitionSpec())
-            out.append(jax.device_put(np.int32(microbatch), sharding))
+            out += presence.put([np.int32(microbatch)], [sharding])
         return out, numbers

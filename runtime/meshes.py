@@ -7,19 +7,42 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_lite.errors import PlanError
 from alpa_lite.layout import LogicalMesh
 
+_planned: set[Mesh] = set()  # those that this module has made; a program has a few
+
+
+def available() -> list[Any]:
+    """All devices, in the order in which a cluster numbers them: node by node.
+
+    Chips of TPUs have coordinates: they are numbered along the torus, the last dim fastest, slice by slice, as
+    `Cluster.topology` counts them. Other devices come process by process.
+    """
+    devices = jax.devices()
+    if all(getattr(device, "coords", None) is not None for device in devices):
+        return sorted(
+            devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0))
+        )
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def is_planned(sharding: Any) -> bool:
+    """Whether a sharding is on a mesh of a plan."""
+    return isinstance(sharding, NamedSharding) and sharding.mesh in _planned
+
 
 def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
     """The devices as a JAX mesh with axes that the compiler may use as it likes (`AxisType.Auto`)."""
-    available = list(jax.devices() if devices is None else devices)
-    if len(available) < logical.size:
+    given = available() if devices is None else list(devices)
+    if len(given) < logical.size:
         raise PlanError(
-            f"the plan is for {logical.size} devices (mesh {logical.shape}), but there are {len(available)}; plan for "
-            f"a cluster of {len(available)}, or start JAX with more devices"
+            f"the plan is for {logical.size} devices (mesh {logical.shape}), but there are {len(given)}; plan for "
+            f"a cluster of {len(given)}, or start JAX with more devices"
         )
-    grid = np.array(available[: logical.size]).reshape(logical.shape)
-    return Mesh(grid, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
+    grid = np.array(given[: logical.size]).reshape(logical.shape)
+    mesh = Mesh(grid, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
+    _planned.add(mesh)
+    return mesh

@@ -33,8 +33,9 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.program import Free, Program, Run, Send
-from alpa_lite.runtime import failing, invalid, moves, ownership, placement, returning
+from alpa_lite.runtime import failing, invalid, moves, ownership, placement, presence, returning
 from alpa_lite.runtime.building import Builder, Step
+from alpa_lite.runtime.elsewhere import Elsewhere
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.peaks import Peaks
@@ -80,10 +81,19 @@ class PipelineExecutable:
         self._items: list[Run | Send | Free] = []  # the instruction of each step
         self._empty: list[Any] = []  # all buffers before the arguments are placed
         self._donated = returning.donated_inputs(self._program)
+        self._elsewhere: Elsewhere | None = None
+        if any(device.process_index != jax.process_index() for device in self._builder.devices):
+            self._elsewhere = Elsewhere(
+                traced, self._program, self._builder.devices, self._builder.here, self._sharding
+            )  # fmt: skip
         self._stacked = StackedLeaves(traced, self._program, self._sharding) if traced.stacked else None
         self._state = returning.returning_state(self._program, traced) if self._stacked is None else []
+        if self._elsewhere is not None:
+            self._state = [one for one in self._state if one[0] not in self._elsewhere.state]
         self._whole_state = returning.whole_state(traced)
         state = {argument for argument, _, _ in self._state}
+        if self._elsewhere is not None:
+            state |= self._elsewhere.state
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
         self._compiling = threading.Lock()
         self._owned = Owned() if owned is None else owned
@@ -133,6 +143,8 @@ class PipelineExecutable:
         anywhere = NamedSharding(self._meshes[0], jax.sharding.PartitionSpec())
         arguments = [self._sharding(group[0]) if group else anywhere for group in self._program.inputs]
         results = [self._sharding(number) for number in self._program.outputs]
+        if self._elsewhere is not None:
+            results = self._elsewhere.shardings(results)
         if self._stacked is not None:
             arguments, results = self._stacked.shardings(arguments, results, anywhere)
         for place, argument in self._traced.through:
@@ -140,12 +152,12 @@ class PipelineExecutable:
         return arguments, results
 
     def hlo(self) -> tuple[str, ...]:
-        """The optimised HLO text of each executable, in the program's order."""
-        return tuple(compiled.as_text() for compiled in self.compile())
+        """The optimised HLO text of each executable that this process runs, in the program's order."""
+        return tuple(compiled.as_text() for compiled in self.compile() if compiled is not None)
 
     def memory_analysis(self) -> tuple[Any, ...]:
         """The compiler's count of bytes per device of each executable; None where the backend gives none."""
-        return tuple(compiled.memory_analysis() for compiled in self.compile())
+        return tuple(compiled.memory_analysis() for compiled in self.compile() if compiled is not None)
 
     def trace(self, *args: Any, **kwargs: Any) -> Timeline:
         """Runs the step once on copies of the arguments, and returns when everything of it ran. Results are dropped.
@@ -162,7 +174,7 @@ class PipelineExecutable:
         """The flat results of the step on copies of the arguments, which are neither donated nor updated."""
         env = self._copied(args, kwargs)
         self._dispatch(env)
-        outputs = [env[i] for i in self._program.outputs]
+        outputs = self._outputs(env)
         return outputs if self._stacked is None else self._stacked.together(outputs)
 
     def measure_peak(self, *args: Any, **kwargs: Any) -> tuple[int, ...]:
@@ -260,6 +272,8 @@ class PipelineExecutable:
             self._warn_of_moves(leaves)
         self._check(places, leaves)
         groups = [(i, number) for i in places for number in self._program.inputs[i]]
+        if self._elsewhere is not None:
+            groups = [one for one in groups if self._is_concerned(leaves[one[0]], one[1])]
         moved: list[tuple[Any, int]] = []
         donated: list[list[tuple[Any, int]]] = [[] for _ in self._meshes]  # one executable copies on one submesh
         for i, number in groups:
@@ -273,13 +287,20 @@ class PipelineExecutable:
             else:
                 moved.append((leaf, number))
         if moved:
-            arrays = jax.device_put([leaf for leaf, _ in moved], [self._sharding(number) for _, number in moved])
+            arrays = presence.put([leaf for leaf, _ in moved], [self._sharding(number) for _, number in moved])
             for (_, number), array in zip(moved, arrays, strict=True):
                 env[number] = array
         read = Counter(id(leaf) for leaf in leaves)
         for group in filter(None, donated):
             self._settle(group, read, env)
         return env
+
+    def _is_concerned(self, leaf: Any, number: int) -> bool:
+        """Whether this process has a part in placing a leaf: a device that reads it, or one that has to send it."""
+        assert self._elsewhere is not None
+        if number not in self._elsewhere.buffers:
+            return True
+        return presence.is_of_all(leaf) and not placement.is_placed(leaf, self._sharding(number))
 
     def _warn_of_moves(self, leaves: Sequence[Any]) -> None:
         """Says what of the state does not lie where the program reads it first."""
@@ -311,6 +332,8 @@ class PipelineExecutable:
         if own is None or own[2] is not self or not self._steady or own[0]() is not leaves[arguments[-1][0]]:
             return False
         if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, own[1], strict=False)):
+            return False
+        if self._elsewhere is not None and not self._elsewhere.unchanged(leaves):
             return False
         others = {id(leaves[i]) for i in self._rest}
         return not any(id(leaves[i]) in others for i, _, _ in arguments)
@@ -388,13 +411,18 @@ class PipelineExecutable:
         env = self._placed(leaves, last)
         leaves.clear()
         self._dispatch(env)
-        outputs = [env[i] for i in self._program.outputs]
+        outputs = self._outputs(env)
         self._remember(outputs)
         if self._stacked is None:
             return outputs
         whole = self._stacked.together(outputs)
         self._owned.add(whole[n] for n in self._whole_state)
         return whole
+
+    def _outputs(self, env: Sequence[Any]) -> list[Any]:
+        """The flat results of the program."""
+        outputs = [env[i] for i in self._program.outputs]
+        return outputs if self._elsewhere is None else self._elsewhere.complete(outputs)
 
     def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
         """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""

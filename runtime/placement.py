@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
+from alpa_lite.runtime import presence
 
 # The state is placed in about so many groups: each costs one small compilation, and a copy of 1/_GROUPS of the state.
 _GROUPS = 8
@@ -74,14 +75,25 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
         while stop < len(leaves) and total + sizes[stop] <= limit:
             total += sizes[stop]
             stop += 1
-        put = [jax.device_put(leaves[i], shardings[i]) for i in range(start, stop)]
-        fresh = _fresh(put)
+        put = presence.put(leaves[start:stop], shardings[start:stop])
+        for here in _by_mesh(shardings[start:stop]):
+            for i, copied in zip(here, _fresh([put[i] for i in here]), strict=True):
+                put[i] = copied
         if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
-            jax.block_until_ready(fresh)  # what was put may be the caller's memory, which the caller may write next
-        out.extend(fresh)
+            jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
+        out.extend(put)
         del put
         start = stop
     return out
+
+
+def _by_mesh(shardings: Sequence[NamedSharding]) -> list[list[int]]:
+    """The positions of arrays that have a block here, those of one mesh together: one executable copies them."""
+    found: dict[Any, list[int]] = {}
+    for i, sharding in enumerate(shardings):
+        if presence.is_here(sharding):
+            found.setdefault(sharding.mesh, []).append(i)
+    return list(found.values())
 
 
 @functools.partial(jax.jit, donate_argnums=())

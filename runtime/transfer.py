@@ -72,7 +72,7 @@ class Mover:
         self._mesh = _jax_mesh(plans[0].dst_mesh, devices)
         self._plan_pieces(plans, devices)
         if self._resharded:
-            self._reshard = _compile_reshard([plans[i] for i in self._resharded], self._mesh)
+            self._reshard = compile_reshard([plans[i] for i in self._resharded], self._mesh)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays on the destination's submesh, each in its `dst` layout. Returns before they are there.
@@ -204,7 +204,7 @@ def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any
     return jax.jit(join).lower(*avals).compile()
 
 
-def _compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
+def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
     """One function from arrays as they landed to arrays as they are wanted, its communication written out."""
     logical = plans[0].dst_mesh.mesh
 

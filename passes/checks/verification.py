@@ -225,11 +225,13 @@ def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platfo
     """What a compiler made of each executable, against the plan. Raises nothing.
 
     Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for what others compile.
       platform: what they are compiled for: "cpu", "cuda", "rocm" or "tpu".
     """
     program = staged.program
     for number, one in enumerate(compiled):
+        if one is None:
+            continue
         position, item = staged.written.functions[number]
         stage = staged.stages[position]
         segment, mesh = stage.segments.items[item], stage.found.mesh

@@ -1,0 +1,90 @@
+"""Starts the processes of one program on this machine, each with virtual CPU devices, and ends them whatever happens.
+
+A script of `tests/processes/` begins with `worker.start()` and prints what the test looks for. All processes run it;
+they find each other on a free port of the loopback interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+      code: its exit status; negative for a signal; None if it had to be killed since its time was up.
+      text: what it wrote.
+    """
+
+    code: int | None
+    text: str
+
+
+def run(
+    script: str, processes: int, devices: int, *args: str, seconds: float = 120.0, env: dict[str, str] | None = None
+) -> list[Ended]:
+    """Runs a script of this folder in so many processes of so many devices each, and waits until all have ended.
+
+    Args:
+      args: of the script, after those of `worker.start`.
+      seconds: after which all are killed.
+      env: more environment variables.
+    """
+    port = _free_port()
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **(env or {})}
+    settings.pop("XLA_FLAGS", None)
+    until = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        started: list[subprocess.Popen[bytes]] = []
+        paths = [Path(folder) / f"{number}.txt" for number in range(processes)]
+        try:
+            for number, path in enumerate(paths):
+                command = [sys.executable, str(Path(__file__).parent / script), str(number), str(processes)]
+                command += [str(devices), str(port), *args]
+                file = stack.enter_context(path.open("wb"))
+                started.append(
+                    subprocess.Popen(
+                        command, stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=folder, start_new_session=True
+                    )
+                )
+            codes = [_wait(process, until) for process in started]
+        finally:
+            for process in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return [Ended(code, path.read_text(errors="replace")) for code, path in zip(codes, paths, strict=True)]
+
+
+def agreed(script: str, processes: int, devices: int, *args: str, seconds: float = 120.0) -> list[str]:
+    """What each process wrote; raises AssertionError unless all have ended well."""
+    ended = run(script, processes, devices, *args, seconds=seconds)
+    wrong = [f"--- process {n}: {one.code}\n{one.text[-3000:]}" for n, one in enumerate(ended) if one.code != 0]
+    assert not wrong, "\n".join(wrong)
+    return [one.text for one in ended]
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
+    try:
+        return process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

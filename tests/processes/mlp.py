@@ -1,0 +1,42 @@
+"""Trains an MLP as a pipeline over all processes, and compares every step with one device. Argument: options."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import worker
+
+import alpa_lite
+
+
+def loss_of(params, batch):
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return ((x - batch["y"]) ** 2).mean()
+
+
+def step(params, batch):
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
+
+
+def arguments(layers=4, width=32, batch=16):
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(width, width)).astype(np.float32) / 6 for _ in range(layers)]
+    return params, {name: rng.normal(size=(batch, width)).astype(np.float32) for name in "xy"}
+
+
+def main() -> None:
+    (given,) = worker.start()
+    pipeline = alpa_lite.Pipeline(**json.loads(given))
+    ours = alpa_lite.parallelize(step, method=pipeline, num_microbatches=4)
+    args = arguments()
+    blocks = worker.train(ours, step, args)
+    plan = ours.plan(*args)
+    worker.say("blocks", blocks, "stages", len(plan.stages), "meshes", [stage.mesh_shape for stage in plan.stages])
+
+
+if __name__ == "__main__":
+    main()
