@@ -497,15 +497,7 @@ is_deleted: Callable[[Any], bool] = _array.ArrayImpl.is_deleted
 """Of a `jax.Array`, as an unbound method: `map` with it takes a third of the time of `operator.methodcaller`."""
 
 
-# --- several processes: their key-value store, and blocks of arrays ---------------------------------------------------
-
-
-def coordination_client() -> Any:
-    """The client of the coordination service that `jax.distributed.initialize` starts; None without it.
-
-    Its key-value store is what processes tell each other apart from arrays. JAX has no public name for it.
-    """
-    return _distributed.global_state.client
+# --- several processes: blocks of arrays ------------------------------------------------------------------------------
 
 
 def blocks_of(array: Any) -> list[Any]:
@@ -525,11 +517,6 @@ def assembled(aval: Any, sharding: Any, blocks: list[Any]) -> Any:
       blocks: those of the devices that are here, in the order of the sharding.
     """
     return _array.ArrayImpl(aval, sharding, blocks, committed=True, _skip_checks=True)
-
-
-def key_kind(dtype: Any) -> str:
-    """The name of the generator of random keys with this dtype; `jax.random.key_impl` takes arrays alone."""
-    return dtype._impl.name
 
 
 def aval_of(shape: Sequence[int], dtype: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
@@ -43,8 +44,8 @@ class MoverAcross:
         for plan in plans:
             shape, dtype, more = plan.shape, plan.dtype, ()
             if _is_key(dtype):
-                data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-                shape, dtype, more = (*shape, *data.shape), data.dtype, tuple((0, n) for n in data.shape)
+                _, numbers = _jax.key_kind(dtype)
+                shape, dtype, more = (*shape, *numbers), np.dtype(np.uint32), tuple((0, n) for n in numbers)
             parts = [
                 Part(numbers.index(p.source), numbers.index(p.destination), (*p.ranges, *more)) for p in plan.pieces
             ]
@@ -69,7 +70,7 @@ class MoverAcross:
         if not self._crossing.lands_here:
             return out
         for n, dtype in self._keys.items():
-            out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype))
+            out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
         if self._reshard is not None:
             for n, array in zip(self._resharded, self._reshard(*[out[n] for n in self._resharded]), strict=True):
                 out[n] = array

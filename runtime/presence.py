@@ -100,10 +100,9 @@ def _put_keys(leaf: Any, sharding: NamedSharding) -> Any:
     """Random keys go as the numbers that they are made of."""
     if leaf.sharding == sharding:
         return leaf
-    kind = _jax.key_kind(leaf.dtype)
+    kind, shape = _jax.key_kind(leaf.dtype)
     if is_of_all(leaf) and not is_here(leaf.sharding):
-        numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        data: Any = absent(numbers.shape, numbers.dtype, _of_numbers(leaf.sharding, leaf.ndim))
+        data: Any = absent((*leaf.shape, *shape), np.uint32, _of_numbers(leaf.sharding, leaf.ndim))
     else:
         data = jax.random.key_data(leaf)
     data = _put(data, _of_numbers(sharding, leaf.ndim))
