@@ -21,26 +21,22 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax, collecting, kept, owned, plan_cache, replanning, schedules
+from alpa_lite import _jax, collecting, kept, one_mesh, owned, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options, Sharded
-from alpa_lite.passes import checks, factors, microbatches, plans, programs, sharding, stages, tracing
-from alpa_lite.passes.layers.division import Divisible, divided, divisible, recomputing
-from alpa_lite.passes.layers.remat import NOTHING
+from alpa_lite.passes import checks, factors, microbatches, plans, programs, stages, tracing
+from alpa_lite.passes.layers.division import Divisible, divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import candidates, comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
-from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
-from alpa_lite.passes.programs.ways import Outcome, Way
-from alpa_lite.passes.sharding import search, wishes, worth
+from alpa_lite.passes.programs.ways import Way
+from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
-from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.stages import planning, promise, staging, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
@@ -56,9 +52,6 @@ from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 
 logger = logging.getLogger(__name__)
-
-MAX_LAYERS = 72
-"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and what is before and behind them."""
 
 WORTH = 0.9
 """A pipeline is searched if one mesh computes for less than this fraction of its step."""
@@ -260,15 +253,15 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     little to repay the search, none is searched.
     """
     if not asked.pipelines:
-        return one_mesh(run, step, asked, asked.remat)
-    mesh, reason, left = None, None, ()
+        return one_mesh.best(run, step, asked)
+    mesh, reason, late = None, None, False
     if asked.one_mesh:
         try:
-            mesh = one_mesh(run, step, asked.within(ONE_MESH * asked.deadline.left), asked.remat[:1], must=False)
+            mesh = one_mesh.best(run, step, asked.within(ONE_MESH * asked.deadline.left), must=False)
         except InfeasibleError as error:
-            reason, left = error, asked.remat[1:]
+            reason = error
         except OutOfTime:
-            left = asked.remat
+            late = True
     if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
         return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
     patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
@@ -280,14 +273,16 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return beside(noted(mesh, f"{asked.ran_out}: pipelines were not searched"), "pipeline", "not searched in time")
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         if mesh is None:
-            if reason is None and not left:
+            if reason is None and not late:
                 raise
             try:
-                return one_mesh(run, step, asked, left)
+                if late:
+                    return one_mesh.best(run, step, asked)
             except (InfeasibleError, MicrobatchError) as other:
-                raise InfeasibleError(f"{reason or other} No pipeline fits either: {error}") from (reason or other)
+                reason = other
+            raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
         return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
-    if mesh is None and left == asked.remat:
+    if mesh is None and late:
         found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
         return beside(found, "one mesh", "nothing that fits was found in time")
     if mesh is None:
@@ -296,64 +291,6 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return beside(found, "one mesh", mesh)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
     return beside(noted(mesh, note), "pipeline", found)
-
-
-def one_mesh(run: Passes, step: Step, asked: Asked, remats: Sequence[Choice], *, must: bool = True) -> Staged:
-    """One executable on all devices; micro-batches, which only save memory there, are a loop within it.
-
-    Args:
-      remats: what the backward pass may compute again so that the step fits; where it fits, all that is allowed is
-        weighed.
-      must: whether to go on without time until something fits.
-
-    Raises:
-      InfeasibleError: nothing fits.
-      OutOfTime: without `must`, nothing that fits was found in the time.
-      MicrobatchError: the step cannot be cut into the given number of micro-batches.
-    """
-    floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-    solve = functools.partial(whole, run, step, asked)
-    found = ways.best(
-        solve, remats, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
-        also=asked.remat[len(remats) :] if remats == asked.remat[:1] else (), must=must,
-    )  # fmt: skip
-    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
-    return noted(found.value, *found.notes, *late)
-
-
-def whole(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Staged]:
-    """The whole step as one stage, on the best mesh of all devices within the budget.
-
-    Raises:
-      InfeasibleError: no mesh fits. Beaten: with a cutoff, no plan below it was found.
-      MicrobatchError: the step cannot be cut into as many micro-batches.
-    """
-    loop, layers = looped(run, step, asked, way)
-    traced = loop.traced
-    rules = step.rules
-    if traced is not step.traced:
-        rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-    groups = run("grouping", sharding.group, traced, rules)
-    found = run(
-        "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
-        budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit, deadline=asked.deadline,
-        cutoff=cutoff, lessons=lessons, progress=run.count,
-    )  # fmt: skip
-    costs = ()
-    if worth.items(traced, asked.wishes):
-        costs = run(
-            "constraints", worth.worth, traced, groups, rules, asked.cluster, asked.method, found,
-            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
-        )  # fmt: skip
-    decided = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
-    planned = run("lowering", planning.lowered_whole, decided, asked.options.communication)
-    solution = found.solution
-    verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
-    late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
-    if late:
-        costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
-    staged = noted(run("programs", programs.single, loop, planned, verdict, str(way.remat)), *costs)
-    return Outcome(staged, solution.objective, found.free, layers, found.mesh, found.bounds)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked, *, beside_one_mesh: bool = False, must: bool = True) -> Staged:
@@ -438,7 +375,7 @@ def priced_layers(
 def in_layers(run: Passes, step: Step, asked: Asked, count: int) -> Divisible:
     """The step in micro-batches and in layers."""
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    return run("layers", divisible, loop, max_layers=MAX_LAYERS)
+    return run("layers", divisible, loop, max_layers=one_mesh.MAX_LAYERS)
 
 
 def sliced(
@@ -477,7 +414,7 @@ def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
     )  # fmt: skip
     write = functools.partial(
         programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
+        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=one_mesh.MAX_LAYERS,
         remat=remat, verdict=verdict,
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
@@ -534,23 +471,6 @@ def solve_stages(
     return tuple(out)
 
 
-def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:
-    """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
-
-    What computes forward values again does so in the body of a loop, be it of one micro-batch. Layers are counted only
-    there.
-    """
-    if way == Way():
-        return Accumulated(step.traced, -1, 1, ()), 0
-    loop = run(
-        "micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, strided=True, **asked.inexact
-    )  # fmt: skip
-    if way.remat == NOTHING:
-        return loop, 0
-    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
-    return run("layers", recomputing, layers, way.remat), len(layers.layering.layers)
-
-
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     """A given plan: the step divided as it says, and each stage with its decisions, without solving.
 
@@ -561,7 +481,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     division, verdict = plan.division, Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
-        loop, _ = looped(run, step, asked, Way(plan.num_microbatches, remat))
+        loop, _ = one_mesh.looped(run, step, asked, Way(plan.num_microbatches, remat))
         graph = staging.whole(loop.traced, loop.scan)
         communication = asked.options.communication
         decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)

@@ -6,16 +6,16 @@ free lets the integer program choose faster layouts. A *way* is a number of micr
 computed again. Let T(way) be the seconds of its best plan within the budget, and F(way) those of its best plan without
 one. More micro-batches and more computed again only add, so
 
-    T(more)  >=  F(more)  >=  F(less):
+    T(more)  >=  F(more)  >=  F(less),      where more is no fewer micro-batches, and no less computed again,
 
-where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. This holds of each mesh by
-itself, too. The least number of micro-batches that fits is looked for: 1, and where that does not fit, the first of 2,
-4, 8, ... that may, by the bytes that are missing (`sharding.lessons`), and so on. Where memory binds, it is followed by
-twice as many, four times as many, and so on while there is a gain; then by
-"selective" and "layer" rematerialisation with as many micro-batches as the best, or fewer; each with the best seconds
-so far as a cutoff, as long as a bound leaves room for a gain and the time allows. Where all layers computed again is
-the best, fewer of them are tried by bisection: the first k of n layers (Chen et al. 2016 compute all again; k trades
-seconds for bytes one layer at a time).
+on each mesh: where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. Else ways are
+tried in columns: without computing anything again, with "selective" and "layer" rematerialisation. A column begins with
+one micro-batch. Where a number does not fit, the first of its multiples 2, 4, 8, ... follows that may, by the bytes
+that are missing (`sharding.lessons`); one that fits is followed by twice as many, as long as memory binds and there is
+a gain. The best seconds so far are the cutoff of each, and it is tried as long as a bound leaves room for a gain and
+the time allows. Where time is short, ways are compared on the first mesh alone, and the other meshes are searched for
+the best way. Where all layers computed again is the best, fewer of them are tried by bisection: the first k of n layers
+(Chen et al. 2016 compute all again; k trades seconds for bytes one layer at a time).
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Outcome(Generic[T]):
       layers: the number of layers that could be computed again; 0 if that is not known.
       mesh: of the plan; None if that is not known.
       bounds: as `free`, of each mesh.
+      rest: the best plan of the meshes that were not searched, too; None if all were.
     """
 
     value: T
@@ -79,6 +80,7 @@ class Outcome(Generic[T]):
     layers: int = 0
     mesh: LogicalMesh | None = None
     bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
+    rest: Callable[[], Outcome[T]] | None = None
 
     @property
     def is_bound(self) -> bool:
@@ -117,17 +119,15 @@ def best(
     floor: float,
     budget: float,
     deadline: Deadline,
-    also: Sequence[Choice] = (),
     must: bool = True,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
     Args:
-      remats: what may be computed again so that something fits, the least first. One alone is kept in all layers.
+      remats: what may be computed again, the least first. One alone is kept in all layers.
       given: the number of micro-batches, if it is not to be chosen.
       floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
       deadline: after which nothing more is tried, once something has been.
-      also: what may be computed again where something fits without, if that is faster.
       must: whether to go on without time until something fits.
 
     Raises:
@@ -135,22 +135,20 @@ def best(
       OutOfTime: without `must`, nothing that fits was found in the time.
     """
     search = _Search(solve, given, floor, budget, deadline, must)
-    for remat in map(Remat, remats):
-        if search.best is not None:
-            search.again(remat)
-        else:
-            search.fitting(remat)
-            if search.best is not None and not given:
-                search.more()
+    search.columns([Remat(remat) for remat in remats])
+    search.wider()
     if search.best is None:
         search.explain()
-    for remat in map(Remat, also):
-        search.again(remat)
-    search.wider()
-    if len(remats) + len(also) > 1:
+    search.rest()
+    if len(remats) > 1:
         search.fewer_layers()
     assert search.best is not None
     return Chosen(search.best[1].value, search.notes(), tuple(dict.fromkeys(search.skipped)))
+
+
+def _is_within(less: Remat, more: Remat) -> bool:
+    """Whether one computes again whatever another does."""
+    return less in (NOTHING, more) or (less.choice == "selective" and more == Remat("layer"))
 
 
 class _Search(Generic[T]):
@@ -167,7 +165,7 @@ class _Search(Generic[T]):
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
         self.skipped: list[Way] = []
-        self.bounds: dict[int, Bounds] = {}  # number of micro-batches -> bounds of as many, or more
+        self.bounds: dict[Way, Bounds] = {}
         self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
 
     @property
@@ -185,10 +183,10 @@ class _Search(Generic[T]):
         return True
 
     def known(self, way: Way) -> Bounds:
-        """Bounds of the meshes of a way, by those of fewer micro-batches."""
+        """Bounds of the meshes of a way, by those of ways that are no more."""
         out: dict[LogicalMesh, float] = {}
-        for count, bounds in self.bounds.items():
-            if count <= way.count:
+        for other, bounds in self.bounds.items():
+            if other.count <= way.count and _is_within(other.remat, way.remat):
                 out |= {mesh: max(bound, out.get(mesh, 0.0)) for mesh, bound in bounds.items()}
         return out
 
@@ -202,37 +200,46 @@ class _Search(Generic[T]):
         except Beaten as beaten:
             found = beaten
         self.slowest = max(self.slowest, self.deadline.spent - before)
-        if way.remat == NOTHING:
-            self.bounds[way.count] = found.bounds
+        self.bounds[way] = found.bounds
         if isinstance(found, Outcome) and found.seconds < self.cutoff:
             self.first = self.first or (way, found)
             self.best = way, found
         return found
 
-    def fitting(self, remat: Remat) -> None:
-        """The least number of micro-batches that fits, if any does."""
-        count, may_fit = self.given or 1, self.floor < self.budget
-        while self.is_open(way := Way(count, remat)) or not self.misfits:
-            try:
-                found = self.attempt(way, quick=may_fit and not self.given)
-            except MicrobatchError as refusal:
-                if self.given or not self.misfits:
-                    raise
-                self.refused = self.refused or refusal
-                break
-            if isinstance(found, Outcome) and self.best is not None:
-                return
-            least = 0.0
-            if isinstance(found, Beaten):
-                least = found.least
-                self.narrow += [way] * found.wider
+    def columns(self, remats: Sequence[Remat]) -> None:
+        """One column for each of what may be computed again; what can win most, by its bound, is next."""
+        waiting = dict.fromkeys(remats, (self.given or 1, 0))
+        while waiting:
+            remat = min(
+                (remat for remat in remats if remat in waiting),
+                key=lambda remat: min(self.known(Way(waiting[remat][0], remat)).values(), default=0.0),
+            )
+            count, failures = waiting.pop(remat)
+            way = Way(count, remat)
+            if self.is_open(way) or not self.bounds:
+                more = self.step(way)
+                failures = failures + 1 if self.best is not None and self.best[0] != way else 0
+                if more is not None and failures < FAILURES:
+                    waiting[remat] = more, failures
+
+    def step(self, way: Way) -> int | None:
+        """Tries a way: how many micro-batches of its column are next; None if no more may be a gain."""
+        may_fit = self.floor < self.budget and not self.given
+        if self.bounds and self.best is None and not self.must and self.slowest > self.deadline.left:
+            raise OutOfTime
+        try:
+            found = self.attempt(way, quick=may_fit)
+        except MicrobatchError as refusal:
+            if self.given or not self.bounds:
+                raise
+            self.refused = self.refused or refusal
+            return None
+        if isinstance(found, Outcome):
+            return 2 * way.count if found.is_bound and not self.given else None
+        if self.best is None or found.least > 0:
             self.misfits.append(way)
-            if self.given or not may_fit:
-                break
-            if not self.must and self.slowest > self.deadline.left:
-                raise OutOfTime
-            count = doublings(count, least, self.floor, self.budget)
-        self.wider()
+            self.narrow += [way] * found.wider
+        return doublings(way.count, found.least, self.floor, self.budget) if may_fit else None
 
     def wider(self) -> None:
         """What did not fit the first meshes, tried on all."""
@@ -241,32 +248,15 @@ class _Search(Generic[T]):
             if self.is_open(way):
                 self.attempt(way)
 
-    def more(self) -> None:
-        """More micro-batches than the best, as long as there is a gain."""
+    def rest(self) -> None:
+        """The meshes on which the best way was not tried yet."""
         assert self.best is not None
         way, found = self.best
-        is_bound, failures = found.is_bound, 0
-        while is_bound and failures < FAILURES and self.is_open(way := Way(2 * way.count, way.remat)):
-            try:
-                tried = self.attempt(way)
-            except MicrobatchError:
-                return
-            is_bound = not isinstance(tried, Outcome) or tried.is_bound
-            failures = 0 if self.best[0] == way else failures + 1
-
-    def again(self, remat: Remat) -> None:
-        """The same or fewer micro-batches, since activations take less, with something computed again."""
-        assert self.best is not None
-        count, failures = self.best[0].count, 0
-        while count and failures < FAILURES:
-            way = Way(count, remat)
-            if self.is_open(way):
-                try:
-                    self.attempt(way)
-                except MicrobatchError:
-                    return
-                failures = 0 if self.best[0] == way else failures + 1
-            count = 0 if self.given else count // 2
+        if found.rest is not None and not self.deadline.over:
+            other = found.rest()
+            if other.seconds <= found.seconds:
+                self.best = way, other
+                self.first = self.best if self.first is not None and self.first[0] == way else self.first
 
     def explain(self) -> None:
         """Raises why nothing fits; what is found only now, by looking at memory alone, is taken."""

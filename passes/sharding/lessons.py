@@ -15,7 +15,7 @@ where c does not fit, `doublings` says which b may.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log
 from types import MappingProxyType
@@ -36,8 +36,8 @@ class Lessons:
     Attributes:
       bounds: of meshes; those that are left out have none.
       first: the mesh that was best so far.
-      quick: whether more micro-batches are tried next, so that where time is short the first meshes alone may tell that
-        nothing fits.
+      quick: whether, where time is short, the first mesh is enough, for a plan or to tell that nothing fits: the others
+        are searched for the best way alone.
     """
 
     bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
@@ -49,7 +49,7 @@ class Beaten(Exception):
     """There is no plan below the cutoff, or none was found in the time.
 
     Attributes:
-      bounds: of all meshes of the search. free: the least of them.
+      bounds: of the meshes that were tried. free: the least of them.
       least: bytes per device that no plan of the meshes tried has less of; 0 if that is not known.
       wider: whether meshes that were not tried may fit.
     """
@@ -99,8 +99,3 @@ def doublings(count: int, least: float, floor: float, budget: float) -> int:
     while floor + (least - floor) * count / more > budget:
         more *= 2
     return more
-
-
-def least_of(bounds: Bounds, meshes: Sequence[LogicalMesh]) -> float:
-    """What no plan of some meshes undercuts."""
-    return min((bounds.get(mesh, 0.0) for mesh in meshes), default=0.0)

@@ -6,26 +6,35 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Method
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.deadline import FEW, Deadline, worthwhile
-from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons, least_of
+from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Solution
 
 
+class Rest(Protocol):
+    """The rest of a search."""
+
+    def __call__(self, deadline: Deadline) -> Found:
+        """The best plan of all meshes."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Found:
     """The best plan: its program, solution, and the strategy of every group.
 
-    `candidates` lists every mesh shape that was weighed. `free` is what no plan of any of them undercuts, in seconds,
+    `candidates` lists every mesh shape that was weighed. `free` is what no plan of those tried undercuts, in seconds,
     whatever the budget: where the solution costs as much, more memory would not make it faster. `bounds` says the same
-    of each mesh.
+    of each mesh that was tried. `rest` is what is left to be searched, where the search stopped at the first mesh.
     """
 
     mesh: LogicalMesh
@@ -35,6 +44,7 @@ class Found:
     candidates: tuple[Candidate, ...]
     free: float = 0.0
     bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
+    rest: Rest | None = None
 
     @property
     def compute_seconds(self) -> float:
@@ -62,7 +72,8 @@ class Race:
     Attributes:
       tried: shapes with their programs and bounds.
       best: mesh, program and solution.
-      bounds: mesh shape -> seconds that none of its plans undercuts, whatever the budget.
+      meshes: all shapes. bounds: seconds that none of its plans undercuts, whatever the budget, where that is known.
+      at_peak: seconds that no plan of any shape undercuts, once one is tried.
       least: bytes per device of what was tried, where all of it is known to exceed the budget.
       slowest: seconds that building and bounding a program took at most.
     """
@@ -73,7 +84,8 @@ class Race:
         self.method, self.budget = method, budget
         self.tried: list[tuple[solve.Bound, Problem, Space]] = []
         self.best: tuple[LogicalMesh, Space, Solution] | None = None
-        self.bounds = {mesh: lessons.bounds.get(mesh, 0.0) for mesh in meshes}
+        self.meshes, self.at_peak = tuple(meshes), 0.0
+        self.bounds = {mesh: bound for mesh, bound in lessons.bounds.items() if mesh in meshes}
         self.slowest = 0.0
         self.least: Least | None = None
         self._given = cutoff
@@ -84,7 +96,7 @@ class Race:
 
     def is_beaten(self, mesh: LogicalMesh) -> bool:
         """Whether the bound of a shape reaches what it must undercut; noted if so."""
-        beaten = self.bounds[mesh] >= self._cutoff(mesh)
+        beaten = self.bounds.get(mesh, 0.0) >= self._cutoff(mesh)
         if beaten:
             self._put(self.method, mesh, None, "cutoff")
         return beaten
@@ -97,17 +109,19 @@ class Race:
         if several:
             bound.improve()
         if not self.tried:
-            least = problem.at_peak(space)
-            self.bounds = {mesh: max(known, least) for mesh, known in self.bounds.items()}
-        bound.seconds = max(bound.seconds, self.bounds[problem.mesh])
+            self.at_peak = problem.at_peak(space)
+        bound.seconds = max(bound.seconds, self.bounds.get(problem.mesh, self.at_peak))
         self.tried.append((bound, problem, space))
         self._note(problem.mesh, 0.0, bound.seconds)
         self.slowest = max(self.slowest, time.perf_counter() - started)
 
-    def begin(self, deadline: Deadline, others: Sequence[Problem]) -> None:
+    def begin(self, deadline: Deadline, others: Sequence[Problem]) -> bool:
         """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit.
 
         The latter if its least memory exceeds the budget, and that of other shapes.
+
+        Returns:
+          Whether its bound reaches the cutoff.
         """
         bound, problem, space = self.tried[0]
         seconds = max(deadline.left, _GRACE)
@@ -119,6 +133,7 @@ class Race:
             self.weigh((problem, *others), Deadline(max(deadline.left, _GRACE)))
         if solution.status != "feasible":
             self._solved.add(problem.mesh)
+        return solution.status == "cutoff"
 
     def weigh(self, problems: Sequence[Problem], deadline: Deadline) -> None:
         """Finds the least bytes that some shapes need; `least` is set if all of them are known to exceed the budget."""
@@ -141,7 +156,8 @@ class Race:
     def beaten(self, *, tried_all: bool = True) -> Beaten:
         """What to raise where nothing below the cutoff was found."""
         least = self.least.bound if self.least else 0.0
-        return Beaten(self.bounds, least, wider=not tried_all and not self.hopeless)
+        wider = self.least is not None and not tried_all and not self.hopeless
+        return Beaten(dict(self.bounds), least, wider)
 
     def consider(self, methods: Sequence[Method], problems: Callable[..., list[Problem]], deadline: Deadline) -> None:
         """Evaluates the plans of textbook methods, as far as there is time: only what is better is then searched.
@@ -190,24 +206,25 @@ class Race:
             self._note(problem.mesh, max(solution.bound, bound.seconds), max(least, bound.seconds))
             self._put(self.method, problem.mesh, space, solution)
 
-    def found(self) -> Found:
+    def found(self, rest: Rest | None = None) -> Found:
         """The best plan, with the bound of all shapes together."""
         assert self.best is not None
         mesh, space, solution = self.best
         entered = {problem.mesh for _, problem, _ in self.tried}
-        for late in self.bounds:
+        for late in self.meshes:
             if late not in entered and (self.method, late.shape) not in self._rows:
                 self._put(self.method, late, None, LATE)
         rows = [
             replace(row, status="chosen" if key == self._chosen else "slower" if row.step_seconds else row.status)
             for key, row in self._rows.items()
         ]
-        least = min(max(bound, self._within.get(mesh, 0.0)) for mesh, bound in self.bounds.items())
+        least = min(max(self._within.get(one, 0.0), self.bounds.get(one, self.at_peak)) for one in self.meshes)
         if least < solution.bound * (1 - _EQUAL):
             solution = replace(solution, bound=least)
             solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
         choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
-        return Found(mesh, space, solution, choice, tuple(rows), min(self.free, solution.objective), self.bounds)
+        free = min(self.free, solution.objective)
+        return Found(mesh, space, solution, choice, tuple(rows), free, dict(self.bounds), rest)
 
     def take(self, problem: Problem, space: Space, solution: Solution) -> None:
         """Takes a choice that was made for memory alone."""
@@ -222,11 +239,11 @@ class Race:
 
     @property
     def free(self) -> float:
-        """Seconds that no plan of any shape undercuts, whatever the budget."""
-        return least_of(self.bounds, [*self.bounds])
+        """Seconds that no plan of the shapes tried undercuts, whatever the budget."""
+        return min(self.bounds.values(), default=0.0)
 
     def _note(self, mesh: LogicalMesh, bound: float, free: float) -> None:
-        self.bounds[mesh] = max(self.bounds[mesh], free)
+        self.bounds[mesh] = max(self.bounds.get(mesh, 0.0), free)
         self._within[mesh] = max(self._within.get(mesh, 0.0), bound)
 
     def _put(self, name: str, mesh: LogicalMesh, space: Space | None, found: Solution | str) -> None:

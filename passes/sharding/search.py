@@ -36,14 +36,14 @@ from alpa_lite.passes.sharding import bans, computing, limits, strategies, table
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.lessons import Lessons, ordered
-from alpa_lite.passes.sharding.race import LATE, Found, Problem, Race
+from alpa_lite.passes.sharding.race import LATE, Found, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-__all__ = ["LATE", "Found", "search"]
+__all__ = ["LATE", "Found", "Rest", "search"]
 
 
 def search(
@@ -89,17 +89,31 @@ def search(
     if not waiting:
         raise race.beaten()
     race.enter(waiting.pop(0), several=count > 1)
-    if race.slowest * count > _SHORT * deadline.left:
-        race.begin(deadline.within(_FIRST * deadline.left), waiting[:1])
-        if math.isfinite(cutoff) and (race.hopeless or (race.least is not None and lessons.quick)):
+    short = race.slowest * count > _SHORT * deadline.left
+    anything = not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded())
+    textbook = functools.partial(race.consider, TEXTBOOK, problems) if short and anything else None
+    rest = functools.partial(_all, traced, race, waiting, textbook, cluster, cutoff, time_limit, progress)
+    if short:
+        is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[:1])
+        if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and (race.least is not None or is_beaten))):
             raise race.beaten(tried_all=count == 1)
         if race.hopeless and race.least is not None:
             raise _too_small(traced, cluster, budget, race.least.peak, race.least.mesh)
-        if not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded()):
-            if waiting and race.best is not None and len(waiting[0].mesh.shape) == 1:
-                race.enter(waiting.pop(0), several=True)  # the mesh of textbook plans: its bound may exclude them
-            race.consider(TEXTBOOK, problems, deadline.within(_TEXTBOOK * deadline.left))
-    bounding = deadline.within(_BOUNDING * deadline.left)
+        if lessons.quick and waiting and race.best is not None:
+            return race.found(rest)
+    return rest(deadline)
+
+
+def _all(
+    traced: Traced, race: Race, waiting: list[Problem], textbook: Callable[[Deadline], None] | None, cluster: Cluster,
+    cutoff: float, time_limit: float, progress: Callable[[str, int, int], None], deadline: Deadline,
+) -> Found:  # fmt: skip
+    """The rest of a search: textbook plans where time is short, and all meshes. Raises as `search`."""
+    if textbook is not None:
+        if waiting and race.best is not None and len(waiting[0].mesh.shape) == 1:
+            race.enter(waiting.pop(0), several=True)  # the mesh of textbook plans: its bound may exclude them
+        textbook(deadline.within(_TEXTBOOK * deadline.left))
+    bounding, count = deadline.within(_BOUNDING * deadline.left), len(race.meshes)
     while waiting and not bounding.over:
         problem = waiting.pop(0)
         if not race.is_beaten(problem.mesh):

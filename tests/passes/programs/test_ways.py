@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +118,6 @@ def test_bounds_and_the_best_mesh_are_handed_on() -> None:
     model.best()
     assert model.tried[-1] == Way(2) and model.lessons.first == MESH
     assert dict(model.lessons.bounds) == {MESH: 1.0}  # of one micro-batch
-    assert model.lessons.quick is False
 
 
 def test_computing_again_competes_by_seconds() -> None:
@@ -147,13 +147,30 @@ def test_what_the_time_does_not_allow_is_said() -> None:
     assert chosen.late == (Way(4),)
 
 
-def test_what_else_is_weighed_is_tried_only_if_something_fits() -> None:
-    model = Model(budget=15.0, missing=0.0, most=2)
-    with pytest.raises(InfeasibleError):
-        model.best(also=("layer",))
-    assert all(way.remat == Remat() for way in model.tried)
-    model = Model(budget=80.0)
-    assert model.best(also=("selective",)).value.remat.choice == "selective"
+def test_computing_again_begins_with_one_micro_batch() -> None:
+    """2 micro-batches fit; one that computes something again is faster, and nothing that computes more can be."""
+    model = Model(budget=50.0, missing=5.0)
+    assert model.best(("none", "selective", "layer")).value == Way(1, Remat("selective"))
+    assert model.tried[:3] == [Way(1), Way(2), Way(1, Remat("selective"))]
+    assert all(way.remat.choice != "layer" for way in model.tried)
+
+
+def test_the_meshes_that_were_not_searched_are_for_the_best_way_alone() -> None:
+    model, searched = Model(budget=50.0, missing=0.0), []
+
+    def first_mesh(way: Way, cutoff: float, lessons: Lessons) -> Outcome[Way]:
+        found = model(way, cutoff, lessons)
+
+        def rest() -> Outcome[Way]:
+            searched.append(way)
+            return replace(found, seconds=0.9 * found.seconds, rest=None)
+
+        return replace(found, rest=rest)
+
+    remats = ("none", "selective")
+    found = best(first_mesh, remats, None, floor=10.0, budget=50.0, deadline=Deadline(1e9, clock=lambda: model.now))
+    assert searched == [Way(1, Remat("selective"))] == [found.value]
+    assert "this 0.945 s" in found.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""One mesh: the whole step as one executable on all devices, with a loop over micro-batches in it where that pays."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from alpa_lite.asked import Asked, Step
+from alpa_lite.passes import factors, microbatches, programs, sharding
+from alpa_lite.passes.layers.division import divisible, recomputing
+from alpa_lite.passes.layers.remat import NOTHING
+from alpa_lite.passes.microbatches import numbers
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.programs import ways
+from alpa_lite.passes.programs.staged import Staged, Verdict, noted
+from alpa_lite.passes.programs.ways import Outcome, Way
+from alpa_lite.passes.sharding import search, worth
+from alpa_lite.passes.sharding.lessons import Lessons
+from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.runner import Passes
+
+MAX_LAYERS = 72
+"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and what is before and behind them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """A way to run the step, with its layouts.
+
+    Attributes:
+      way: micro-batches, and what is computed again.
+      loop: the step so.
+      stage: all of it, with the strategy of every group.
+    """
+
+    way: Way
+    loop: Accumulated
+    stage: DecidedStage
+
+
+def best(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Staged:
+    """The step as one executable; micro-batches, and what is computed again, only save memory there.
+
+    Args:
+      must: whether to go on without time until something fits.
+
+    Raises:
+      InfeasibleError: nothing fits.
+      OutOfTime: without `must`, nothing that fits was found in the time.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
+    """
+    floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
+    found = ways.best(
+        functools.partial(decided, run, step, asked), asked.remat, asked.num_microbatches,
+        floor=floor, budget=asked.budget, deadline=asked.deadline, must=must,
+    )  # fmt: skip
+    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
+    return noted(lowered(run, asked, found.value), *found.notes, *late)
+
+
+def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Decided]:
+    """The layouts of the whole step as one stage, on the best mesh of all devices within the budget.
+
+    Raises:
+      InfeasibleError: no mesh fits. Beaten: with a cutoff, no plan below it was found.
+      MicrobatchError: the step cannot be cut into as many micro-batches.
+    """
+    loop, layers = looped(run, step, asked, way)
+    traced = loop.traced
+    rules = step.rules
+    if traced is not step.traced:
+        rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+    groups = run("grouping", sharding.group, traced, rules)
+
+    def outcome(found: search.Found) -> Outcome[Decided]:
+        stage = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
+        rest = None if found.rest is None else functools.partial(go_on, found.rest)
+        value, seconds = Decided(way, loop, stage), found.solution.objective
+        return Outcome(value, seconds, found.free, layers, found.mesh, found.bounds, rest)
+
+    def go_on(rest: search.Rest) -> Outcome[Decided]:
+        return outcome(run("sharding", rest, asked.deadline))
+
+    return outcome(
+        run(
+            "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
+            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, progress=run.count,
+        )
+    )  # fmt: skip
+
+
+def lowered(run: Passes, asked: Asked, chosen: Decided) -> Staged:
+    """The program of the best way, with what the user's own shardings cost it."""
+    stage, found = chosen.stage, chosen.stage.found
+    traced, costs = chosen.loop.traced, ()
+    if worth.items(traced, asked.wishes):
+        costs = run(
+            "constraints", worth.worth, traced, stage.grouping, stage.rules, asked.cluster, asked.method, found,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
+        )  # fmt: skip
+    planned = run("lowering", planning.lowered_whole, stage, asked.options.communication)
+    solution = found.solution
+    verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
+    late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
+    if late:
+        costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
+    staged = run("programs", programs.single, chosen.loop, planned, verdict, str(chosen.way.remat))
+    return noted(staged, *costs)
+
+
+def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:
+    """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
+
+    What computes forward values again does so in the body of a loop, be it of one micro-batch. Layers are counted only
+    there.
+    """
+    if way == Way():
+        return Accumulated(step.traced, -1, 1, ()), 0
+    loop = run(
+        "micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, strided=True, **asked.inexact
+    )  # fmt: skip
+    if way.remat == NOTHING:
+        return loop, 0
+    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
+    return run("layers", recomputing, layers, way.remat), len(layers.layering.layers)
