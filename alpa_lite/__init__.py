@@ -25,6 +25,7 @@ from alpa_lite.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan import Plan
 from alpa_lite.records import Collective
+from alpa_lite.runtime.watchdog import Watchdog
 from alpa_lite.version import __version__
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "TensorParallel",
     "TracingError",
     "VerificationError",
+    "Watchdog",
     "Zero",
     "__version__",
     "check",

@@ -28,7 +28,7 @@ from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
 from alpa_lite.processes.agreement import agreed_cluster
 from alpa_lite.report import timeline
-from alpa_lite.runtime import loading, unplanned
+from alpa_lite.runtime import loading, unplanned, watchdog
 from alpa_lite.runtime.births import Birth
 from alpa_lite.runtime.feeding import Prefetch
 from alpa_lite.runtime.frozen import Copies
@@ -161,6 +161,14 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
+        if not watchdog.watching:
+            return self._run(args, kwargs)
+        with watchdog.watching[-1].step(getattr(self._fun, "__name__", "the step")) as doing:
+            results = self._run(args, kwargs)
+            doing.returned(results)
+            return results
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         current = self._current
         if current is not None:
             try:
@@ -405,7 +413,7 @@ class ParallelStep:
                 self._planned.move_to_end(used)
             while len(self._planned) > SIGNATURES:
                 self._planned.popitem(last=False)
-        with entry.lock:
+        with entry.lock, watchdog.doing(f"planning or loading {getattr(self._fun, '__name__', 'the step')}"):
             try:
                 yield entry
             finally:

@@ -32,8 +32,8 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
-from alpa_lite.program import Free, Program, Run, Send
-from alpa_lite.runtime import failing, invalid, moves, ownership, placement, presence, returning
+from alpa_lite.program import Free, Program, Run, Send, describe
+from alpa_lite.runtime import failing, invalid, moves, ownership, placement, presence, returning, watchdog
 from alpa_lite.runtime.building import Builder, Step
 from alpa_lite.runtime.elsewhere import Elsewhere
 from alpa_lite.runtime.frozen import Copies
@@ -410,7 +410,7 @@ class PipelineExecutable:
         leaves = self._apart(leaves)
         env = self._placed(leaves, last)
         leaves.clear()
-        self._dispatch(env)
+        self._dispatch(env, self._followed() if watchdog.watching else None)
         outputs = self._outputs(env)
         self._remember(outputs)
         if self._stacked is None:
@@ -423,6 +423,12 @@ class PipelineExecutable:
         """The flat results of the program."""
         outputs = [env[i] for i in self._program.outputs]
         return outputs if self._elsewhere is None else self._elsewhere.complete(outputs)
+
+    def _followed(self) -> Watch | None:
+        """What tells a watchdog which instruction is under way."""
+        return watchdog.following(
+            lambda number: describe(self._program, self._items[number]), [made for _, _, _, made, _ in self._steps]
+        )
 
     def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
         """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""
