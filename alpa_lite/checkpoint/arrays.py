@@ -18,7 +18,7 @@ import asyncio
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,15 @@ def own_shards(array: jax.Array, name: str) -> Iterator[tuple[Index, jax.Array]]
 
 
 class BlockHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of `jax.Array`, with the blocks and chunks of this module."""
+    """Orbax's handler of `jax.Array`, with the blocks and chunks of this module.
+
+    Attributes:
+      written: done when the blocks are. Orbax is not told, since it would print the whole traceback of a failure.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Future[None]] = []
 
     async def serialize(self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copies what this process writes to the host, and begins to write it in a thread."""
@@ -106,20 +114,17 @@ class BlockHandler(ocp.type_handlers.ArrayHandler):
         for _, data in (shard for own in shards for shard in own):
             data.copy_to_host_async()
         parts = [_part(value, info.name, own) for value, info, own in zip(values, infos, shards, strict=True) if own]
-        if not parts:
-            return []
         folder = f"{infos[0].parent_dir}/{STORE.format(jax.process_index())}/"
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        future = pool.submit(lambda: asyncio.run(write(parts, folder, infos[0].ts_context)))
+        self.written.append(pool.submit(lambda: asyncio.run(write(parts, folder, infos[0].ts_context))))
         pool.shutdown(wait=False)
-        return [future]
+        return []
 
 
 def _part(array: jax.Array, name: str, shards: Sequence[tuple[Index, jax.Array]]) -> Part:
     blocks = tuple((index, np.asarray(data)) for index, data in shards)
-    return Part(
-        name, array.shape, np.dtype(array.dtype), chunk_shape(blocks[0][1].shape, array.dtype.itemsize, CHUNK), blocks
-    )
+    chunk = chunk_shape(blocks[0][1].shape, array.dtype.itemsize, CHUNK)
+    return Part(name, array.shape, np.dtype(array.dtype), chunk, blocks)
 
 
 async def write(parts: list[Part], folder: str, context: ts.Context) -> None:
@@ -158,15 +163,16 @@ def _spec(part: Part, folder: str) -> dict[str, Any]:
     }
 
 
-def writer() -> ocp.PyTreeCheckpointHandler:
-    """What writes pytrees of arrays, numbers and strings."""
+def writer() -> tuple[ocp.PyTreeCheckpointHandler, BlockHandler]:
+    """What writes pytrees of arrays, numbers and strings; and its part that writes `jax.Array`s."""
+    blocks = BlockHandler()
     handlers = ocp.type_handlers
     registry = handlers.create_type_handler_registry(
         (int, handlers.ScalarHandler()),
         (float, handlers.ScalarHandler()),
         (np.number, handlers.ScalarHandler()),
         (np.ndarray, handlers.NumpyHandler()),
-        (jax.Array, BlockHandler()),
+        (jax.Array, blocks),
         (str, handlers.StringHandler()),
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry), blocks

@@ -18,6 +18,9 @@ STATE, METADATA, CHECKSUMS, COMMITTED = "state", "metadata/metadata", "checksums
 TEMPORARY = ".orbax-checkpoint-tmp"
 """What Orbax, too, ends the names of unfinished checkpoints with."""
 
+REPLACED = ".replaced"
+"""What the name of a damaged checkpoint has before that, from when a new one takes its place until it is removed."""
+
 READ = 8 * 2**20
 """Bytes that are read at once for a checksum."""
 
@@ -76,6 +79,12 @@ def steps(folder: epath.Path) -> list[int]:
     if not folder.exists():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_complete(path))
+
+
+def unfinished(folder: epath.Path) -> list[epath.Path]:
+    """What saves that ended too early have left among the checkpoints of a run."""
+    named = [path for path in folder.iterdir() if path.name.removesuffix(TEMPORARY).removesuffix(REPLACED).isdigit()]
+    return [path for path in named if not is_complete(path)]
 
 
 def files_below(folder: epath.Path, prefix: str = "") -> list[str]:

@@ -220,6 +220,8 @@ class CheckpointManager:
         good = [step for step in files.steps(self.folder) if step not in self._damaged]
         for step in good[: -self._keep] if self._keep else []:
             files.remove(self._path(step))
+        for path in files.unfinished(self.folder):
+            files.remove(path)
 
 
 def _read(folder: epath.Path, flat: Any, leaves: Any, verify: bool, timeout: float) -> tuple[Any, Metadata] | str:

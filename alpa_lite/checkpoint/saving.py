@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +32,9 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""What operating systems call a full disk, an exhausted quota, and a file larger than is allowed."""
 
 
 class Pending:
@@ -59,14 +64,20 @@ class Pending:
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
-            raise CheckpointError(f"{self.place.final} could not be saved: {said(error)}") from error
+            raise CheckpointError(self._sentence(error)) from error
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:
-            logger.error("%s could not be saved: %s", self.place.final, said(error))
+            logger.error("%s", self._sentence(error))
             self._error = error
+
+    def _sentence(self, error: BaseException) -> str:
+        text = said(error)
+        full = any(sign in text for sign in FULL)
+        room = ", since there is no room left; what was saved before is as it was; make room, or keep fewer" * full
+        return f"{self.place.final} could not be saved{room}: {text}"
 
 
 def begin(
@@ -86,7 +97,7 @@ def begin(
     metadata = Metadata.of(step, plan, plain, user)
     place, agreed = Place.of(final), Agreement(f"saving {final}", timeout)
     agreed.first("folder", lambda: _make_folder(place, replace))
-    handler = arrays.writer()
+    handler, blocks = arrays.writer()
     try:
         args = ocp.args.PyTreeSave(trees.stored(tree, plain.leaves))
         written = _run(handler.async_save(place.writing / files.STATE, args=args)) or []
@@ -98,7 +109,9 @@ def begin(
 
     def work() -> None:
         try:
-            sums = agreed.every("files", lambda: _written(place, agreed.process, written, failed, timeout))
+            sums = agreed.every(
+                "files", lambda: _written(place, agreed.process, [*written, *blocks.written], failed, timeout)
+            )
             if agreed.process == 0:
                 agreed.forget_earlier()  # all have begun this save, and none begins one before the last is finished
             agreed.first("outcome", lambda: _commit(place, handler, metadata, sums, replace))
@@ -157,7 +170,7 @@ def _commit(
     (folder / files.COMMITTED).write_text(f"committed as {place.final}")
     if place.writing == place.final:
         return
-    aside = place.final.parent / f"{place.final.name}.replaced{files.TEMPORARY}"
+    aside = place.final.parent / f"{place.final.name}{files.REPLACED}{files.TEMPORARY}"
     if replace and place.final.exists():
         files.remove(aside)
         place.final.rename(aside)
