@@ -24,6 +24,9 @@ _numbers = itertools.count()
 _remembered = [0]
 """The first operation whose words are still stored."""
 
+KEPT = 64
+"""The words of so many operations stay: another manager's save may be under way, with a process that has to hear it."""
+
 
 class Agreement:
     """One operation of all processes.
@@ -78,11 +81,12 @@ class Agreement:
         return [value if p == self.process else self._hear(name, p) for p in range(self.count)]
 
     def forget_earlier(self) -> None:
-        """Removes what was said in operations before this one; for process 0, when all have finished them."""
-        if self.count > 1:
-            for number in range(_remembered[0], self._number):
+        """Removes what was said in operations long before this one, which all processes have begun; by process 0."""
+        if self.count > 1 and self.process == 0:
+            last = max(_remembered[0], self._number - KEPT)
+            for number in range(_remembered[0], last):
                 _jax.coordination_client().key_value_delete(_ROOT.format(number))
-            _remembered[0] = self._number
+            _remembered[0] = last
 
     def _tell(self, name: str, message: dict[str, Any]) -> None:
         _jax.coordination_client().key_value_set(f"{self._root}/{name}/{self.process}", json.dumps(message))

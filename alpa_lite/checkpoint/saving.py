@@ -112,8 +112,7 @@ def begin(
             sums = agreed.every(
                 "files", lambda: _written(place, agreed.process, [*written, *blocks.written], failed, timeout)
             )
-            if agreed.process == 0:
-                agreed.forget_earlier()  # all have begun this save, and none begins one before the last is finished
+            agreed.forget_earlier()
             agreed.first("outcome", lambda: _commit(place, handler, metadata, sums, replace))
         except BaseException:
             if agreed.process == 0:

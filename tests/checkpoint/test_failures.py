@@ -110,7 +110,6 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tm
         assert found.step in (first + 1, first + 2)
         states.same(found.state, state(found.step, 65536))
         whole, first = whole + (found.step == first + 2), found.step + 1
-    print("WHOLE", whole)
     assert whole < 4, "no process was killed before its save was complete"
 
 

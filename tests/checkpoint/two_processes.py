@@ -1,0 +1,138 @@
+"""What each of two processes with four devices does in `test_processes`; the parent compares what they leave."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+import alpa_lite
+from alpa_lite import checkpoint
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, arrays
+from tests.checkpoint import states
+
+
+def on(value: np.ndarray, low: int, high: int, *spec: str | None) -> jax.Array:
+    """An array on some of all devices; a process that has none of them has an array without blocks."""
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[low:high]), ("x",)), PartitionSpec(*spec))
+    return placed(value, sharding)
+
+
+def placed(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    here = sharding.addressable_devices_indices_map(value.shape)
+    blocks = [jax.device_put(value[index], device) for device, index in here.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, blocks, dtype=value.dtype)
+
+
+def state() -> dict[str, Any]:
+    """Stages that are on one process alone, and on both; leaves that each process has by itself."""
+    return {
+        "all": on(states.draw(16, 8), 0, 8, "x"),
+        "replicated": on(states.draw(5, seed=1), 0, 8),
+        "first": on(states.draw(8, 4, seed=2), 0, 4, "x"),
+        "second": on(states.draw(8, 4, seed=3), 4, 8, None, "x"),
+        "one device": on(states.draw(3, seed=4), 5, 6),
+        "across": on(states.draw(4, 4, seed=5), 2, 6, "x"),
+        "own": jnp.int32(7),
+        "host": np.arange(3),
+        "number": 5,
+    }
+
+
+def values() -> dict[str, Any]:
+    return {
+        "all": states.draw(16, 8), "replicated": states.draw(5, seed=1), "first": states.draw(8, 4, seed=2),
+        "second": states.draw(8, 4, seed=3), "one device": states.draw(3, seed=4), "across": states.draw(4, 4, seed=5),
+        "own": np.int32(7), "host": np.arange(3), "number": 5,
+    }  # fmt: skip
+
+
+def check(got: Any, want: Any) -> None:
+    """Raises AssertionError unless every block that is here has the right bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if isinstance(mine, jax.Array) and jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine = mine._base_array
+        blocks = [(s.data, s.index) for s in mine.addressable_shards] if isinstance(mine, jax.Array) else [(mine, ())]
+        for data, index in blocks:
+            np.testing.assert_array_equal(np.asarray(data), np.asarray(other)[index])
+
+
+def failure(call: Any) -> tuple[str, float]:
+    """The message of the error that a call raises, and the seconds that it took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("no error")
+
+
+def main(folder: Path) -> None:
+    me = jax.process_index()
+    # What a single process of eight devices saved, under two plans of two processes.
+    want = pickle.loads((folder / "want.pkl").read_bytes())
+    shapes = jax.eval_shape(states.create, jax.random.key(0))
+    for method in (alpa_lite.DataParallel(), alpa_lite.Zero(3)):
+        step = alpa_lite.parallelize(states.train, method=method)
+        shardings = step.shardings(shapes, jax.ShapeDtypeStruct((16, states.WIDTH), "float32")).arguments[0]
+        found = checkpoint.restore(folder / "single", shapes, shardings=shardings)
+        check(found, want)
+        assert all(len(x.addressable_shards) == 4 for x in jax.tree.leaves(found))
+
+    manager = CheckpointManager(folder / "run", timeout=20.0)
+    manager.save(1, state())
+    manager.save(2, state(), metadata={"from": 2})
+    manager.wait()
+    restored = manager.restore(state())
+    assert restored.step == 2 and restored.metadata.user == {"from": 2}
+    check(restored.state, values())
+    # Every leaf elsewhere: what one process alone had is the other's now.
+    like = {**state(), "first": on(states.draw(8, 4), 6, 8), "second": on(states.draw(8, 4), 0, 2, "x")}
+    check(checkpoint.restore(folder / "run", like), values())
+
+    # Errors are the same on both, in time.
+    said = {"model": failure(lambda: manager.restore({**state(), "first": on(states.draw(8, 5), 0, 4)}))}
+    write = arrays.write
+
+    async def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if me == 1:
+        arrays.write = full
+    manager.save(3, state())
+    said["no room"] = failure(manager.wait)
+    arrays.write = write
+    assert manager.latest_step() == 2
+    if me == 0:
+        path = max((folder / "run" / "2" / "state").glob("ocdbt.process_1_arrays/d/*"), key=lambda p: p.stat().st_size)
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    restored = manager.restore(state())
+    assert restored.step == 1
+    check(restored.state, values())
+    manager.save(2, state())
+    manager.close()
+    # The other does not come.
+    if me == 0:
+        lonely = CheckpointManager(folder / "other", timeout=1.0)
+        lonely.save(1, state())
+        said["alone"] = failure(lonely.wait)
+    else:
+        time.sleep(2.0)
+    (folder / f"said {me}.pkl").write_bytes(pickle.dumps(said))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)
+    jax.distributed.initialize()
+    main(Path(sys.argv[1]))
