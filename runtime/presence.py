@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
 from alpa_lite.runtime import crossing, meshes
@@ -29,7 +29,7 @@ def is_here(sharding: Any) -> bool:
     return bool(sharding.addressable_devices)
 
 
-def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
+def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
     """An array that lies on devices of other processes."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 

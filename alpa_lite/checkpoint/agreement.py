@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 
-from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
+from alpa_lite.processes.store import Store
 
-_ROOT = "alpa_lite/checkpoint/{}"
 _numbers = itertools.count()
 _remembered = [0]
 """The first operation whose words are still stored."""
@@ -44,7 +43,7 @@ class Agreement:
         self.process, self.count = jax.process_index(), jax.process_count()
         self._what, self._timeout = what, timeout
         self._number = next(_numbers)
-        self._root = _ROOT.format(self._number)
+        self._store = Store(f"checkpoint/{self._number}") if self.count > 1 else None
 
     def first(self, name: str, make: Callable[[], Any]) -> Any:
         """What process 0 makes, a JSON value, on all of them.
@@ -85,22 +84,21 @@ class Agreement:
         if self.count > 1 and self.process == 0:
             last = max(_remembered[0], self._number - KEPT)
             for number in range(_remembered[0], last):
-                _jax.coordination_client().key_value_delete(_ROOT.format(number))
+                Store(f"checkpoint/{number}").remove()
             _remembered[0] = last
 
     def _tell(self, name: str, message: dict[str, Any]) -> None:
-        _jax.coordination_client().key_value_set(f"{self._root}/{name}/{self.process}", json.dumps(message))
+        assert self._store is not None
+        self._store.put(f"{name}/{self.process}", json.dumps(message))
 
     def _hear(self, name: str, process: int) -> Any:
-        try:
-            text = _jax.coordination_client().blocking_key_value_get(
-                f"{self._root}/{name}/{process}", int(1000 * self._timeout)
-            )
-        except jax.errors.JaxRuntimeError as error:
+        assert self._store is not None
+        text = self._store.get(f"{name}/{process}", self._timeout)
+        if text is None:
             raise CheckpointError(
                 f"{self._what}: process {process} said nothing for {self._timeout:g} s ({name}); it has ended, or is "
                 "not at the same checkpoint; timeout= waits longer"
-            ) from error
+            )
         message = json.loads(text)
         if "error" in message:
             raise CheckpointError(f"{self._what}: process {process} failed: {message['error']}")

@@ -27,6 +27,7 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.paths import keys as keys_of_path
 from alpa_lite.paths import tokens
+from alpa_lite.runtime import presence
 
 SCALARS = (bool, int, float)
 """What is stored as a number and restored as a Python one."""
@@ -118,6 +119,13 @@ def kind_of_keys(leaf: Any) -> str | None:
     return _jax.key_kind(leaf.dtype)[0] if is_key(leaf) else None
 
 
+def _data_of(keys: Any) -> jax.Array:
+    """The integers behind typed random keys, which may be absent here."""
+    if presence.is_here(keys.sharding):
+        return _jax.data_of_keys(keys)
+    return presence.absent((*keys.shape, *_jax.key_kind(keys.dtype)[1]), np.dtype("uint32"), keys.sharding)
+
+
 @dataclass(frozen=True, eq=False)
 class Plain:
     """Leaves as Orbax takes them.
@@ -146,7 +154,7 @@ def plain(flat: Flat) -> Plain:
                 raise CheckpointError(f"{path} was donated to an earlier call, or deleted; save what the call returned")
             if (kind := kind_of_keys(leaf)) is not None:
                 keys[path] = kind
-                leaf = _jax.data_of_keys(leaf)
+                leaf = _data_of(leaf)
         elif isinstance(leaf, np.bool_):
             leaf = np.asarray(leaf)
         elif not isinstance(leaf, (np.ndarray, np.number, str, *SCALARS)):

@@ -81,6 +81,10 @@ class Store:
             return None
         return zlib.decompress(b"".join(part for part in parts if part is not None)).decode()
 
+    def remove(self) -> None:
+        """Removes all that was told under the prefix. No process may read of it any more."""
+        self._client.key_value_delete(self._prefix)
+
     def _wait(self, key: str, until: float) -> bytes | None:
         while True:
             turn = max(0.01, min(_TURN, until - time.monotonic()))

@@ -100,7 +100,7 @@ KILLED = """
 def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     """Each process goes on in the folder that the one before it left, and is killed at some time of its second save."""
     whole, first = 0, 1
-    for seed in range(4):
+    for seed in range(3):
         run = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run"), str(seed), str(first)],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tm
         assert found.step in (first + 1, first + 2)
         states.same(found.state, state(found.step, 65536))
         whole, first = whole + (found.step == first + 2), found.step + 1
-    assert whole < 4, "no process was killed before its save was complete"
+    assert whole < 3, "no process was killed before its save was complete"
 
 
 # -- no room -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from alpa_lite import checkpoint, launching
+from tests import comparing
 from tests.checkpoint import states, two_processes
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
     checkpoint.save(tmp_path / "single", state)
     want = {**state, "key": jax.random.key_data(state["key"])}
     (tmp_path / "want.pkl").write_bytes(pickle.dumps(jax.tree.map(np.asarray, want)))
+    after, _ = jax.jit(states.train)(state, states.draw(16, states.WIDTH, seed=1))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = ["-m", "tests.checkpoint.two_processes", str(tmp_path)]
     monkeypatch.chdir(ROOT)
@@ -38,6 +40,10 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
         assert ("process 1 failed" in message) == (number == 0)
     message, seconds = said[0]["alone"]
     assert "process 1 said nothing for 1 s" in message and seconds < 5
+    shapes = jax.eval_shape(states.create, jax.random.key(0))
+    found = checkpoint.restore(tmp_path / "stages", shapes)
+    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(comparing.plain(mine), comparing.plain(other), rtol=1e-4, atol=1e-6)
     for step in (1, 2):
         like = {name: np.zeros_like(value) for name, value in two_processes.values().items() if name != "number"}
         states.equal(checkpoint.restore(tmp_path / "run", {**like, "number": 0}, step=step), two_processes.values())
