@@ -13,7 +13,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
-from alpa_lite.passes.programs.ways import Outcome, Way
+from alpa_lite.passes.programs.ways import Chosen, Outcome, Way
 from alpa_lite.passes.sharding import search, worth
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.stages import planning, staging
@@ -50,13 +50,18 @@ def best(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Staged:
       OutOfTime: without `must`, nothing that fits was found in the time.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
+    found = chosen(run, step, asked, must=must)
+    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
+    return noted(lowered(run, asked, found.value), *found.notes, *late)
+
+
+def chosen(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Chosen[Decided]:
+    """The best way, not lowered yet. As `best`."""
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-    found = ways.best(
+    return ways.best(
         functools.partial(decided, run, step, asked), asked.remat, asked.num_microbatches,
         floor=floor, budget=asked.budget, deadline=asked.deadline, must=must,
     )  # fmt: skip
-    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
-    return noted(lowered(run, asked, found.value), *found.notes, *late)
 
 
 def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Decided]:
@@ -91,10 +96,10 @@ def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, less
     )  # fmt: skip
 
 
-def lowered(run: Passes, asked: Asked, chosen: Decided) -> Staged:
+def lowered(run: Passes, asked: Asked, way: Decided) -> Staged:
     """The program of the best way, with what the user's own shardings cost it."""
-    stage, found = chosen.stage, chosen.stage.found
-    traced, costs = chosen.loop.traced, ()
+    stage, found = way.stage, way.stage.found
+    traced, costs = way.loop.traced, ()
     if worth.items(traced, asked.wishes):
         costs = run(
             "constraints", worth.worth, traced, stage.grouping, stage.rules, asked.cluster, asked.method, found,
@@ -106,7 +111,7 @@ def lowered(run: Passes, asked: Asked, chosen: Decided) -> Staged:
     late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
     if late:
         costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
-    staged = run("programs", programs.single, chosen.loop, planned, verdict, str(chosen.way.remat))
+    staged = run("programs", programs.single, way.loop, planned, verdict, str(way.way.remat))
     return noted(staged, *costs)
 
 

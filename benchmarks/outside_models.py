@@ -3,12 +3,14 @@
 Each case of `outside_cases.py` is planned in a fresh process, with a time limit and a memory limit, and then with every
 textbook method. Times are wall seconds of `make_plan`, verification included, and CPU seconds of the process: on a
 shared machine, compare the latter. MFU is predicted: FLOPs of the step's products over what the devices could do in the
-predicted step. The best textbook method is the fastest of those that fit; Auto must not be slower.
+predicted step. The best textbook method is the fastest of those that fit, with as many micro-batches as suit it; Auto
+must not be slower. Textbook methods share one trace, and are searched, not lowered (`textbook_plans.py`).
 
     python benchmarks/outside_models.py                     every case (needs the extra `outside`)
     python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published or toy
     python benchmarks/outside_models.py bert-large          the named cases; others keep their results
     python benchmarks/outside_models.py --no-textbook ...   without the textbook methods; those keep their results
+    python benchmarks/outside_models.py --only-textbook ... the textbook methods alone; plans keep their results
     python benchmarks/outside_models.py --list
     python benchmarks/outside_models.py --profile NAME      where the CPU time goes
 
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=16, help="GiB of each case")
     parser.add_argument("--search-time-limit", type=float, help="as of make_plan; its own default if left out")
     parser.add_argument("--no-textbook", action="store_true")
+    parser.add_argument("--only-textbook", action="store_true")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -78,9 +81,12 @@ def one(name: str, arguments: argparse.Namespace) -> None:
     """Plans a case, and writes the results."""
     path = RESULTS / "outside_models.json"
     rows = json.loads(path.read_text()) if path.exists() else {}
-    kept = {"textbook": rows[name]["textbook"]} if "textbook" in rows.get(name, {}) else {}
-    row = kept | child(name, arguments, [])
-    print(name, row["status"], json.dumps(row.get("plan", {})), f"{row['wall_seconds']:.1f} s in all", flush=True)
+    if arguments.only_textbook:
+        row = rows[name]
+    else:
+        kept = {"textbook": rows[name]["textbook"]} if "textbook" in rows.get(name, {}) else {}
+        row = kept | child(name, arguments, [])
+        print(name, row["status"], json.dumps(row.get("plan", {})), f"{row['wall_seconds']:.1f} s in all", flush=True)
     if not arguments.no_textbook:
         found = child(name, arguments, ["--textbook"])
         row["textbook"] = found.get("methods", {})
@@ -106,7 +112,7 @@ def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str
         start, load = time.perf_counter(), os.getloadavg()[0]
         with log.open("w") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream)
-            status = watch(process, start + arguments.limit * (5 if more else 1), arguments.memory)
+            status = watch(process, start + arguments.limit, arguments.memory)
         row = json.loads(out.read_text()) if out.exists() else {}
         if process.returncode and status == "finished":
             status = f"failed: {log.read_text().strip().splitlines()[-1]}"
@@ -130,6 +136,18 @@ def watch(process: subprocess.Popen[bytes], end: float, memory: float) -> str:
     return "finished"
 
 
+def cluster_of(case: Any) -> Any:
+    """The cluster of a case."""
+    import alpa_lite
+
+    base, _, slice_ = case.cluster.partition(":")
+    if base == "cpu":
+        return alpa_lite.Cluster.local()
+    if slice_:
+        return alpa_lite.Cluster.preset(base, nodes=case.nodes, topology=tuple(map(int, slice_.split("x"))))
+    return alpa_lite.Cluster.preset(base, nodes=case.nodes)
+
+
 def planner(name: str) -> Any:
     """A function that plans a case with some method."""
     from outside_cases import CASES
@@ -138,13 +156,7 @@ def planner(name: str) -> Any:
 
     case = CASES[name]
     fun, args = case.build()
-    base, _, slice_ = case.cluster.partition(":")
-    if base == "cpu":
-        cluster = alpa_lite.Cluster.local()
-    elif slice_:
-        cluster = alpa_lite.Cluster.preset(base, nodes=case.nodes, topology=tuple(map(int, slice_.split("x"))))
-    else:
-        cluster = alpa_lite.Cluster.preset(base, nodes=case.nodes)
+    cluster = cluster_of(case)
 
     def plan(method: Any, limit: float | None) -> Any:
         more: dict[str, Any] = {} if limit is None else {"search_time_limit": limit}
@@ -187,17 +199,20 @@ def measure(name: str, out: Path, limit: float | None) -> None:
 
 
 def textbook(name: str, out: Path, limit: float | None) -> None:
-    """Plans a case with every textbook method and writes their seconds a step, or why there are none."""
+    """Searches a case with every textbook method and writes their seconds a step, or why there are none."""
+    from outside_cases import CASES
+    from textbook_plans import Textbook
+
     import alpa_lite
     from alpa_lite.errors import AlpaLiteError
 
-    plan = planner(name)
+    case = CASES[name]
+    step = Textbook(*case.build(), cluster_of(case), **case.options)
     methods: dict[str, Any] = {}
     for text in TEXTBOOK:
         kind, value = text[:-1].split("(")
         try:
-            found = plan(getattr(alpa_lite, kind)(*([int(value)] if value else [])), limit)
-            methods[text] = found.step_seconds
+            methods[text], _ = step.seconds(getattr(alpa_lite, kind)(*([int(value)] if value else [])), limit or 30.0)
         except AlpaLiteError as error:
             methods[text] = f"{type(error).__name__}: {str(error)[:120]}"
         out.write_text(json.dumps({"methods": methods}))
