@@ -10,6 +10,8 @@ import contextvars
 import functools
 import os
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import array as _array
 from jax._src import clusters as _clusters
+from jax._src import compilation_cache as _compilation_cache
+from jax._src import compiler as _compiler
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
@@ -522,6 +526,39 @@ def assembled(aval: Any, sharding: Any, blocks: list[Any]) -> Any:
 def aval_of(shape: Sequence[int], dtype: Any) -> Any:
     """The abstract value of an array."""
     return _core.ShapedArray(tuple(shape), dtype)
+
+
+# --- several processes: who writes compiled programs to disk ----------------------------------------------------------
+
+_writing = threading.RLock()
+
+
+@contextlib.contextmanager
+def writing_executables() -> Iterator[None]:
+    """What is compiled within is written to JAX's compilation cache whichever number this process has.
+
+    JAX leaves writing to process 0, which has no program for the devices of others alone; and on CPUs, where the key of
+    a program depends on the process, what process 0 writes is of use to no other. There is no option for it.
+    """
+    with _writing:
+        original = _compiler._cache_write
+        _compiler._cache_write = _write_executable
+        try:
+            yield
+        finally:
+            _compiler._cache_write = original
+
+
+def _write_executable(
+    key: str, seconds: float, name: str, backend: Any, executable: Any, host_callbacks: Sequence[Any] = ()
+) -> None:
+    """JAX's own `_cache_write` but for the number of the process. Up to 0.10 it is given the callbacks of the host."""
+    if host_callbacks or seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
+        return
+    try:
+        _compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+    except Exception as error:  # a full or read-only disk must not end a job that can go on
+        warnings.warn(f"the compiled program {name!r} cannot be kept: {type(error).__name__}: {error}", stacklevel=2)
 
 
 # --- layering: what derivatives leave in name stacks ------------------------------------------------------------------

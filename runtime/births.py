@@ -27,7 +27,7 @@ from alpa_lite.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import conversion, nnx_modules
-from alpa_lite.runtime import placement, presence
+from alpa_lite.runtime import compiling, placement, presence
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ class Birth:
             return list(evaluate(graph, leaves))
 
         out = [everywhere] * len(numbers) if whole else list(shardings)
-        arrays = jax.jit(part, out_shardings=out)(inputs)
+        with compiling.kept(everywhere.mesh.devices.flat):
+            arrays = jax.jit(part, out_shardings=out)(inputs)
         return placement.copies(arrays, shardings) if whole else arrays
 
     def _on(self, leaf: Any, everywhere: NamedSharding) -> Any:

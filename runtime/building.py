@@ -35,7 +35,7 @@ from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Program, Run, Send, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, meshes, placement, presence
+from alpa_lite.runtime import callbacks, compiling, meshes, placement, presence
 from alpa_lite.runtime.across import MoverAcross
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Mover
@@ -167,7 +167,8 @@ class Builder:
         """An executable, how it is called, and whether with the number of the micro-batch: only if it calls back."""
         executable = self._program.executables[number]
         lowered, results, numbered = self._lowered(number, run)
-        compiled, mesh = lowered.compile(), self.meshes[executable.mesh]
+        mesh = self.meshes[executable.mesh]
+        compiled = compiling.compiled(lowered, mesh.devices.flat)
         if numbered and mesh.size > 1:
             look = callbacks.looking(executable.name, mesh, results, self._failures)
             return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True

@@ -47,7 +47,7 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, donation, invalid, moves, ownership, placement
+from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, placement
 from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
@@ -232,7 +232,7 @@ class Executable:
         with progress.planning(f"compiling {self._name}") as report:
             report.count("executables compiled", 0, 1)
             constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
-            compiled = self.lowered().compile()
+            compiled = compiling.compiled(self.lowered(), self.mesh.devices.flat)
         logger.info(sentences.compiled(self._name, 1, time.perf_counter() - start))
         if self._failures is not None:
             self._look = self._looking(self._failures)

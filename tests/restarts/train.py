@@ -1,0 +1,105 @@
+"""A job that is started again: plans, compiles and takes two steps, and writes down what it planned and compiled.
+
+    python train.py FOLDER NAME [CASE...]
+
+The caches are in FOLDER, and what each process did goes to FOLDER/NAME-PROCESS.json: for each case the searches for a
+plan, the programs that were compiled and not found in JAX's cache, those that were found, and the losses.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import alpa_lite
+from alpa_lite import compiler
+
+CASES: dict[str, dict[str, Any]] = {
+    "one mesh": {"method": alpa_lite.Zero(stage=3)},
+    "searched": {"method": alpa_lite.Sharded()},
+    "pipeline": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b"), "num_microbatches": 2},
+}
+
+
+class Programs(logging.Handler):
+    """The names of the programs that JAX looked for in its cache, by whether they were there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.compiled: list[str] = []
+        self.found: list[str] = []
+        logger = logging.getLogger("jax._src.compiler")
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Files one of JAX's messages."""
+        text = record.msg.lower()
+        if "compilation cache miss" in text or "compilation cache hit" in text:
+            (self.compiled if "miss" in text else self.found).append(str(record.args[0]))  # type: ignore[index]
+
+
+def init(key: Any) -> Any:
+    """The state."""
+    keys = jax.random.split(key, 4)
+    return [jax.random.normal(key, (32, 32)) / 6 for key in keys]
+
+
+def step(state: Any, batch: Any) -> Any:
+    """One step of gradient descent."""
+
+    def loss(weights: Any) -> Any:
+        h = batch["x"]
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return ((h - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+
+def main() -> None:
+    folder, name, *cases = sys.argv[1:]
+    jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if "SLURM_NTASKS" in os.environ:
+        alpa_lite.initialize()
+    programs, searches = Programs(), []
+    search = compiler.chosen
+
+    def searching(*args: Any) -> Any:
+        searches.append(args)
+        return search(*args)
+
+    compiler.chosen = searching
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.standard_normal((16, 32), np.float32), "y": rng.standard_normal((16, 32), np.float32)}
+    out = {}
+    for case in cases or CASES:
+        for seen in (programs.compiled, programs.found, searches):
+            seen.clear()
+        train = alpa_lite.parallelize(step, cache_dir=f"{folder}/plans", **CASES[case])
+        state = train.init(init, jax.random.key(0), rest=(batch,))
+        losses = []
+        for _ in range(2):
+            state, loss = train(state, batch)
+            losses.append(loss)
+        values = [float(np.asarray(one.addressable_data(0))) for one in losses if one.is_fully_replicated]
+        out[case] = {
+            "searches": len(searches), "compiled": [*programs.compiled], "found": [*programs.found], "losses": values
+        }  # fmt: skip
+    Path(folder, f"{name}-{jax.process_index()}.json").write_text(json.dumps(out), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
