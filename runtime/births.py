@@ -107,7 +107,7 @@ class Birth:
             return list(evaluate(graph, leaves))
 
         out = [everywhere] * len(numbers) if whole else list(shardings)
-        with compiling.kept(everywhere.mesh.devices.flat):
+        with compiling.kept(everywhere.device_set):
             arrays = jax.jit(part, out_shardings=out)(inputs)
         return placement.copies(arrays, shardings) if whole else arrays
 

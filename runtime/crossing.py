@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges
+from alpa_lite.runtime import compiling
 
 AXIS = "all"
 
@@ -82,7 +83,7 @@ class Crossing:
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s, _ in self._operands]
         out = [NamedSharding(mesh, spec) for spec in landed]
         with _jax.without_mesh():
-            self._call = jax.jit(region, out_shardings=out).lower(*avals).compile()
+            self._call = compiling.compiled(jax.jit(region, out_shardings=out).lower(*avals), union)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays where they land; None for each in a process that has no device there.

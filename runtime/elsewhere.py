@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.program import Program
-from alpa_lite.runtime import presence
+from alpa_lite.runtime import compiling, presence
 
 SMALL = 1024
 """Bytes of a result that is told to all processes."""
@@ -152,7 +152,8 @@ class News:
             local, mesh=self.sharding.mesh, in_specs=(spec,) * count, out_specs=[spec] * count, check_vma=False
         )
         avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding) for shape, dtype in self._types]
-        return jax.jit(region, out_shardings=[self.sharding] * count).lower(*avals).compile()
+        lowered = jax.jit(region, out_shardings=[self.sharding] * count).lower(*avals)
+        return compiling.compiled(lowered, self.sharding.device_set)
 
 
 def _is_small(one: Any) -> bool:

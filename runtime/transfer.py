@@ -29,6 +29,7 @@ from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
 from alpa_lite.program import Submesh
+from alpa_lite.runtime import compiling
 from alpa_lite.runtime.meshes import mesh_of
 
 Place = tuple[int, int]
@@ -187,7 +188,7 @@ class Mover:
             return [_slice(held[which], ranges) for which, ranges in wanted]
 
         avals = [_single(plans[i].dtype, _sizes(have[i][position]), device) for i in used]
-        return jax.jit(cut).lower(*avals).compile(), [(i, position) for i in used]
+        return compiling.compiled(jax.jit(cut).lower(*avals), [device]), [(i, position) for i in used]
 
 
 def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any) -> Any:
@@ -201,7 +202,7 @@ def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any
         return out
 
     avals = [_single(dtype, _sizes(piece), device) for dtype, ranges, _ in parts for piece in ranges]
-    return jax.jit(join).lower(*avals).compile()
+    return compiling.compiled(jax.jit(join).lower(*avals), [device])
 
 
 def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
@@ -223,7 +224,8 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
         jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=NamedSharding(mesh, spec))
         for plan, spec in zip(plans, specs, strict=True)
     ]
-    return jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals).compile()
+    lowered = jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals)
+    return compiling.compiled(lowered, mesh.devices.flat)
 
 
 def _jax_mesh(submesh: Submesh, devices: Sequence[Any]) -> Mesh:

@@ -1,23 +1,19 @@
 """A job that is started again: plans, compiles and takes two steps, and writes down what it planned and compiled.
 
-    python train.py FOLDER NAME [CASE...]
-
-The caches are in FOLDER, and what each process did goes to FOLDER/NAME-PROCESS.json: for each case the searches for a
-plan, the programs that were compiled and not found in JAX's cache, those that were found, and the losses.
+Arguments: the folder of the caches, and the cases. Prints for each case the searches for a plan, the programs that were
+compiled and not found in JAX's cache, those that were found, and the losses.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import worker
 
 import alpa_lite
 from alpa_lite import compiler
@@ -68,12 +64,10 @@ def step(state: Any, batch: Any) -> Any:
 
 
 def main() -> None:
-    folder, name, *cases = sys.argv[1:]
+    folder, *cases = worker.start()
     jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if "SLURM_NTASKS" in os.environ:
-        alpa_lite.initialize()
     programs, searches = Programs(), []
     search = compiler.chosen
 
@@ -85,7 +79,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     batch = {"x": rng.standard_normal((16, 32), np.float32), "y": rng.standard_normal((16, 32), np.float32)}
     out = {}
-    for case in cases or CASES:
+    for case in cases:
         for seen in (programs.compiled, programs.found, searches):
             seen.clear()
         train = alpa_lite.parallelize(step, cache_dir=f"{folder}/plans", **CASES[case])
@@ -93,12 +87,11 @@ def main() -> None:
         losses = []
         for _ in range(2):
             state, loss = train(state, batch)
-            losses.append(loss)
-        values = [float(np.asarray(one.addressable_data(0))) for one in losses if one.is_fully_replicated]
+            losses.append(float(loss))
         out[case] = {
-            "searches": len(searches), "compiled": [*programs.compiled], "found": [*programs.found], "losses": values
+            "searches": len(searches), "compiled": [*programs.compiled], "found": [*programs.found], "losses": losses
         }  # fmt: skip
-    Path(folder, f"{name}-{jax.process_index()}.json").write_text(json.dumps(out), encoding="utf-8")
+    worker.say(json.dumps(out))
 
 
 if __name__ == "__main__":
