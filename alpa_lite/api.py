@@ -71,6 +71,8 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
       plan: a `Plan`, or the path of one, to run without solving.
+      overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
+        of parameters ahead of their use, where the compiler does that: on GPUs and TPUs.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
       solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
         pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other

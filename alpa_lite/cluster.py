@@ -108,6 +108,8 @@ class Cluster:
       tile: the elements that the matrix unit handles at once along m and n.
       parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
       dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
+      overlap: whether plans count on communication that hides behind computing, where the compiler can do that
+        (`passes.lowering.overlap`).
       collectives: measured, in place of what the links say of these kinds and groups.
       measured: what of all this was measured on the devices themselves, in words. Not part of the fingerprint.
       source: where the numbers are from. Not part of the fingerprint.
@@ -131,6 +133,7 @@ class Cluster:
     tile: int = 128
     parallel_units: int = 1
     dispatch: Dispatch = Dispatch(presets.TASK_SECONDS)
+    overlap: bool = False
     collectives: tuple[Curve, ...] = ()
     measured: tuple[str, ...] = ()
     source: str = "given by the caller"
@@ -233,6 +236,8 @@ class Cluster:
         """16 hexadecimal digits over every field but `source` and `measured`."""
         fields = self.to_json()
         del fields["source"], fields["measured"]
+        if not self.overlap:
+            del fields["overlap"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def peak(self, dtype: Any) -> float:
@@ -277,6 +282,21 @@ class Cluster:
             return node
         host = _TPU_CHIPS_PER_HOST * self.devices_per_card
         return node * -(-self.devices_per_node // host) + inside // host
+
+    @property
+    def hides(self) -> frozenset[str]:
+        """The kinds of collectives that plans take to hide behind computing: asked for, and done by the compiler."""
+        return presets.HIDES.get(self.platform, frozenset()) if self.overlap else frozenset()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there are any."""
+        return bool(self.hides)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What compilers for these devices are asked for, as of `jax.stages.Lowered.compile`."""
+        return dict(presets.OVERLAPPING.get(self.platform, {})) if self.overlaps else {}
 
     def part(self, num_devices: int) -> Cluster:
         """The first `num_devices` devices as a cluster of their own.
@@ -331,6 +351,7 @@ class Cluster:
           OptionError: if fields are missing or unknown.
         """
         known = {field.name for field in dataclasses.fields(cls)}
+        data = {"overlap": False} | dict(data)  # as it was before there was the choice
         wrong = sorted(known.symmetric_difference(data))
         if wrong:
             raise OptionError(f"cluster data: fields missing or unknown: {', '.join(wrong)}; write it with to_json()")

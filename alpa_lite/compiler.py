@@ -134,6 +134,7 @@ def compile_step(
       VerificationError: the partitioner does not do what the plan says.
     """
     context, name = _jax.context_mesh(), getattr(fun, "__name__", "step")
+    cluster = replace(cluster, overlap=cluster.overlap or options.overlap)
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     asked = Asked(options, cluster, trace, pins, like, deadline=Deadline(options.search_time_limit))
     others = agreement.together(name) if shared else agreement.Alone()

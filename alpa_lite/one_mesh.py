@@ -78,10 +78,12 @@ def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, less
         rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
     groups = run("grouping", sharding.group, traced, rules)
 
+    settled = functools.partial(planning.settled, traced, groups, rules, asked.cluster)
+
     def outcome(found: search.Found) -> Outcome[Decided]:
         stage = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
         rest = None if found.rest is None else functools.partial(go_on, found.rest)
-        value, seconds = Decided(way, loop, stage), found.solution.objective
+        value, seconds = Decided(way, loop, stage), settled(found)
         return Outcome(value, seconds, found.free, layers, found.mesh, found.bounds, rest)
 
     def go_on(rest: search.Rest) -> Outcome[Decided]:
@@ -91,7 +93,7 @@ def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, less
         run(
             "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
             budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
-            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, progress=run.count,
+            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, progress=run.count, settled=settled,
         )
     )  # fmt: skip
 

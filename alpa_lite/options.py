@@ -64,6 +64,9 @@ class Options:
       donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
       like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
+      overlap: whether predicted seconds count communication that hides behind computing (gradient synchronisation, and
+        gathers of parameters ahead of their use), of all plans that are compared alike; what is compiled for GPUs then
+        asks for it. On CPUs nothing overlaps.
       plan: a plan, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
       solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
@@ -98,6 +101,7 @@ class Options:
     donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
     like: tuple[Any, ...] = ()
     communication: Literal["explicit", "compiler"] = "explicit"
+    overlap: bool = False
     plan: Plan | str | os.PathLike[str] | None = None
     verify: Literal["shardy", "hlo", "off"] = "shardy"
     solver_time_limit: float = 60.0
@@ -148,8 +152,9 @@ def _validate(options: Options) -> None:
     rest = options.method.rest if isinstance(options.method, Manual) else options.method
     if options.forbidden and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
         refuse("forbid" if options.forbid else "allow", 'use method="auto", Sharded() or Manual(...), without plan=')
-    if not isinstance(options.allow_inexact, bool):
-        refuse("allow_inexact", "give True or False")
+    for name in ("allow_inexact", "overlap"):
+        if not isinstance(getattr(options, name), bool):
+            refuse(name, "give True or False")
     if options.communication not in ("explicit", "compiler"):
         refuse("communication", 'use "explicit" or "compiler"')
     if options.verify not in ("shardy", "hlo", "off"):

@@ -100,7 +100,10 @@ class Stage:
       received, sent: what comes from other stages and goes to them, as flat arguments and results of the stage.
       memory: bytes per device.
       seconds: predicted seconds per step.
-      compute_seconds, communication_seconds: what `seconds` consists of.
+      compute_seconds, communication_seconds: what `seconds` consists of, less `hidden_seconds`.
+      hidden_seconds: of the communication, what takes no time of its own since the device computes meanwhile; counted
+        where the cluster says so (`Cluster.overlap`).
+      hideable_seconds: of the communication, the gradient synchronisation and the gathers of parameters.
       solver: how the shardings of the stage were found.
       decisions: what was chosen, which replaying needs.
       fixed: what could not be chosen, and replaying needs, too.
@@ -129,6 +132,8 @@ class Stage:
     axes: tuple[AxisUse, ...] = ()
     held: tuple[Held, ...] = ()
     spending: tuple[Spending, ...] = ()
+    hidden_seconds: float = 0.0
+    hideable_seconds: float = 0.0
 
     @property
     def num_devices(self) -> int:

@@ -168,7 +168,7 @@ class Builder:
         executable = self._program.executables[number]
         lowered, results, numbered = self._lowered(number, run)
         mesh = self.meshes[executable.mesh]
-        compiled = compiling.compiled(lowered, mesh.devices.flat)
+        compiled = compiling.compiled(lowered, mesh.devices.flat, self._cluster.compiler_options)
         if numbered and mesh.size > 1:
             look = callbacks.looking(executable.name, mesh, results, self._failures)
             return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True

@@ -7,7 +7,7 @@ first process that has one; on CPUs, where each process has keys of its own, by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,10 +15,16 @@ import jax
 from alpa_lite import _jax
 
 
-def compiled(lowered: jax.stages.Lowered, devices: Iterable[Any]) -> jax.stages.Compiled:
-    """The executable of a lowered program for these devices, from the cache if it is there."""
+def compiled(
+    lowered: jax.stages.Lowered, devices: Iterable[Any], options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """The executable of a lowered program for these devices, from the cache if it is there.
+
+    Args:
+      options: what the compiler is asked for.
+    """
     with kept(devices):
-        return lowered.compile()
+        return lowered.compile(dict(options or {}) or None)
 
 
 def kept(devices: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

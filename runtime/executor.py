@@ -34,7 +34,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,7 @@ class Executable:
         calls_back: bool = False,
         owned: Owned | None = None,
         copies: Copies | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
@@ -87,8 +88,10 @@ class Executable:
           calls_back: whether the step calls functions of the user on the host, which may raise.
           owned: what it may overwrite, shared with other executables; by default what it returns itself.
           copies: of frozen weights, shared with other executables.
+          compiler_options: what the compiler is asked for.
         """
         self.mesh = mesh
+        self._compiler_options = compiler_options
         self._owned = Owned() if owned is None else owned
         self._ours: Callable[[Any], bool] = self._owned.has if donate == "auto" else _anything
         self._dies = _jax.DIES_OF_DELETED and mesh.size > 1
@@ -232,7 +235,7 @@ class Executable:
         with progress.planning(f"compiling {self._name}") as report:
             report.count("executables compiled", 0, 1)
             constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
-            compiled = compiling.compiled(self.lowered(), self.mesh.devices.flat)
+            compiled = compiling.compiled(self.lowered(), self.mesh.devices.flat, self._compiler_options)
         logger.info(sentences.compiled(self._name, 1, time.perf_counter() - start))
         if self._failures is not None:
             self._look = self._looking(self._failures)

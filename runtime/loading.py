@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alpa_lite.graph import Traced
@@ -46,6 +46,7 @@ def load(
     return _load_step(
         stage.graph.traced, stage.program,
         communication=stage.communication, donate=donate, devices=devices, owned=owned, copies=copies,
+        compiler_options=plan.cluster.compiler_options,
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def _load_step(
     devices: Sequence[Any] | None = None,
     owned: Owned | None = None,
     copies: Copies | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Executable:
     """The planned step on devices that are here.
 
@@ -66,7 +68,7 @@ def _load_step(
       communication: "explicit", or "compiler" where the collectives are left to it.
       donate: "auto", or the positions of the arguments to donate; () for none.
       devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
-      owned, copies: as for `Executable`.
+      owned, copies, compiler_options: as for `Executable`.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
@@ -82,6 +84,7 @@ def _load_step(
         calls_back=callbacks.calls_back(program.body.instructions),
         owned=owned,
         copies=copies,
+        compiler_options=compiler_options,
     )
 
 

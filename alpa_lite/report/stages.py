@@ -73,10 +73,11 @@ def overview(plan: Plan) -> list[RenderableType]:
     whole = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
     time = bars(_time_rows(plan), max(plan.step_seconds, 1e-300))
     memory = section("Memory per device", _memory(plan) if several else _memory_of_one(plan))
+    hidden = [said] if (said := overlapped(plan)) else []
     if len(division.timeline.events) < 2:
-        return [section(whole, time), memory]
+        return [section(whole, time, *hidden), memory]
     return [
-        section(whole, time, _bubble(plan)),
+        section(whole, time, *hidden, _bubble(plan)),
         section("Stages (times for one micro-batch)", _stages(plan)),
         section("Schedule", timeline.draw(division.timeline, width=98)),
         memory,
@@ -126,11 +127,19 @@ class Spent:
       compute: in the operations of the stages.
       communication: in collectives within stages, by mesh axes, the most expensive first.
       idle: in waiting.
+      hidden: of the communication, what hides behind computing and takes no time of its own; hideable: what may.
     """
 
     compute: float
     communication: dict[tuple[str, ...], float]
     idle: float
+    hidden: float = 0.0
+    hideable: float = 0.0
+
+    @property
+    def waiting(self) -> float:
+        """In collectives that computing waits for."""
+        return sum(self.communication.values()) - self.hidden
 
 
 def spent(plan: Plan) -> Spent:
@@ -142,8 +151,23 @@ def spent(plan: Plan) -> Spent:
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
         if collective.kind != "transfer":
             by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + share[collective.stage] * seconds
-    idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()))
-    return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle)
+    hidden = sum(part * stage.hidden_seconds for part, stage in zip(share, plan.stages, strict=True))
+    hideable = sum(part * stage.hideable_seconds for part, stage in zip(share, plan.stages, strict=True))
+    idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()) + hidden)
+    return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
+
+
+def overlapped(plan: Plan) -> str:
+    """How much of the communication hides behind computing, where the plan counts on that; else nothing."""
+    if not plan.cluster.overlap:
+        return ""
+    if not plan.cluster.overlaps:
+        return f"overlapped: nothing, since the compiler for {plan.cluster.platform} runs collectives to their end"
+    where = spent(plan)
+    what = "parameter gathers"
+    if "all_reduce" in plan.cluster.hides:
+        what = f"gradient synchronisation and {what}"
+    return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {what}"
 
 
 def _time_rows(plan: Plan) -> list[tuple[str, float, str]]:

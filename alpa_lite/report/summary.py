@@ -101,9 +101,11 @@ def flops(value: float) -> str:
 def _predicted(plan: Plan) -> RenderableType:
     out = table("", "", wide=1)
     spent = stages.spent(plan)
-    parts = [("compute", spent.compute), ("communication", sum(spent.communication.values())), ("idle", spent.idle)]
+    parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
     add(out, "step", f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}")
+    if said := stages.overlapped(plan):
+        add(out, "", said)
     examples, tokens = batch(plan)
     if examples and plan.step_seconds:
         rates = [(examples, "examples")] + ([(tokens, "tokens")] if tokens else [])

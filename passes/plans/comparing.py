@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -27,14 +28,17 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.figures import Comparison
 from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.sharding import limits, search, strategies, tables
+from alpa_lite.passes.sharding import limits, race, search, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.strategy import Rule, Solution, StrategyGraph
+from alpa_lite.passes.sharding.space import Space
+from alpa_lite.passes.stages import planning
+from alpa_lite.strategy import Rule, Solution
 
 SECONDS = 30.0
 """After how many seconds no further method is evaluated."""
@@ -90,22 +94,22 @@ class Comparing:
         allowed = limits.limits(self.traced, groups, method, mesh)
         cost = MeshCost(self.cluster, mesh)
         deadline = Deadline(max(1.0, min(seconds, EACH)))
-        programs: list[StrategyGraph] = []
+        spaces: list[Space] = []
         for regather in (False, True) if self.cluster.platform != "cpu" else (False,):  # as the search of one mesh
             space = strategies.build(
                 self.traced, groups, self.rules, cost, budget=self.budget, allowed=allowed, regather=regather,
                 shared=shared,
             )  # fmt: skip
-            programs.append(space.program)
+            spaces.append(space)
             if not regather:
-                free = solve.solve(replace(programs[0], budget=None), time_limit=deadline.share(4), gap=1e-3)
+                free = solve.solve(replace(space.program, budget=None), time_limit=deadline.share(4), gap=1e-3)
                 if not free.choice or free.peak <= self.budget:
-                    return _found(mesh.shape, free)
-        within = [solve.solve(p, time_limit=deadline.share(4), gap=1e-2, free=free.bound) for p in programs]
-        fitting = [found for found in within if found.choice]
+                    return self._found(mesh, groups, space, free)
+        within = [solve.solve(s.program, time_limit=deadline.share(4), gap=1e-2, free=free.bound) for s in spaces]
+        fitting = [self._found(mesh, groups, s, found) for s, found in zip(spaces, within, strict=True) if found.choice]
         if fitting:
-            return _found(mesh.shape, min(fitting, key=lambda found: found.objective))
-        least = min(solve.minimal_budget(p, gap=1e-2, time_limit=deadline.share(2))[0] for p in programs)
+            return min(fitting, key=lambda found: found.step_seconds or math.inf)
+        least = min(solve.minimal_budget(s.program, gap=1e-2, time_limit=deadline.share(2))[0] for s in spaces)
         if least <= self.budget or math.isinf(least):
             return Comparison("", mesh.shape, reason="not evaluated: no step within the memory was found in time")
         return Comparison("", mesh.shape, None, math.ceil(least), f"does not fit by {_gib(least - self.budget)}")
@@ -113,17 +117,20 @@ class Comparing:
     def _free(self, groups: Grouping, seconds: float) -> Comparison:
         try:
             found = search.search(
-                self.traced, groups, self.rules, self.cluster, Sharded(), budget=self.budget, time_limit=seconds
-            )
+                self.traced, groups, self.rules, self.cluster, Sharded(), budget=self.budget, time_limit=seconds,
+                settled=partial(planning.settled, self.traced, groups, self.rules, self.cluster),
+            )  # fmt: skip
         except InfeasibleError as error:
             return Comparison("", reason=does_not_fit(error))
-        return _found(found.mesh.shape, found.solution)
+        return self._found(found.mesh, groups, found.space, found.solution)
 
-
-def _found(shape: tuple[int, ...], solution: Solution) -> Comparison:
-    if not solution.choice:
-        return Comparison("", shape, reason=f"no such step was found: {solution.status}")
-    return Comparison("", shape, solution.objective, math.ceil(solution.peak))
+    def _found(self, mesh: LogicalMesh, groups: Grouping, space: Space, solution: Solution) -> Comparison:
+        """The figures of a solution, if it is one."""
+        if not solution.choice:
+            return Comparison("", mesh.shape, reason=f"no such step was found: {solution.status}")
+        found = race.Found(mesh, space, solution, race.choice_of(space, solution), ())
+        seconds = planning.settled(self.traced, groups, self.rules, self.cluster, found)
+        return Comparison("", mesh.shape, seconds, math.ceil(solution.peak))
 
 
 def _gib(size: float) -> str:

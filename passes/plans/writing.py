@@ -47,6 +47,7 @@ from alpa_lite.records import (
     Solver,
     Stage,
 )
+from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
@@ -124,6 +125,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
                     *chain(*ordered),
                     *notes(staged),
                     *_measured(cluster),
+                    *_overlapped(staged.stages, cluster),
                 )
             )
         ),
@@ -131,6 +133,30 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         products=figures.products(staged.stages, cluster),
         comparisons=verdict.others,
     )
+
+
+def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
+    """What hides behind computing, what that counts on and what it takes, where plans count on it."""
+    if not cluster.overlap:
+        return []
+    if not cluster.overlaps:
+        return [f"overlap: nothing overlaps on {cluster.platform}, whose compiler runs each collective to its end"]
+    ahead = max((found.ahead for stage in stages for found in stage.overlap.values()), default=0)
+    kinds = ", ".join(kind.replace("_", "-") for kind in sorted(cluster.hides))
+    notes = [
+        f"overlap: {kinds} of gradients and parameters hide behind computing as far as two streams allow "
+        f"(passes/lowering/overlap.py) and {_scheduler(cluster)} schedules them so",
+        "overlap: the objective and alternatives of the solver are at full prices, of which nothing hides",
+    ]
+    if ahead:
+        notes.append(f"overlap: a gather ahead of its use holds up to {units.nbytes(ahead)} more per device")
+    return notes
+
+
+def _scheduler(cluster: Cluster) -> str:
+    """What is to schedule collectives beside computing."""
+    options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
+    return f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
 
 
 def _measured(cluster: Cluster) -> list[str]:
@@ -185,6 +211,8 @@ def _stage(
         seconds=seconds,
         compute_seconds=compute,
         communication_seconds=sum(cost for _, cost in own),
+        hidden_seconds=sum(planned.overlap[s].hidden * planned.runs(s) for s in planned.segments.items),
+        hideable_seconds=sum(planned.overlap[s].hideable * planned.runs(s) for s in planned.segments.items),
         solver=Solver(
             solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
         ),

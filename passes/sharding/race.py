@@ -76,7 +76,10 @@ class Race:
       at_peak: seconds that no plan of any shape undercuts, once one is tried.
       least: bytes per device of what was tried, where all of it is known to exceed the budget.
       slowest: seconds that building and bounding a program took at most.
+      seconds: of the best. speedup: how many times below its objective the seconds of a plan may be.
     """
+
+    speedup = 1.0
 
     def __init__(
         self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons
@@ -84,6 +87,7 @@ class Race:
         self.method, self.budget = method, budget
         self.tried: list[tuple[solve.Bound, Problem, Space]] = []
         self.best: tuple[LogicalMesh, Space, Solution] | None = None
+        self.seconds = math.inf
         self.meshes, self.at_peak = tuple(meshes), 0.0
         self.bounds = {mesh: bound for mesh, bound in lessons.bounds.items() if mesh in meshes}
         self.slowest = 0.0
@@ -125,7 +129,8 @@ class Race:
         """
         bound, problem, space = self.tried[0]
         seconds = max(deadline.left, _GRACE)
-        mine, solution, least = solved(problem, space, self.budget, self._given, seconds, bound.known)
+        given = self.speedup * self._given
+        mine, solution, least = solved(problem, space, self.budget, given, seconds, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
@@ -222,20 +227,27 @@ class Race:
         if least < solution.bound * (1 - _EQUAL):
             solution = replace(solution, bound=least)
             solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
-        choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
         free = min(self.free, solution.objective)
-        return Found(mesh, space, solution, choice, tuple(rows), free, dict(self.bounds), rest)
+        return Found(mesh, space, solution, choice_of(space, solution), tuple(rows), free, dict(self.bounds), rest)
 
     def take(self, problem: Problem, space: Space, solution: Solution) -> None:
         """Takes a choice that was made for memory alone."""
         self._put(self.method, problem.mesh, space, solution)
 
     def _cutoff(self, mesh: LogicalMesh) -> float:
+        """What the objective of a plan on a mesh must undercut."""
+        return self.speedup * self._limit(mesh)
+
+    def _limit(self, mesh: LogicalMesh) -> float:
         """Seconds that a plan on a mesh must undercut: of equals, the mesh of fewer axes is better."""
         if self.best is None:
             return self._given
         fewer = len(mesh.shape) < len(self.best[0].shape)
-        return self.best[2].objective * (1 + _EQUAL if fewer else 1.0)
+        return self.seconds * (1 + _EQUAL if fewer else 1.0)
+
+    def _seconds(self, mesh: LogicalMesh, space: Space | None, found: Solution) -> float:
+        """Seconds of a plan."""
+        return found.objective
 
     @property
     def free(self) -> float:
@@ -252,12 +264,18 @@ class Race:
         if isinstance(found, Solution):
             row = replace(row, status=found.status)
             if found.status in ("optimal", "feasible"):
-                row = replace(row, step_seconds=found.objective, bytes_per_device=int(found.peak))
-                if space is not None and found.objective < self._cutoff(mesh):
-                    self.best, self._chosen = (mesh, space, found), key
+                seconds = self._seconds(mesh, space, found)
+                row = replace(row, step_seconds=seconds, bytes_per_device=int(found.peak))
+                if space is not None and seconds < self._limit(mesh):
+                    self.best, self.seconds, self._chosen = (mesh, space, found), seconds, key
         before = self._rows.get(key)
         if before is None or before.step_seconds is None or (key == self._chosen and row.step_seconds is not None):
             self._rows[key] = row
+
+
+def choice_of(space: Space, solution: Solution) -> tuple[Strategy, ...]:
+    """The strategy of every group."""
+    return tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,9 @@ from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParalle
 from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import Lessons, ordered
+from alpa_lite.passes.sharding.overlapped import OverlappedRace
 from alpa_lite.passes.sharding.race import LATE, Found, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
@@ -61,6 +63,7 @@ def search(
     cutoff: float = math.inf,
     lessons: Lessons | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    settled: Callable[[Found], float] = lambda found: found.solution.objective,
 ) -> Found:
     """The best plan of one mesh for a method.
 
@@ -73,6 +76,7 @@ def search(
       cutoff: seconds; only a plan below it is of interest.
       lessons: what searches of the same step with fewer micro-batches found out.
       progress: told what is counted, how many are done, and of how many.
+      settled: seconds of a plan that was found, where communication hides behind computing.
 
     Raises:
       Beaten: if a cutoff is given and no plan within the budget was found below it.
@@ -84,14 +88,18 @@ def search(
     shared = tables.Shared(traced, grouping)
     problems = functools.partial(_problems, traced, grouping, rules, cluster, budget=budget, shared=shared)
     waiting = ordered(problems(method, pins=pins, wishes=wishes), cluster.nodes, lessons.first)
-    race = Race(type(method).__name__, budget, cutoff, [problem.mesh for problem in waiting], lessons)
+    entry = type(method).__name__, budget, cutoff, [problem.mesh for problem in waiting], lessons
+    race = Race(*entry)
+    if cluster.overlaps:
+        race = OverlappedRace(*entry, settled, Hiding(traced, cluster.hides))
     count, waiting = len(waiting), [problem for problem in waiting if not race.is_beaten(problem.mesh)]
     if not waiting:
         raise race.beaten()
     race.enter(waiting.pop(0), several=count > 1)
     short = race.slowest * count > _SHORT * deadline.left
     anything = not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded())
-    textbook = functools.partial(race.consider, TEXTBOOK, problems) if short and anything else None
+    known = short or cluster.overlaps
+    textbook = functools.partial(race.consider, TEXTBOOK, problems) if known and anything else None
     rest = functools.partial(_all, traced, race, waiting, textbook, cluster, cutoff, time_limit, progress)
     if short:
         is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[:1])

@@ -20,13 +20,14 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.lowering.lowering import lower
+from alpa_lite.passes.lowering.overlap import Overlap, Overlapping
 from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.stages import cutting, packing, temporaries
+from alpa_lite.passes.stages import cutting, packing, staging, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
@@ -103,16 +104,25 @@ class PlannedStage(DecidedStage):
         out = {}
         for segment in self.segments.items:
             if segment.kind == "step":  # what its prices add up to, without their rounding
-                return {segment: self.found.solution.objective}
+                return {segment: self.found.solution.objective - self.overlap[segment].hidden}
             compute = self.prices.compute(segment.instructions)
             if segment is self.segments.items[-1]:
                 compute += self.prices.arguments
-            out[segment] = compute / self.runs(segment) + self.communication_seconds[segment]
+            waiting = self.communication_seconds[segment] - self.overlap[segment].hidden
+            out[segment] = compute / self.runs(segment) + waiting
         return out
 
     @cached_property
+    def overlap(self) -> dict[Segment, Overlap]:
+        """What of the communication of one run of each segment hides behind its computing."""
+        if not self.cluster.overlaps:
+            return dict.fromkeys(self.segments.items, Overlap())
+        streams = Overlapping(self.prices)
+        return {segment: streams.of(segment.instructions) for segment in self.segments.items}
+
+    @cached_property
     def communication_seconds(self) -> dict[Segment, float]:
-        """The part of `seconds` that is spent in collectives."""
+        """Seconds of the collectives of one run of each segment, those that hide included."""
         return {s: sum(cost for _, cost in self.prices.collectives(s.instructions)) for s in self.segments.items}
 
     @cached_property
@@ -212,6 +222,16 @@ def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
     return PlannedStage(
         stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, communication
     )  # fmt: skip
+
+
+def settled(
+    traced: Traced, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, found: Found
+) -> float:  # fmt: skip
+    """Seconds of a step that is not divided, with what of its communication hides behind computing."""
+    if not cluster.overlaps:
+        return found.solution.objective
+    decided = DecidedStage(staging.whole(traced, -1), rules, groups, found, cluster)
+    return sum(lowered_whole(decided, "explicit").seconds.values())
 
 
 def _program(stage: DecidedStage) -> LocalProgram:

@@ -1,0 +1,239 @@
+"""Communication that hides behind computing: the seconds of one run of some instructions on two streams.
+
+Compilers for GPUs and TPUs start a collective and go on computing until its result is needed (XLA's latency hiding
+scheduler). What can hide is what computing does not wait for at once: the *synchronisation of gradients*, which only
+the update reads (Li et al. 2020, "PyTorch Distributed", section 3.2.3), and *gathers of parameters*, whose operands are
+there from the start (Zhao et al. 2023, "PyTorch FSDP", section 3.3). The model is a list of instructions on two
+streams, one that computes and one that sends, each of which does one thing at a time and in order:
+
+    computing     starts when the stream is free and the operands are there; the update comes last
+    reductions    gradients are joined as they are made, until a bucket has `BUCKET` bytes or is needed; it starts when
+                  its last gradient is there and the links are free, and takes one latency and the bytes of all
+    gathers       start when the links are free and the gather before has been started: one gather ahead
+    the rest      waits for both streams, and both wait for it: reductions of activations, exchanges, resharding
+
+    hidden = seconds one after another - seconds on two streams, at least 0
+
+Nothing crosses the iterations of a loop, or the beginning and the end of a task of a pipeline: what is started in one
+is done in it. A loop that communicates itself waits for both streams. The seconds on two streams are never less than
+half of those one after another, since each stream does one thing at a time.
+
+Which kinds of collectives a compiler runs so is a fact of its platform (`presets.HIDES`): those for GPUs all of these,
+that for TPUs gathers, that for CPUs none.
+
+Errors. Sending takes memory bandwidth and a few cores from computing, which is not counted. A gather ahead of its use
+holds one more gathered tensor than without overlap; the plan says how large, and its memory does not count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from alpa_lite.passes.ir.loops import body_runs
+from alpa_lite.passes.lowering.prices import FREE, Prices
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard, block_count, reads, writes
+from alpa_lite.passes.sharding.hiding import Hiding
+
+BUCKET = 30 * 2**20
+"""Bytes of sums per device from which on they are sent: from which on XLA joins no further collectives on GPUs."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What hides of one run of some instructions.
+
+    Attributes:
+      hidden: seconds of communication that take no time of their own.
+      hideable: seconds of the gradient synchronisation and the parameter gathers.
+      ahead: bytes per device of the largest tensor that is gathered ahead of its use.
+    """
+
+    hidden: float = 0.0
+    hideable: float = 0.0
+    ahead: int = 0
+
+    def times(self, count: int) -> Overlap:
+        """That of so many runs."""
+        return Overlap(self.hidden * count, self.hideable * count, self.ahead)
+
+    def __add__(self, other: Overlap) -> Overlap:
+        return Overlap(self.hidden + other.hidden, self.hideable + other.hideable, max(self.ahead, other.ahead))
+
+
+class Overlapping:
+    """Finds what can hide in the instructions of a step.
+
+    Args:
+      prices: of the step.
+    """
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hides)
+
+    def of(self, items: Sequence[Instruction]) -> Overlap:
+        """What hides of one run of some instructions."""
+        streams = _Streams()
+        inner = Overlap()
+        for item in self._issued(items):
+            at = streams.ready(reads(item))
+            if isinstance(item, Loop):
+                parts = list(zip(item.bodies, body_runs(item.op), strict=True))
+                found = [self.of(body.instructions).times(runs) for body, runs in parts]
+                inner = sum(found, inner)
+                compute, sent = (sum(f(b.instructions) * n for b, n in parts) for f in (self._computing, self._sending))
+                streams.both(item, at, compute + sent) if sent else streams.compute(item, at, compute)
+            elif isinstance(item, Reshard) and (sent := self._sending((item,))):
+                streams.serial += sent
+                if self._is_gradient(item):
+                    streams.join(item, at, *self._terms(item), self._size(item))
+                    inner += Overlap(hideable=sent)
+                elif self._is_gather(item):
+                    streams.send(item, at, sent)
+                    inner += Overlap(hideable=sent, ahead=self._size(item))
+                else:
+                    streams.both(item, at, sent, counted=True)
+            elif isinstance(item, Compute):
+                sent = self._sending((item,))
+                seconds = self._computing((item,))
+                streams.both(item, at, seconds + sent) if sent else streams.compute(item, at, seconds)
+            else:
+                streams.compute(item, at, 0.0)
+        return inner + Overlap(hidden=max(0.0, streams.serial - streams.end()))
+
+    def _issued(self, items: Sequence[Instruction]) -> Iterator[Instruction]:
+        """The instructions in the order in which they start: what can hide as early as it may.
+
+        What is made of sums of gradients, the update, comes after everything else.
+        """
+        written = {register: i for i, item in enumerate(items) for register in writes(item)}
+        keys, before = [], -1
+        updates: set[int] = set()
+        for i, item in enumerate(items):
+            update = not updates.isdisjoint(reads(item))
+            key = (len(items) if update else i, 0, i)
+            if isinstance(item, Reshard) and self._sending((item,)):
+                source = written.get(item.source, -1)
+                if self._is_gradient(item):
+                    key = (len(items), 0, i) if update else (source, 1, i)
+                    update = True
+                elif self._is_gather(item) and not update:
+                    key, before = (max(before, source), 1, i), i
+            if update:
+                updates.update(writes(item))
+            keys.append(key)
+        for key in sorted(keys):
+            yield items[key[2]]
+
+    # -- what can hide ------------------------------------------------------------------------------------------------
+
+    def _is_gather(self, item: Reshard) -> bool:
+        """Whether an instruction gathers a parameter, or another form of one, for an operation."""
+        return self._hides(item) and self._hiding.is_weight(item.value)
+
+    def _is_gradient(self, item: Reshard) -> bool:
+        """Whether an instruction sums what a reverse pass made and what only the update of the state reads."""
+        return self._hides(item) and self._hiding.is_gradient(item.value)
+
+    def _hides(self, item: Reshard) -> bool:
+        """Whether the compiler can run all that an instruction sends while the device computes."""
+        return {step.kind for step in item.steps} - {"slice"} <= self._prices.cost.cluster.hides
+
+    # -- seconds of one run -------------------------------------------------------------------------------------------
+
+    def _computing(self, items: Sequence[Instruction]) -> float:
+        total = 0.0
+        for item in items:
+            match item:
+                case Compute(op=op):
+                    price = self._prices.operations.get(op.index, FREE)
+                    total += price.seconds / max(1, price.runs)
+                case Loop(op=op, bodies=bodies):
+                    total += sum(
+                        self._computing(b.instructions) * n for b, n in zip(bodies, body_runs(op), strict=True)
+                    )
+        return total
+
+    def _sending(self, items: Sequence[Instruction]) -> float:
+        return sum(seconds for _, seconds in self._prices.collectives(items))
+
+    def _terms(self, item: Reshard) -> tuple[float, float]:
+        """Seconds of the whole latency, and of the bytes."""
+        found = [(self._prices.cost.coefficients(c.kind, c.axes), c) for c, _ in self._prices.collectives((item,))]
+        return sum(alpha for (alpha, _), _ in found), sum(beta * c.bytes for (_, beta), c in found)
+
+    def _size(self, item: Reshard) -> int:
+        """Bytes per device of what is received."""
+        value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].after
+        return value.nbytes // block_count(layout, self._prices.program.mesh)
+
+
+@dataclass
+class _Bucket:
+    """Gradients that are sent together."""
+
+    latency: float
+    ready: float = 0.0
+    seconds: float = 0.0
+    bytes: int = 0
+    results: list[int] = field(default_factory=list)
+
+
+class _Streams:
+    """The clocks of the two streams, and when each register is there.
+
+    Attributes:
+      serial: seconds of everything so far, one after another.
+    """
+
+    def __init__(self) -> None:
+        self.serial = self._computing = self._links = 0.0
+        self._ready: dict[int, float] = {}
+        self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
+
+    def ready(self, registers: Sequence[int]) -> float:
+        """When some registers are there; gradients that wait for company are sent if they are among them."""
+        if any(register in bucket.results for bucket in self._open.values() for register in registers):
+            self._flush()
+        return max((self._ready.get(register, 0.0) for register in registers), default=0.0)
+
+    def compute(self, item: Instruction, at: float, seconds: float) -> None:
+        """Computes."""
+        self.serial += seconds
+        self._computing = max(self._computing, at) + seconds
+        self._put(item, self._computing)
+
+    def both(self, item: Instruction, at: float, seconds: float, *, counted: bool = False) -> None:
+        """Does what both streams wait for."""
+        self.serial += 0.0 if counted else seconds
+        self._computing = self._links = max(self._computing, self._links, at) + seconds
+        self._put(item, self._computing)
+
+    def send(self, item: Instruction, at: float, seconds: float) -> None:
+        """Sends beside computing."""
+        self._links = max(self._links, at) + seconds
+        self._put(item, self._links)
+
+    def join(self, item: Reshard, at: float, latency: float, seconds: float, size: int) -> None:
+        """Puts a gradient into the bucket of its kind, and sends that if it is full."""
+        kinds = tuple(step.kind for step in item.steps)
+        bucket = self._open.setdefault((kinds, latency), _Bucket(latency))
+        bucket.ready, bucket.seconds = max(bucket.ready, at), bucket.seconds + seconds
+        bucket.bytes += size
+        bucket.results.append(item.result)
+        if bucket.bytes >= BUCKET:
+            self._flush()
+
+    def end(self) -> float:
+        """When everything is done."""
+        self._flush()
+        return max(self._computing, self._links)
+
+    def _flush(self) -> None:
+        for bucket in self._open.values():
+            self._links = max(self._links, bucket.ready) + bucket.latency + bucket.seconds
+            self._ready.update(dict.fromkeys(bucket.results, self._links))
+        self._open = {}
+
+    def _put(self, item: Instruction, at: float) -> None:
+        self._ready.update(dict.fromkeys(writes(item), at))
