@@ -351,7 +351,7 @@ class Cluster:
           OptionError: if fields are missing or unknown.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        data = {"overlap": False} | dict(data)  # as it was before there was the choice
+        data = cls._completed(data)
         wrong = sorted(known.symmetric_difference(data))
         if wrong:
             raise OptionError(f"cluster data: fields missing or unknown: {', '.join(wrong)}; write it with to_json()")
@@ -361,6 +361,11 @@ class Cluster:
         curves = tuple(Curve(**(curve | {"group": tuple(curve["group"])})) for curve in data["collectives"])
         rest = {"dispatch": Dispatch(**data["dispatch"]), "collectives": curves, "measured": tuple(data["measured"])}
         return cls(**(dict(data) | links | rest))
+
+    @staticmethod
+    def _completed(data: Mapping[str, Any]) -> dict[str, Any]:
+        """With the fields that data of earlier versions do not have."""
+        return {"overlap": False, **data}
 
     def __str__(self) -> str:
         if self.topology:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding.deadline import FEW, Deadline
 from alpa_lite.passes.sharding.hiding import Hiding
-from alpa_lite.passes.sharding.lessons import Beaten, Lessons
+from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Lessons
 from alpa_lite.passes.sharding.race import Found, Race, Rest, choice_of
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
@@ -38,24 +38,21 @@ class OverlappedRace(Race):
         self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons,
         settled: Callable[[Found], float], hiding: Hiding,
     ) -> None:  # fmt: skip
-        whole = replace(lessons, bounds={mesh: SPEEDUP * bound for mesh, bound in lessons.bounds.items()})
-        super().__init__(method, budget, cutoff, meshes, whole)
+        super().__init__(method, budget, cutoff, meshes, replace(lessons, bounds=NOTHING_KNOWN))
         self._settled, self._hiding = settled, hiding
         self._objective = float("inf")  # the least of any plan
 
     def beaten(self, *, tried_all: bool = True) -> Beaten:
         """As of a race, with bounds of the seconds of two streams."""
         found = super().beaten(tried_all=tried_all)
-        return Beaten(self._halved(), found.least, found.wider)
+        return Beaten({mesh: bound / SPEEDUP for mesh, bound in self.bounds.items()}, found.least, found.wider)
 
     def found(self, rest: Rest | None = None) -> Found:
-        """The best plan. What more memory could win is told by the objectives."""
+        """The best plan, with bounds for other ways to run the step, of which no larger share is taken to hide."""
         found = super().found(rest)
-        free = self.seconds * min(1.0, self.free / self._objective) if self._objective else 0.0
-        return replace(found, bounds=self._halved(), free=free)
-
-    def _halved(self) -> dict[LogicalMesh, float]:
-        return {mesh: bound / SPEEDUP for mesh, bound in self.bounds.items()}
+        share = self.seconds / self._objective if self._objective else 1.0
+        bounds = {mesh: share * bound for mesh, bound in self.bounds.items()}
+        return replace(found, bounds=bounds, free=min(self.seconds, share * self.free))
 
     def _seconds(self, mesh: LogicalMesh, space: Space | None, found: Solution) -> float:
         self._objective = min(self._objective, found.objective)
