@@ -2,7 +2,7 @@
 
     step ──tracing──▶ graph ──factors──▶ Step
          ──micro-batches──▶ a loop                                                        for one mesh and for pipelines
-         ──layers──▶ ──costs──▶ ──slicing──▶ stages                                       for pipelines
+         ──layers──▶ ──costs──▶ ──slicing──▶ stages                                       for pipelines (`pipelining`)
          ──grouping──▶ ──sharding──▶ ──lowering──▶ PlannedStage                           for each stage
          ──programs──▶ Staged ──plan──▶ Plan ──checks──▶ the plan is true
 
@@ -19,30 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from alpa_lite import _jax, collecting, kept, one_mesh, owned, plan_cache, replanning, schedules
+from alpa_lite import _jax, collecting, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.graph import Traced
-from alpa_lite.options import Options, Sharded
-from alpa_lite.passes import checks, factors, microbatches, plans, programs, stages, tracing
-from alpa_lite.passes.layers.division import Divisible, divided, divisible
-from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.plans import candidates, comparing, replay
+from alpa_lite.options import Options
+from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
+from alpa_lite.passes.plans import comparing, replay
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
-from alpa_lite.passes.programs.staged import Staged, Verdict, donating, estimated_bytes, noted
+from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.programs.ways import Way
 from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
-from alpa_lite.passes.stages import planning, promise, staging, submeshes
-from alpa_lite.passes.stages.choosing import Sliced
-from alpa_lite.passes.stages.layer_costs import PRICES, Layer
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages import Slower, planning, promise, staging
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
@@ -66,32 +56,13 @@ PATIENCE = 1.0
 """Seconds that pricing the layers of even a small step takes: what repays less is not searched."""
 
 ONE_MESH = 0.5
-"""The part of the time that one mesh has, where pipelines are searched after it."""
+"""The part of the time for searching that one mesh has, where pipelines are searched after it."""
 
 HOPE = 0.5
 """A pipeline that may take less than this fraction of the seconds of one mesh is evaluated whatever the time."""
 
-PRICING = 0.6
-"""The part of the time for pipelines in which layers are priced; the stages are planned in the rest."""
-
-AFTER = 1.0
-"""What follows the search (lowering, writing the plan, verifying it), as a multiple of tracing before it."""
-
-SLICINGS = 3
-"""How often stages are chosen, each time with less room by what the program exceeded the budget by."""
-
-ATTEMPTS = 3
-"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
-
-MISTAKEN = 1.6
-"""Stages are planned whose bytes, estimated from their layers, exceed the budget by this factor at most.
-
-Estimates are too high, since a stage has once what each of its layers has. Measured on one model alone, a GPT of 16
-layers of 25,600 on 384 MI250X: 1.41 to 1.63 times the bytes of the planned stages.
-"""
-
-CERTAIN = 0.02
-"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
+AFTER = 2.0
+"""What follows the search (writing the plan, verifying it), as a multiple of tracing: 1.3 to 1.9, measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +149,7 @@ def chosen(run: Passes, step: Step, asked: Asked) -> tuple[Plan, Staged]:
     if asked.plan is not None:
         staged = replayed(run, step, asked, asked.plan)
     elif kept.is_given(asked):
-        staged = fitting(kept.divided_as_given(run, step, asked), asked)
+        staged = pipelining.fitting(kept.divided_as_given(run, step, asked), asked)
         if asked.wishes.forbidden:
             staged = noted(staged, "allow and forbid: not heeded on submeshes, where the state stays where it is")
     else:
@@ -258,7 +229,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     mesh, reason, late = None, None, False
     if asked.one_mesh:
         try:
-            mesh = one_mesh.best(run, step, asked.within(ONE_MESH * asked.deadline.left), must=False)
+            time = ONE_MESH * (asked.deadline.left - pipelining.reserve(run))
+            mesh = one_mesh.best(run, step, asked.within(time), must=False)
         except InfeasibleError as error:
             reason = error
         except OutOfTime:
@@ -268,7 +240,12 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
     must = mesh is None or patience > worthwhile((1 - HOPE) * mesh.seconds)
     try:
-        found = pipeline(run, step, asked.within(patience), beside_one_mesh=mesh is not None, must=must)
+        below = math.inf if mesh is None else mesh.seconds
+        found = pipelining.pipeline(run, step, asked.within(patience), below=below, must=must)
+    except Slower as slower:
+        assert mesh is not None
+        why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
+        return beside(mesh, "pipeline", why)
     except OutOfTime:
         assert mesh is not None
         return beside(noted(mesh, f"{asked.ran_out}: pipelines were not searched"), "pipeline", "not searched in time")
@@ -292,184 +269,6 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return beside(found, "one mesh", mesh)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
     return beside(noted(mesh, note), "pipeline", found)
-
-
-def pipeline(run: Passes, step: Step, asked: Asked, *, beside_one_mesh: bool = False, must: bool = True) -> Staged:
-    """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
-
-    Stages are chosen in a part of the time; planning them has the rest.
-
-    Args:
-      beside_one_mesh: whether a plan of one mesh is at hand. Then a single stage on all devices, which is one mesh, is
-        no pipeline.
-      must: whether to go on without time until one is evaluated.
-
-    Raises:
-      InfeasibleError: no pipeline fits; names what binds.
-      MicrobatchError: the step cannot be cut into the given number of micro-batches.
-      OptionError: the method asks for what the cluster or the step does not have.
-      OutOfTime: without `must`, no pipeline could be evaluated in the time.
-    """
-    kinds = submeshes.kinds(asked.cluster, asked.pipeline)
-    if beside_one_mesh:
-        kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
-    given = asked.num_microbatches
-    counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
-    pricing = asked.within(PRICING * asked.deadline.left)
-    known: dict[str, Layer] = {}
-
-    def chosen_in(room: float) -> Sliced:
-        def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
-            return sliced(run, costs, pricing, some, room, limit, must=must)
-
-        price = functools.partial(priced_layers, run, step, asked, known)
-        cut = functools.partial(in_layers, run, step, asked)
-        try:
-            return stages.best(counts, kinds, price, choose, cut, pricing.deadline)
-        except InfeasibleError as error:
-            return chosen_in(sparest(error, asked))
-
-    chosen = chosen_in(asked.budget)
-    staged = realised(run, chosen, asked)
-    room = asked.budget
-    for _ in range(SLICINGS - 1):
-        over = staged.needed - asked.budget
-        if over <= 0:
-            break
-        room -= 1.05 * over  # the estimates of layers were too low by as much
-        logger.info("the program exceeds the budget by %s: slicing again with that much less", units.nbytes(over))
-        try:
-            chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
-        except InfeasibleError:
-            break
-        other = realised(run, chosen, asked)
-        staged = min(staged, other, key=lambda one: max(one.needed, asked.budget))
-    if chosen.unfinished:
-        staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
-    return fitting(staged, asked)
-
-
-def sparest(error: InfeasibleError, asked: Asked) -> float:
-    """A budget for stages chosen by layers: what any can do with, by an estimate that says that none fits in less.
-
-    Raises:
-      InfeasibleError: the given one, if even stages that need as much less as was ever measured do not fit.
-    """
-    least = error.smallest_budget
-    if least is None or least > MISTAKEN * asked.budget:
-        raise error
-    logger.info("by the estimates of layers %s are needed: stages with the least are planned", units.nbytes(least))
-    return (1 + CERTAIN) * least
-
-
-def priced_layers(
-    run: Passes, step: Step, asked: Asked, known: dict[str, Layer], count: int, kinds: tuple[int, ...]
-) -> Priced:
-    """The step in micro-batches and in layers, with bounds on what each costs on submeshes of these sizes."""
-    layers = in_layers(run, step, asked, count)
-    return run(
-        "costs", stages.priced, layers, asked.cluster, asked.pipeline, kinds, made=known, wishes=asked.wishes,
-        progress=run.count,
-    )  # fmt: skip
-
-
-def in_layers(run: Passes, step: Step, asked: Asked, count: int) -> Divisible:
-    """The step in micro-batches and in layers."""
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    return run("layers", divisible, loop, max_layers=one_mesh.MAX_LAYERS)
-
-
-def sliced(
-    run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float, limit: float = math.inf,
-    *, must: bool = True,
-) -> Sliced:  # fmt: skip
-    """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device.
-
-    Costs of layers are worked out as far as the choice depends on them.
-    """
-
-    def choose(costs: Priced, rough: bool) -> Sliced:
-        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough)
-
-    def work_out(costs: Priced, wanted: Sequence[Key]) -> Priced:
-        most = asked.options.solver_time_limit
-        return run("costs", stages.worked_out, costs, wanted, time_limit=most, progress=run.count)
-
-    return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must)
-
-
-def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
-    """The chosen stages planned whole, their program written and simulated.
-
-    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
-    """
-    slices = chosen.slices
-    firsts = [stage.first for stage in slices.stages]
-    remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
-    cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
-    loop = cut.accumulated
-    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
-    schedule = schedules.schedule(slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual)
-    verdict = Verdict(
-        "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
-    )  # fmt: skip
-    write = functools.partial(
-        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=one_mesh.MAX_LAYERS,
-        remat=remat, verdict=verdict,
-    )  # fmt: skip
-    prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
-    mesh_of = [stage.mesh for stage in slices.stages]
-    known: dict[Any, DecidedStage] = {}
-    staged: Staged | None = None
-    for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, known)
-        over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-        if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
-            staged = run("programs", write, planned)
-            over = [sum(pair) - asked.budget for pair in staged.bytes]
-            if max(over) <= 0 or last:
-                break
-        said = ", ".join(units.nbytes(size) for size in over if size > 0)
-        logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
-        prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
-    assert staged is not None
-    return staged
-
-
-def solve_stages(
-    run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
-    known: dict[Any, DecidedStage],
-) -> tuple[PlannedStage, ...]:  # fmt: skip
-    """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
-
-    Which mesh shape suits a stage has been weighed for its layers. `known` gathers what has been solved: identical
-    stages take over the choices of the first.
-    """
-    slices, kinds = chosen.slices, chosen.priced.devices
-    shapes: dict[int, tuple[int, ...]] = {}
-    out: list[PlannedStage] = []
-    for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
-        run.count("stages planned", number, len(graphs), lasting=True)
-        devices = slices.devices[stage.mesh]
-        method = submeshes.shape_of(asked.pipeline, number, devices)
-        if stage.mesh in shapes:
-            method = Sharded(shapes[stage.mesh])
-        elif method.mesh_shape is None:
-            method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        key = planning.digest(graph, asked.wishes), devices, method, prices[number]
-        if (number, *key) not in known:
-            known[(number, *key)] = run(
-                "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=asked.time_limit, wishes=asked.wishes, like=known.get(key),
-            )  # fmt: skip
-        decided = known[(number, *key)]
-        known.setdefault(key, decided)
-        shapes[stage.mesh] = decided.found.mesh.shape
-        out.append(run("lowering", planning.lowered, decided, split_weights=split))
-    run.count("stages planned", len(graphs), len(graphs), lasting=True)
-    return tuple(out)
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -513,22 +312,6 @@ def worth_a_pipeline(whole: Staged, cluster: Cluster) -> bool:
 def repaid(whole: Staged, cluster: Cluster) -> float:
     """Seconds of search that the fastest pipeline that there can be repays."""
     return worthwhile(whole.seconds - promise.least_seconds(whole.stages[0].found, cluster))
-
-
-def fitting(staged: Staged, asked: Asked) -> Staged:
-    """The pipeline itself, if it fits the budget.
-
-    Raises:
-      InfeasibleError: it does not.
-    """
-    if staged.needed > asked.budget:
-        worst = int(np.argmax(list(map(sum, staged.bytes))))
-        raise InfeasibleError(
-            f"the pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed)} per device on "
-            f"submesh {worst}, of {units.exact_bytes(asked.budget)}; allow more memory, more micro-batches or "
-            "more stages"
-        )
-    return staged
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

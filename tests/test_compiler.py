@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import alpa_lite
-from alpa_lite import compiler, runner
+from alpa_lite import compiler, pipelining, runner
 from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
@@ -243,10 +243,10 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     def broken(*given: Any, **more: Any) -> Any:
         raise PlanError("the lists wait for each other")
 
-    monkeypatch.setattr(compiler, "pipeline", infeasible)
+    monkeypatch.setattr(pipelining, "pipeline", infeasible)
     plan = alpa_lite.make_plan(step, *args, cluster=where, verify="off")
     assert any("no stage fits" in note for note in plan.notes)
-    monkeypatch.setattr(compiler, "pipeline", broken)
+    monkeypatch.setattr(pipelining, "pipeline", broken)
     with pytest.raises(PlanError):
         alpa_lite.make_plan(step, *args, cluster=where, verify="off")
 
@@ -277,9 +277,9 @@ def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypat
         return {name: table * (5.0 if name in sizes else 1.0) for name, table in found.items()}
 
     monkeypatch.setattr(pricing, "_tables", too_high)
-    monkeypatch.setattr(compiler, "MISTAKEN", 20.0)
+    monkeypatch.setattr(pipelining, "MISTAKEN", 20.0)
     plan = make_plan(step, *arguments, memory_per_device=budget, **options)
     assert max(stage.memory.total for stage in plan.stages) <= budget
-    monkeypatch.setattr(compiler, "MISTAKEN", 0.0)
+    monkeypatch.setattr(pipelining, "MISTAKEN", 0.0)
     with pytest.raises(InfeasibleError):
         make_plan(step, *arguments, memory_per_device=budget, **options)

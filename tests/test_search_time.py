@@ -12,6 +12,7 @@ import alpa_lite
 from alpa_lite import compiler
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.passes import stages
+from alpa_lite.passes.stages import submeshes
 
 LAYERS, WIDTH = 4, 512
 MACHINES = Cluster(
@@ -78,7 +79,7 @@ def test_a_small_step_is_planned_without_layers(monkeypatch) -> None:
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:
     """Both methods say one optimum: beside one mesh, pipelines have two stages or more."""
     seen: list[Any] = []
-    original = compiler.submeshes.kinds
+    original = submeshes.kinds
     monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
     monkeypatch.setattr(compiler, "repaid", lambda *_: 60.0)
 

@@ -4,7 +4,7 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 `PlannedStage`, each stage solved, lowered and cut into the segments that a schedule runs (forward, backward, update).
 """
 
-from alpa_lite.passes.stages.choosing import best, choose, settled
+from alpa_lite.passes.stages.choosing import Slower, best, choose, settled
 from alpa_lite.passes.stages.owned import owned_graphs
 from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -13,6 +13,6 @@ from alpa_lite.passes.stages.staging import stage_graphs
 from alpa_lite.passes.stages.turns import turns_of
 
 __all__ = [
-    "PlannedStage", "best", "choose", "owned_graphs", "ownership", "priced", "settled", "stage_graphs", "turns_of",
-    "worked_out",
+    "PlannedStage", "Slower", "best", "choose", "owned_graphs", "ownership", "priced", "settled", "stage_graphs",
+    "turns_of", "worked_out",
 ]  # fmt: skip

@@ -45,7 +45,8 @@ class Sliced:
       priced: the step in layers, and their costs.
       slices: the stages.
       weighed: what the DP compared.
-      bound: no pipeline of the DP's model is faster, in seconds; 0 where it was not searched for.
+      bound: no pipeline of the DP's model is faster, in seconds; what computing alone takes, where the search was not
+        finished.
       idle_devices: if devices are left over, how many and why.
       unfinished: whether the time was over before the search.
     """
@@ -63,6 +64,18 @@ class Sliced:
         return self.slices.seconds
 
 
+class Slower(Exception):
+    """No pipeline takes less than what is at hand, by the costs of layers.
+
+    Attributes:
+      seconds: what the best takes at least.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no pipeline takes less than {seconds:.4g} s")
+        self.seconds = seconds
+
+
 def best(
     counts: Sequence[int],
     kinds: tuple[int, ...],
@@ -70,6 +83,7 @@ def best(
     choose: Callable[[Priced, Sequence[int], float], Sliced],
     cut: Callable[[int], Divisible],
     deadline: Deadline,
+    below: float = math.inf,
 ) -> Sliced:
     """The best stages, numbers of micro-batches compared at costs of their own.
 
@@ -84,10 +98,12 @@ def best(
         more, any. Raises InfeasibleError if none fits.
       cut: the step in layers with a number of micro-batches.
       deadline: until when numbers are priced.
+      below: seconds; only stages that take less are of interest.
 
     Raises:
       InfeasibleError: none of the numbers fits.
       OutOfTime: of `choose`.
+      Slower: none takes less than `below`.
     """
     left = list(counts)
     reference = left[len(left) // 2]
@@ -98,11 +114,13 @@ def best(
     tried = 0
     while left and tried < PRICED and (found is None or not deadline.over):
         try:
-            rough = choose(scaled, left, math.inf if found is None else found.seconds)
+            rough = choose(scaled, left, below if found is None else found.seconds)
         except InfeasibleError:
             if found is None:
                 raise
             break
+        if found is None and rough.seconds >= below:
+            raise Slower(rough.seconds)
         if found is not None and rough.seconds >= found.seconds:
             break
         count, scaled = rough.slices.num_microbatches, rough.priced
@@ -111,7 +129,7 @@ def best(
             step = cut(count)
             if found is not None or len(step.layering.layers) == len(scaled.layers):
                 return found or replace(rough, priced=scaled.rescaled(step))
-        exact = rough if count == reference else _exactly(rough, kinds, price, choose)
+        exact = rough if count == reference else _exactly(rough, kinds, price, choose, below)
         if exact is None:
             continue
         tried += 1
@@ -122,6 +140,8 @@ def best(
             break
     if found is None:
         raise InfeasibleError(f"no pipeline with {slicing.microbatches(reference)} or another number fits")
+    if found.seconds >= below:
+        raise Slower(found.seconds)
     return found
 
 
@@ -130,12 +150,13 @@ def _exactly(
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
     choose: Callable[[Priced, Sequence[int], float], Sliced],
+    below: float,
 ) -> Sliced | None:
     """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
     count = rough.slices.num_microbatches
     for sizes in (tuple(sorted(set(rough.slices.devices))), kinds):
         try:
-            return choose(price(count, sizes), [count], math.inf)
+            return choose(price(count, sizes), [count], below)
         except (InfeasibleError, OutOfTime):  # what was scaled fitted by little
             continue
     return None
@@ -144,7 +165,7 @@ def _exactly(
 def settled(
     priced: Priced,
     choose: Callable[[Priced, bool], Sliced],
-    work_out: Callable[[Priced, Sequence[Key]], Priced],
+    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
     budget: float,
     deadline: Deadline,
     limit: float = math.inf,
@@ -161,7 +182,7 @@ def settled(
       priced: costs of layers, most of them bounds.
       choose: the best stages at some costs; roughly, if the second argument is true. Raises InfeasibleError if none
         fits.
-      work_out: the costs with some worked out.
+      work_out: the costs with some worked out, until a deadline if one is given; then raises OutOfTime.
       deadline: until when to search.
       limit: seconds; of stages that take as many or more, any are returned.
       must: whether to go on without time until some stages are worked out.
@@ -184,19 +205,27 @@ def settled(
                     raise
                 break
             bound = bound if rough else found.bound
-            if found.seconds >= limit:
+            if found.seconds >= limit and not rough:
                 return replace(found, priced=priced)
+            if found.seconds >= limit:
+                break
             wanted = priced.unknown(found.slices.stages)
             if not wanted and (best is None or found.seconds < best.seconds):
                 best = found
             if not wanted or (best is not None and found.seconds >= (1 - NEAR) * best.seconds):
                 break
-            priced = work_out(priced, wanted)
+            try:
+                priced = work_out(priced, wanted, None if must and best is None else deadline)
+            except OutOfTime:
+                if best is None:
+                    raise
+                break
             exact = _at(found, priced)
             if max(exact.slices.bytes) <= budget and (best is None or exact.seconds < best.seconds):
                 best = exact
     assert best is not None
-    return replace(best, priced=priced, bound=min(bound, best.seconds), unfinished=deadline.over)
+    bound = min(max(bound, priced.least_seconds), best.seconds)
+    return replace(best, priced=priced, bound=bound, unfinished=deadline.over)
 
 
 def _at(found: Sliced, priced: Priced) -> Sliced:

@@ -25,6 +25,7 @@ from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import StageCosts
@@ -72,6 +73,12 @@ class Priced:
     def num_microbatches(self) -> int:
         """The number that the costs are for."""
         return self.step.accumulated.num_microbatches
+
+    @property
+    def least_seconds(self) -> float:
+        """What no pipeline undercuts by these costs: all devices compute all the time, an equal part of each layer."""
+        passes = sum(cost.forward + cost.backward for cost in (layer.least(self.cluster) for layer in self.layers))
+        return passes * self.scale * self.num_microbatches / self.cluster.num_devices
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
         """The logical mesh that suits most of a stage's layers, by their seconds; None where none was worked out."""
@@ -163,6 +170,7 @@ def worked_out(
     wanted: Sequence[Key],
     *,
     time_limit: float,
+    deadline: Deadline | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
     """The same with some costs worked out, in place of bounds.
@@ -170,12 +178,18 @@ def worked_out(
     Args:
       wanted: of `Priced.unknown`.
       time_limit: `solver_time_limit` of the options, for one cost.
+      deadline: until when; layers keep what was worked out before.
       progress: as of `priced`.
+
+    Raises:
+      OutOfTime: the deadline is over, and some are not worked out.
     """
     found: dict[Key, LayerCost] = {}
     before = len(costs.known)
     for n, key in enumerate(wanted):
         progress("layers priced", before + n, before + len(wanted))
+        if deadline is not None:
+            deadline.check()
         layer, kind, price = key
         part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
         for number in range(price + 1):
