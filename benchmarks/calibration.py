@@ -18,8 +18,7 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from scipy import stats
+from step_times import Run, alternating, timed
 
 import alpa_lite
 from alpa_lite import models
@@ -94,7 +94,7 @@ def main() -> None:
         (RESULTS / "calibration.md").write_text(markdown(result))
 
 
-def planned(case: Case, cluster: Cluster) -> tuple[dict[str, Any], Callable[[], float]]:
+def planned(case: Case, cluster: Cluster) -> tuple[dict[str, Any], Run]:
     """What a plan predicts, with the figures of the calibration and of the preset, and what times one step of it."""
     name, batch, sizes = case.model
     fun, args = models.get(name).build("tiny", batch, 0, **sizes)
@@ -103,28 +103,10 @@ def planned(case: Case, cluster: Cluster) -> tuple[dict[str, Any], Callable[[], 
     plan = step.plan(*args)
     usual = Cluster.local(jax.devices()[: cluster.num_devices], calibration=None)
     preset = alpa_lite.make_plan(fun, *args, cluster=usual, plan=plan, verify="off")
-    held = list(step.place(*args))
-
-    def run() -> float:
-        start = time.perf_counter()
-        held[0], metrics = step(*held)
-        jax.block_until_ready((held[0], metrics))
-        return time.perf_counter() - start
-
-    run()
+    run = timed(step, list(step.place(*args)))
     shape = f"{plan.num_stages} stages x {plan.num_microbatches}" if plan.pipelined else str(plan.stages[0].mesh_shape)
     row = {"mesh": shape, "predicted_ms": 1e3 * plan.step_seconds, "preset_ms": 1e3 * preset.step_seconds}
     return row, run
-
-
-def alternating(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step, in turns of four of which the first does not count."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, run in steps.items():
-            run()
-            times[name] += [run() for _ in range(3)]
-    return times
 
 
 def summary(rows: list[dict[str, Any]], found: Calibration, rounds: int) -> dict[str, Any]:

@@ -25,12 +25,11 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import cases_apart
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -104,36 +103,9 @@ def one(name: str, arguments: argparse.Namespace) -> None:
 
 def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     """A case in a process of its own, which is ended at the limits."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "out.json", Path(folder) / "log"
-        command = [sys.executable, __file__, name, "--child", str(out), *more]
-        if arguments.search_time_limit:
-            command += ["--search-time-limit", str(arguments.search_time_limit)]
-        start, load = time.perf_counter(), os.getloadavg()[0]
-        with log.open("w") as stream:
-            process = subprocess.Popen(command, stdout=stream, stderr=stream)
-            status = watch(process, start + arguments.limit, arguments.memory)
-        row = json.loads(out.read_text()) if out.exists() else {}
-        if process.returncode and status == "finished":
-            status = f"failed: {log.read_text().strip().splitlines()[-1]}"
-        return {"status": status, "wall_seconds": time.perf_counter() - start, "load_before": load} | row
-
-
-def watch(process: subprocess.Popen[bytes], end: float, memory: float) -> str:
-    """Waits for the process: "finished", or why it was ended."""
-    while process.poll() is None:
-        try:
-            text = Path(f"/proc/{process.pid}/status").read_text()
-        except OSError:
-            text = ""
-        used = max((int(line.split()[1]) / 2**20 for line in text.splitlines() if line.startswith("VmRSS")), default=0)
-        over = "time limit" if time.perf_counter() > end else "memory limit" if used > memory else None
-        if over:
-            process.kill()
-            process.wait()
-            return f"not finished: {over}"
-        time.sleep(0.25)
-    return "finished"
+    limit = arguments.search_time_limit
+    given = [name, *more, *(["--search-time-limit", str(limit)] if limit else [])]
+    return cases_apart.run(__file__, given, arguments.limit, arguments.memory)
 
 
 def cluster_of(case: Any) -> Any:
@@ -236,15 +208,9 @@ def figures(plan: Any) -> dict[str, Any]:
 
 def profile(name: str) -> None:
     """Prints where the CPU time of a case goes."""
-    import cProfile
-    import pstats
-
     plan, method = planner(name), method_of(name)
-    profiler = cProfile.Profile(time.process_time)
-    found = profiler.runcall(plan, method, None)
+    found = cases_apart.profiled(lambda: plan(method, None))
     print(json.dumps(figures(found)), dict(found.planning_seconds))
-    for order, count in (("cumulative", 70), ("tottime", 40)):
-        pstats.Stats(profiler).sort_stats(order).print_stats(count)
 
 
 def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:

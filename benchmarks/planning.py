@@ -19,14 +19,13 @@ import json
 import os
 import platform
 import resource
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import cases_apart
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -108,40 +107,7 @@ def main() -> None:
 
 def run(name: str, limit: float, memory: float) -> dict[str, Any]:
     """One case in a process of its own, which is ended at `limit` seconds or `memory` GiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        log = Path(folder) / "log"
-        load = os.getloadavg()[0]
-        start = time.perf_counter()
-        with log.open("w") as stream:
-            command = [sys.executable, __file__, name, "--child", str(out)]
-            process = subprocess.Popen(command, stdout=stream, stderr=stream)
-            status, peak = _watch(process, start + limit, memory)
-        seconds = time.perf_counter() - start
-        row = json.loads(out.read_text()) if out.exists() else {}
-        if process.returncode and status == "finished":
-            status = f"failed: {log.read_text().strip().splitlines()[-1:]}"
-        row.setdefault("peak_gib", peak)
-        return {"status": status, "wall_seconds": seconds, "load_before": load, "limit_seconds": limit} | row
-
-
-def _watch(process: subprocess.Popen[bytes], end: float, memory: float) -> tuple[str, float]:
-    """Waits for the process. Returns "finished" or why it was ended, and the most memory seen (GiB)."""
-    peak = 0.0
-    while process.poll() is None:
-        try:
-            text = Path(f"/proc/{process.pid}/status").read_text()
-            most = [int(line.split()[1]) / 2**20 for line in text.splitlines() if line.startswith("VmHWM")]
-            peak = max(peak, *most, 0)
-        except OSError:
-            pass
-        over = "time limit" if time.perf_counter() > end else "memory limit" if peak > memory else None
-        if over:
-            process.kill()
-            process.wait()
-            return f"not finished: {over}", peak
-        time.sleep(0.25)
-    return "finished", peak
+    return {"limit_seconds": limit} | cases_apart.run(__file__, [name], limit, memory)
 
 
 def measure(case: Case, out: Path) -> None:
@@ -245,14 +211,8 @@ def instrument(done: Callable[[dict[str, Any]], None]) -> None:
 
 def profile(case: Case) -> None:
     """Prints where the CPU time of a case goes."""
-    import cProfile
-    import pstats
-
     make, _ = prepare(case)
-    profiler = cProfile.Profile(time.process_time)
-    profiler.runcall(make)
-    for order, count in (("cumulative", 60), ("tottime", 40)):
-        pstats.Stats(profiler).sort_stats(order).print_stats(count)
+    cases_apart.profiled(make)
 
 
 def table(rows: dict[str, Any]) -> str:

@@ -14,12 +14,11 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from step_times import Run, alternating, timed
 
 import alpa_lite
 from alpa_lite import models
@@ -54,7 +53,7 @@ def compared(model: str, batch: int, sizes: dict[str, Any], rounds: int) -> dict
     fun, args = models.get(model).build("tiny", batch, 0, **sizes)
     auto = alpa_lite.parallelize(fun, verify="off").plan(*args)
     row: dict[str, Any] = {"auto": f"{auto.num_stages} stages" if auto.pipelined else "one mesh"}
-    runs: dict[str, Callable[[], float]] = {}
+    runs: dict[str, Run] = {}
     for name, options in (
         ("mesh", {"method": alpa_lite.Sharded()}),
         ("pipeline", {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 4}),
@@ -62,27 +61,10 @@ def compared(model: str, batch: int, sizes: dict[str, Any], rounds: int) -> dict
         step = alpa_lite.parallelize(fun, verify="off", **options)
         row[f"{name}_predicted_ms"] = 1e3 * step.plan(*args).step_seconds
         runs[name] = timed(step, list(step.place(*args)))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            run()
-            times[name] += [run() for _ in range(3)]
+    times = alternating(runs, rounds)
     row |= {f"{name}_measured_ms": 1e3 * statistics.median(own) for name, own in times.items()}
     row["ratio"] = row["pipeline_measured_ms"] / row["mesh_measured_ms"]
     return row
-
-
-def timed(step: Any, held: list[Any]) -> Callable[[], float]:
-    """What runs the step once more and waits for it: the seconds."""
-
-    def run() -> float:
-        start = time.perf_counter()
-        held[0], metrics = step(*held)
-        jax.block_until_ready((held[0], metrics))
-        return time.perf_counter() - start
-
-    run()
-    return run
 
 
 if __name__ == "__main__":
