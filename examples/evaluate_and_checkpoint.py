@@ -1,11 +1,10 @@
-"""A whole loop: state that is born sharded, evaluation where it lies, and Orbax checkpoints under another plan.
+"""A whole loop: state that is born sharded, evaluation where it lies, and checkpoints under another plan.
 
 python examples/evaluate_and_checkpoint.py
 """
 
 from __future__ import annotations
 
-import pathlib
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import alpa_lite
+from alpa_lite.checkpoint import CheckpointManager
 
 FEATURES, CLASSES, BATCH, EPOCH = 16, 4, 64, 10
 Arrays = dict[str, np.ndarray]
@@ -63,13 +62,10 @@ def batches(epoch: int) -> Iterator[Arrays]:
         yield make_batch(EPOCH * epoch + number, 24 if number == EPOCH - 1 else BATCH)
 
 
-def restored(folder: pathlib.Path, step: Any) -> TrainState:
+def restored(manager: CheckpointManager, step: Any) -> TrainState:
     """The newest checkpoint, each array where the plan of a step wants it."""
     shapes = jax.eval_shape(create_state, jax.random.key(0))
-    shardings = step.shardings(shapes, make_batch(0)).arguments[0]
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(max(folder.iterdir()), target)
+    return manager.restore(shapes, shardings=step.shardings(shapes, make_batch(0)).arguments[0]).state
 
 
 def main(epochs: int = 3) -> list[float]:
@@ -78,16 +74,14 @@ def main(epochs: int = 3) -> list[float]:
     state = step.init(create_state, jax.random.key(0), rest=(make_batch(0),))
     evaluate = alpa_lite.parallelize(loss_fn, like=step)
     losses = [float(evaluate(state.params, make_batch(1000)))]
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        with ocp.StandardCheckpointer() as checkpointer:
-            for epoch in range(epochs):
-                for batch in step.prefetch(batches(epoch)):
-                    state, _ = step(state, batch)
-                losses.append(float(evaluate(state.params, make_batch(1000))))
-                checkpointer.save(folder / f"{epoch:04d}", state)
+    with tempfile.TemporaryDirectory() as name, CheckpointManager(name, keep=2) as manager:
+        for epoch in range(epochs):
+            for batch in step.prefetch(batches(epoch)):
+                state, _ = step(state, batch)
+            losses.append(float(evaluate(state.params, make_batch(1000))))
+            manager.save(epoch, state)
         other = alpa_lite.parallelize(train_step, method=alpa_lite.Zero(stage=3))
-        state = restored(folder, other)
+        state = restored(manager, other)
     for batch in batches(epochs):
         state, _ = other(state, batch)
     losses.append(float(alpa_lite.parallelize(loss_fn, like=other)(state.params, make_batch(1000))))

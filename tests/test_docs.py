@@ -28,6 +28,8 @@ BY_INSTANCE = {
     "nnx": "flax.nnx",
     "ocp": "orbax.checkpoint",
     "model": "flax.nnx.Module",
+    "manager": "alpa_lite.checkpoint.CheckpointManager",
+    "found": "alpa_lite.checkpoint.Restored",
 }
 """The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
 FOREIGN = frozenset(

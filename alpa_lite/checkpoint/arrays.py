@@ -15,6 +15,7 @@ OCDBT keeps what a transaction writes in memory until it is committed, so a proc
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -82,19 +83,27 @@ def _smallest_divisor(number: int) -> int:
     return next((d for d in range(2, math.isqrt(number) + 1) if number % d == 0), number)
 
 
+@functools.lru_cache(maxsize=4096)
+def blocks_of(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[int, Index, tuple[Any, ...]]]:
+    """For each device the number of its block, where that begins and ends, and all devices that have the same."""
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = tuple(part.indices(dim)[:2] for part, dim in zip(index, shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    out = {}
+    for number, (bounds, devices) in enumerate(sorted(holders.items(), key=lambda item: item[0])):
+        block = number, tuple(slice(*part) for part in bounds), tuple(sorted(devices, key=lambda device: device.id))
+        out.update(dict.fromkeys(devices, block))
+    return out
+
+
 def own_shards(array: jax.Array, name: str) -> Iterator[tuple[Index, jax.Array]]:
     """The blocks that this process writes of an array, on their devices."""
-    here = {shard.device: shard.data for shard in array.addressable_shards}
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        bounds = tuple(part.indices(dim)[:2] for part, dim in zip(index, array.shape, strict=True))
-        holders.setdefault(bounds, []).append(device)
-    salt = zlib.crc32(name.encode())
-    for number, bounds in enumerate(sorted(holders)):
-        devices = sorted(holders[bounds], key=lambda device: device.id)
-        writer = devices[(salt + number) % len(devices)]
-        if writer in here:
-            yield tuple(slice(*part) for part in bounds), here[writer]
+    blocks, salt = blocks_of(array.sharding, array.shape), zlib.crc32(name.encode())
+    for shard in array.addressable_shards:
+        number, index, devices = blocks[shard.device]
+        if shard.device == devices[(salt + number) % len(devices)]:
+            yield index, shard.data
 
 
 class BlockHandler(ocp.type_handlers.ArrayHandler):

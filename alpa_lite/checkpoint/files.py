@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,21 @@ def _checksum(path: epath.Path) -> tuple[int, int]:
     return size, crc
 
 
+def has_size(path: epath.Path, size: int) -> bool:
+    """Whether a file is there, with so many bytes."""
+    return path.exists() and path.stat().length == size
+
+
+def synchronise(folder: epath.Path, names: Iterable[str]) -> None:
+    """Returns when files and the folder that lists them are on the disk, should power fail. Not for object stores."""
+    for path in (*(folder / name for name in names), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def write_sums(folder: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
     """Writes the checksums of all files."""
     (folder / CHECKSUMS).write_text(json.dumps({"format": FORMAT, "crc32": sums}))
@@ -143,8 +159,8 @@ def damage(folder: epath.Path, process: int = 0, count: int = 1) -> str:
             path = folder / name
             if not path.exists():
                 return f"{name} is missing"
-            if (size := path.stat().length) != sums[name][0]:
-                return f"{name} has {size} bytes of {sums[name][0]}"
+            if not has_size(path, sums[name][0]):
+                return f"{name} has {path.stat().length} bytes of {sums[name][0]}"
         own = sorted(sums, key=lambda name: (-sums[name][0], name))[process::count]
         for name in own:
             if list(_checksum(folder / name)) != list(sums[name]):

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """What operating systems call a full disk, an exhausted quota, and a file larger than is allowed."""
 
+VISIBLE = 60.0
+"""Seconds within which process 0 must see the files of others."""
+
 
 class Pending:
     """A checkpoint that is being written.
@@ -160,18 +163,39 @@ def _commit(
 ) -> None:
     """Makes a checkpoint of what all processes have written."""
     folder = place.writing
+    known = {name: value for own in sums for name, value in own.items()}
+    _wait_until_visible(folder, sums)
     handler.finalize(folder / files.STATE)
     (folder / files.METADATA).parent.mkdir(exist_ok=True)
     (folder / files.METADATA).write_text(metadata.to_text())
-    known = {name: value for own in sums for name, value in own.items()}
     rest = [name for name in files.files_below(folder) if name not in known]
     files.write_sums(folder, {**known, **files.checksums(folder, rest)})
     (folder / files.COMMITTED).write_text(f"committed as {place.final}")
     if place.writing == place.final:
         return
+    files.synchronise(folder, [*rest, files.CHECKSUMS, files.COMMITTED])
     aside = place.final.parent / f"{place.final.name}{files.REPLACED}{files.TEMPORARY}"
     if replace and place.final.exists():
         files.remove(aside)
         place.final.rename(aside)
     place.writing.rename(place.final)
+    files.synchronise(place.final.parent, [])
     files.remove(aside)
+
+
+def _wait_until_visible(folder: epath.Path, sums: Sequence[files.Sums]) -> None:
+    """Waits until process 0 sees what others have written: network file systems may take some seconds to show it.
+
+    Raises:
+      CheckpointError: it does not see a file.
+    """
+    deadline = time.monotonic() + VISIBLE
+    for process, own in enumerate(sums):
+        for name, (size, _) in own.items():
+            while not files.has_size(folder / name, size):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"process {process} has written {folder / name}, which process 0 does not see after "
+                        f"{VISIBLE:g} s; all processes need the same folder, on a file system that they share"
+                    )
+                time.sleep(0.1)

@@ -224,6 +224,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     states.equal(manager.restore(state(0)).state, state(1))
 
 
+def test_a_process_that_writes_where_process_0_does_not_see_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two hosts do that have a folder of that name each."""
+    written = saving._written
+    elsewhere = "state/ocdbt.process_1_arrays/manifest.ocdbt"
+    monkeypatch.setattr(saving, "_written", lambda *args: {**written(*args), elsewhere: [3, 0]})
+    monkeypatch.setattr(saving, "VISIBLE", 0.1)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt, which process 0 does not see after 0\.1 s"):
+        manager.wait()
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/1\.orbax-checkpoint-tmp cannot be made"):
