@@ -81,7 +81,7 @@ def one(name: str, arguments: argparse.Namespace) -> None:
     path = RESULTS / "outside_models.json"
     rows = json.loads(path.read_text()) if path.exists() else {}
     if arguments.only_textbook:
-        row = rows[name]
+        row = rows.get(name, {"status": "not planned"})
     else:
         kept = {"textbook": rows[name]["textbook"]} if "textbook" in rows.get(name, {}) else {}
         row = kept | child(name, arguments, [])

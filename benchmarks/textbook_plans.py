@@ -39,7 +39,7 @@ class Textbook:
           AlpaLiteError: none fits, or the method cannot be applied.
         """
         options = replace(self.asked.options, method=method)
-        wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, ())
+        wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
         asked = replace(self.asked, options=options, wishes=wished, deadline=Deadline(limit))
         with collecting.seldom(), _jax.without_mesh(), passes("textbook", None) as run:
             found = one_mesh.chosen(run, self.step, asked).value
