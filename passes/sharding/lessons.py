@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import log
+from math import inf, log
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -94,7 +94,7 @@ def doublings(count: int, least: float, floor: float, budget: float) -> int:
     Args:
       least: bytes that do not fit with `count` of them; 0 if that is not known.
     """
-    assert floor < budget
+    assert floor < budget and least < inf
     more = 2 * count
     while floor + (least - floor) * count / more > budget:
         more *= 2

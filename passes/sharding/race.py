@@ -119,30 +119,41 @@ class Race:
         self._note(problem.mesh, 0.0, bound.seconds)
         self.slowest = max(self.slowest, time.perf_counter() - started)
 
-    def begin(self, deadline: Deadline, others: Sequence[Problem]) -> bool:
+    def begin(self, deadline: Deadline, other: Problem | None) -> bool:
         """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit.
 
-        The latter if its least memory exceeds the budget, and that of other shapes.
+        The latter if its least memory exceeds the budget, and that of another shape; if that does not, it is solved.
 
         Returns:
-          Whether its bound reaches the cutoff.
+          Whether the bound of the first reaches the cutoff.
         """
-        bound, problem, space = self.tried[0]
+        status = self._begin(deadline)
+        if self.best is None and status != "cutoff":
+            grace = Deadline(max(deadline.left, _GRACE))
+            self.weigh([self.tried[0][1]], grace)
+            if self.least is not None and other is not None:
+                self.enter(other, several=True)
+                self.weigh([problem for _, problem, _ in self.tried], grace)
+                if self.least is None:
+                    self._begin(grace)
+        return status == "cutoff"
+
+    def _begin(self, deadline: Deadline) -> str:
+        """Solves the last shape that was entered: the status of its solution."""
+        bound, problem, space = self.tried[-1]
         seconds = max(deadline.left, _GRACE)
         given = self.speedup * self._given
         mine, solution, least = solved(problem, space, self.budget, given, seconds, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
-        if not solution.choice and solution.status != "cutoff":
-            self.weigh((problem, *others), Deadline(max(deadline.left, _GRACE)))
         if solution.status != "feasible":
             self._solved.add(problem.mesh)
-        return solution.status == "cutoff"
+        return solution.status
 
     def weigh(self, problems: Sequence[Problem], deadline: Deadline) -> None:
         """Finds the least bytes that some shapes need; `least` is set if all of them are known to exceed the budget."""
-        found = []
+        found, self.least = [], None
         for problem in problems:
             if deadline.over:
                 return
@@ -160,7 +171,7 @@ class Race:
 
     def beaten(self, *, tried_all: bool = True) -> Beaten:
         """What to raise where nothing below the cutoff was found."""
-        least = self.least.bound if self.least else 0.0
+        least = self.least.bound if self.least and math.isfinite(self.least.bound) else 0.0  # else no layout is allowed
         wider = self.least is not None and not tried_all and not self.hopeless
         return Beaten(dict(self.bounds), least, wider)
 

@@ -102,7 +102,8 @@ def search(
     textbook = functools.partial(race.consider, TEXTBOOK, problems) if known and anything else None
     rest = functools.partial(_all, traced, race, waiting, textbook, cluster, cutoff, time_limit, progress)
     if short:
-        is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[:1])
+        is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[0] if waiting else None)
+        waiting[:] = [problem for problem in waiting if all(problem is not one for _, one, _ in race.tried)]
         if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and (race.least is not None or is_beaten))):
             raise race.beaten(tried_all=count == 1)
         if race.hopeless and race.least is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from alpa_lite import models
@@ -13,10 +16,17 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping, search
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons, doublings, ordered
+from alpa_lite.passes.sharding.race import Least, Race
 from alpa_lite.passes.tracing import tracing
 
 CLUSTER = Cluster.preset("a100", nodes=1)
+FLAT = LogicalMesh((8,), ("x",))
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -66,10 +76,9 @@ def test_a_mesh_that_is_known_to_be_no_better_is_not_built(monkeypatch):
     assert set(built) == set(CLUSTER.mesh_shapes()) == {mesh.shape for mesh in free.bounds}
     assert all(bound <= free.solution.objective for mesh, bound in free.bounds.items() if mesh == free.mesh)
     built.clear()
-    flat = LogicalMesh((8,), ("x",))
-    known = {mesh: 0.0 if mesh == flat else 1.0 for mesh in free.bounds}
+    known = {mesh: 0.0 if mesh == FLAT else 1.0 for mesh in free.bounds}
     again = searched(1e12, cutoff=1.0, lessons=Lessons(known))
-    assert built == [(8,)] and again.mesh == flat
+    assert built == [(8,)] and again.mesh == FLAT
     assert {row.mesh_shape for row in again.candidates if row.status == "cutoff"} == {(4, 2), (2, 2, 2)}
     with pytest.raises(Beaten) as caught:
         searched(1e12, cutoff=1.0, lessons=Lessons(dict.fromkeys(free.bounds, 2.0)))
@@ -85,3 +94,30 @@ def test_what_does_not_fit_says_the_bytes_that_it_needs():
     assert told.value.smallest_budget is not None
     assert 0.5 * told.value.smallest_budget <= caught.value.least <= told.value.smallest_budget
     assert not caught.value.wider  # all meshes were tried
+
+
+def test_where_the_first_mesh_does_not_fit_and_another_may_that_is_solved_at_once():
+    """No dim divides by 8, but one by 4 and one by 2. There is no time for more than two meshes."""
+
+    def step(state, batch):
+        return {"w": state["w"] - jax.grad(lambda w: jnp.tanh(batch * w).sum())(state["w"])}
+
+    traced = tracing.trace(step, [{"w": f32()}, f32(4, 6, 100_003)], {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    whole = 4 * 6 * 100_003 * 4
+    search_now = functools.partial(
+        search.search, traced, groups, rules, CLUSTER, Sharded(), budget=1.2 * whole, deadline=Deadline(0.0)
+    )
+    found = search_now(cutoff=1e30, lessons=Lessons(quick=True))
+    assert found.mesh.shape == (4, 2) and found.rest is not None
+    assert [row.mesh_shape for row in found.candidates if row.status == search.LATE] == [(2, 2, 2)]
+    with pytest.raises(Beaten) as caught:
+        search_now(budget=0.1 * whole, cutoff=1e30, lessons=Lessons(quick=True))
+    assert caught.value.least > 0.1 * whole
+
+
+def test_a_mesh_that_admits_nothing_says_nothing_of_bytes():
+    race = Race("Sharded", 1.0, 1.0, [FLAT], Lessons())
+    race.least = Least(math.inf, math.inf, FLAT)
+    assert race.beaten().least == 0.0
