@@ -11,7 +11,7 @@ virtual CPU devices or submeshes of them, micro-batches, communication, and what
 - the plan, saved, loaded and run again without solving, gives the same bits; summaries and explanations do not raise.
 
 A refusal that says what cannot be done (`InfeasibleError`, `MicrobatchError`, `OptionError`) is counted, by its words,
-and is no failure. A program that fails is made shorter, and printed as a script.
+and is no failure; so is what plain `jit` does not run. A program that fails is made shorter, and printed as a script.
 
     PYTHONPATH=. python benchmarks/differential.py --seed 0 --programs 100 --seconds 600
 
@@ -59,6 +59,8 @@ FREE_LINKS = Cluster(
 """Communication costs nothing, so that plans shard what they can."""
 REFUSALS = (InfeasibleError, MicrobatchError, OptionError)
 _ENLARGED = 30.0
+WIDER = 10_000
+"""From this seed on, programs have the lines of `random_wider`, too; those of earlier seeds stay what they were."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Contest:
 
     def script(self, program: Program) -> str:
         """The lines of a script that plan, run and compare."""
-        cluster = f"from alpa_lite.cluster import Cluster, Link\nFREE_LINKS = {FREE_LINKS!r}\n"
+        cluster = f"from alpa_lite.cluster import Cluster, Dispatch, Link\nFREE_LINKS = {FREE_LINKS!r}\n"
         return (
             f"import alpa_lite\n{cluster if 'FREE_LINKS' in self.options else ''}"
             f"planned = alpa_lite.parallelize(step, {self.text(program)})\n"
@@ -162,6 +164,12 @@ def contest_of(program: Program, seed: int, is_layered: bool) -> Contest:
         options["verify"] = "'hlo'"
     if rng.random() < 0.1 and "pipeline" not in kind:
         options["communication"] = "'compiler'"
+    if seed >= WIDER and program.feeding != "aliased" and rng.random() < 0.25:
+        options["donate_argnums"] = rng.choice(("()", "(0,)", "(0, 1)"))
+    if seed >= WIDER and is_layered and rng.random() < 0.15:
+        name, specs = "auto", ()
+        options |= {"method": "alpa_lite.Auto()", "search_time_limit": "10"}
+        options.pop("communication", None)
     return Contest(name, ", ".join(f"{k}={v}" for k, v in options.items()), rng.random() < 0.3, specs)
 
 
@@ -194,36 +202,38 @@ def run(program: Program, contest: Contest) -> Outcome:
     Raises:
       Failure: what is wrong.
     """
-    step, outcome = program.function(), Outcome()
-    state, batch = program.arguments()
+    step, outcome, fresh = program.function(), Outcome(), program.arguments  # calls may donate what they are given
     jitted = jax.jit(step)
-    want = _guarded("plain jit", lambda: jitted(state, batch))
+    try:
+        want = jitted(*fresh())
+    except Exception as error:
+        outcome.refusal = f"plain jit: {_plain(str(error))}"
+        return outcome
     planned = contest.parallelized(program, step)
     try:
-        compiled, _ = planned.planned((state, batch), {})
-        got = planned(state, batch)
+        compiled, _ = planned.planned(fresh(), {})
+        got = planned(*fresh())
     except REFUSALS as refusal:
         outcome.refusal = f"{type(refusal).__name__}: {_plain(str(refusal))}"
         if isinstance(refusal, InfeasibleError) and refusal.smallest_budget is not None:
-            outcome.leaves = _least_memory(program, contest, step, (state, batch), refusal.smallest_budget, want)
+            outcome.leaves = _least_memory(program, contest, step, fresh, refusal.smallest_budget, want)
         return outcome
     except Exception as error:
         raise failure("planning and running", error) from error
     first = jax.tree.map(lambda leaf: leaf, got)
     conditioning = _Conditioning(compiled.source)
-    outcome.leaves += compare("first call", first, want, (state, batch), conditioning)
+    outcome.leaves += compare("first call", first, want, fresh, conditioning)
     kept = jax.tree.map(_words, jax.tree.map(_copied, got))
     again = jax.tree.map(_copied, got[0])
-    want = _guarded("plain jit", lambda: jitted(again, batch))
-    got = _guarded("second call", lambda: planned(got[0], batch))
-    outcome.leaves += compare("second call", got, want, (again, batch), conditioning)
-    state, batch = program.arguments()
-    checked = _guarded("check", lambda: alpa_lite.check(planned, state, batch))
+    want = _guarded("plain jit", lambda: jitted(again, fresh()[1]))
+    got = _guarded("second call", lambda: planned(got[0], fresh()[1]))
+    outcome.leaves += compare("second call", got, want, lambda: (again, fresh()[1]), conditioning)
+    checked = _guarded("check", lambda: alpa_lite.check(planned, *fresh()))
     if not checked:
         raise Failure("check", f"Checked {checked}")
     outcome.leaves += len(checked.leaves)
-    plan = planned.plan(state, batch)
-    outcome.leaves += _replayed(plan, step, contest, (state, batch), kept)
+    plan = planned.plan(*fresh())
+    outcome.leaves += _replayed(plan, step, contest, fresh(), kept)
     _guarded("reports", lambda: _report(plan, contest, program))
     return outcome
 
@@ -254,7 +264,7 @@ class _Conditioning:
         return comparing.written(self.traced, args, {}).conditioning()
 
 
-def compare(where: str, got: Any, want: Any, args: tuple[Any, ...], conditioning: _Conditioning) -> int:
+def compare(where: str, got: Any, want: Any, fresh: Callable[[], tuple[Any, ...]], conditioning: _Conditioning) -> int:
     """Compares leaves with the tolerances of `alpa_lite.check`; returns how many.
 
     Raises:
@@ -272,7 +282,7 @@ def compare(where: str, got: Any, want: Any, args: tuple[Any, ...], conditioning
         if found > allowed:
             wrong[i] = found, allowed
     if wrong:
-        changes = conditioning.of(args)
+        changes = conditioning.of(fresh())
         texts = [
             f"{jax.tree_util.keystr(mine[i][0])} {others[i].dtype}{others[i].shape} error {e:.2g} of {t:.2g}"
             f" (conditioning {changes[i]:.2g})"
@@ -284,15 +294,15 @@ def compare(where: str, got: Any, want: Any, args: tuple[Any, ...], conditioning
     return len(others)
 
 
-def _least_memory(program: Program, contest: Contest, step: Any, args: Any, budget: float, want: Any) -> int:
+def _least_memory(program: Program, contest: Contest, step: Any, fresh: Any, budget: float, want: Any) -> int:
     """The least memory that an error names is enough."""
     options = re.sub(r"memory_per_device=\d+", f"memory_per_device={int(budget) + 1}", contest.options)
     if options == contest.options:
         return 0
     planned = dataclasses.replace(contest, options=options).parallelized(program, step)
-    got = _guarded("the least memory that an error names", lambda: planned(*args))
-    compiled, _ = planned.planned(args, {})
-    return compare("first call", got, want, program.arguments(), _Conditioning(compiled.source))
+    got = _guarded("the least memory that an error names", lambda: planned(*fresh()))
+    compiled, _ = planned.planned(fresh(), {})
+    return compare("first call", got, want, fresh, _Conditioning(compiled.source))
 
 
 def _replayed(plan: Any, step: Any, contest: Contest, args: Any, kept: Any) -> int:
@@ -323,8 +333,10 @@ def _report(plan: Any, contest: Contest, program: Program) -> None:
             plan.to_html(Path(folder) / "plan.html")
         if plan.pipelined:
             plan.simulate(Path(folder) / "timeline.json")
+    known = {leaf.path for stage in plan.stages for leaf in stage.arguments}
     for leaf in program.state[:2]:
-        texts.append(plan.explain(f"state['{leaf.name}']"))
+        if f"state/{leaf.name}" in known:  # pipelines do not hold what the step hands through
+            texts.append(plan.explain(f"state['{leaf.name}']"))
     for stage in plan.stages:
         for decision in stage.decisions[:2]:
             if decision.name in texts[1]:
@@ -392,7 +404,7 @@ def _size(program: Program) -> tuple[int, int]:
 def made(seed: int) -> tuple[Program, Contest]:
     """The program of a seed, and how it is planned."""
     layered = random.Random(seed).random() < 0.4
-    program = (random_operations.layered if layered else random_operations.general)(seed)
+    program = (random_operations.layered if layered else random_operations.general)(seed, seed >= WIDER)
     return program, contest_of(program, seed, layered)
 
 

@@ -6,9 +6,12 @@ examples, as models are, which can be cut into micro-batches and stages.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
+from benchmarks import random_wider
 from benchmarks.random_programs import Builder, Program, Value, is_float
 
 FLOATS = ("float32",)
@@ -28,8 +31,8 @@ def _layer(function: Callable[[Builder, Value], Value | None]) -> Callable[[Buil
     return function
 
 
-def general(seed: int) -> Program:
-    """A step of many primitives."""
+def general(seed: int, wider: bool = False) -> Program:
+    """A step of many primitives; with `wider`, of those of `random_wider`, too."""
     b = Builder(seed)
     rng = b.rng
     gradient = rng.random() < 0.45
@@ -45,19 +48,42 @@ def general(seed: int) -> Program:
     generator = rng.choice(("threefry2x32", "rbg", "unsafe_rbg"))
     if rng.random() < 0.5:
         b.leaf("state", (), "key")
-    names = list(KINDS)
+    kinds = KINDS | random_wider.KINDS if wider else KINDS
+    names = list(kinds)
     if gradient:
         names.remove("while_loop")
     wanted = rng.randint(4, 14)
     for _ in range(4 * wanted):
-        KINDS[rng.choice(names)](b)
+        kinds[rng.choice(names)](b)
         if len(b.lines) >= wanted:
             break
-    return b.finished(gradient, generator)
+    program = b.finished(gradient, generator)
+    return varied(program, b) if wider else program
 
 
-def layered(seed: int) -> Program:
-    """A chain of layers over examples."""
+def varied(program: Program, b: Builder) -> Program:
+    """The program with another optimizer, leaves that are returned as they came or swapped, one array for several."""
+    rng, floats = b.rng, [v for v in program.state if is_float(v.dtype)]
+    optimizers = ["descended", "momentum", "clipped", "skipped", "branched"] if floats else ["descended"]
+    outputs, updates = program.outputs, dict(program.updates)
+    if rng.random() < 0.3:
+        outputs = (
+            *outputs,
+            rng.choice([v.name for v in (*program.state, *program.batch) if v.dtype != "key"] or outputs),
+        )
+    fixed = [v for v in program.state if not (program.gradient and is_float(v.dtype)) and v.name not in updates]
+    for one, two in itertools.combinations(fixed, 2):
+        if (one.shape, one.dtype) == (two.shape, two.dtype) and rng.random() < 0.5:
+            updates |= {one.name: two.name, two.name: one.name}
+            break
+    return dataclasses.replace(
+        program, outputs=tuple(dict.fromkeys(outputs)), updates=tuple(updates.items()),
+        optimizer=rng.choice(optimizers), feeding=rng.choice(("", "", "", "aliased", "on_host")),
+    )  # fmt: skip
+
+
+def layered(seed: int, wider: bool = False) -> Program:
+    """A chain of layers over examples; with `wider`, of those of `random_wider`, too."""
     b = Builder(seed)
     rng = b.rng
     examples, width = rng.choice((8, 16, 16, 32)), rng.choice((8, 16, 8, 12))
@@ -67,9 +93,10 @@ def layered(seed: int) -> Program:
     b.leaf("batch", h.shape[:-1], "int32")
     b.leaf("state", (), "key")
     b.leaf("state", (), "int32")
-    names = list(LAYERS)
+    kinds = LAYERS | random_wider.LAYERS if wider else LAYERS
+    names = list(kinds)
     for _ in range(rng.randint(3, 7)):
-        h = LAYERS[rng.choice(names)](b, h) or h
+        h = kinds[rng.choice(names)](b, h) or h
     outputs = []
     error = b.add("loss", f"{h.name} - {target.name}", [h, target])
     assert error is not None
@@ -85,7 +112,8 @@ def layered(seed: int) -> Program:
         outputs += [made.name] if made is not None else []
     key = b.state[0]
     b.add("key", f"jax.random.split({key.name})[0]", [key])
-    return b.finished(rng.random() < 0.9, rng.choice(("threefry2x32", "rbg")), outputs)
+    program = b.finished(rng.random() < 0.9, rng.choice(("threefry2x32", "rbg")), outputs)
+    return varied(program, b) if wider else program
 
 
 def _axis(b: Builder, v: Value) -> int:

@@ -22,65 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PRELUDE = '''
-import functools
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
-
-@jax.custom_vjp
-def own_gradient(x):
-    return jnp.sin(x)
-
-own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x) * 0.5,))
-
-
-@jax.custom_jvp
-def own_tangent(x, y):
-    return x * jnp.tanh(y)
-
-own_tangent.defjvp(lambda p, t: (own_tangent(*p), t[0] * jnp.tanh(p[1]) + 0.5 * t[1]))
-
-
-def scanned(x, axis, reverse):
-    """A recurrence along an axis, and its last value."""
-    rows = jnp.moveaxis(x, axis, 0)
-    def body(carry, row):
-        carry = jnp.tanh(0.5 * carry + row)
-        return carry, carry * row
-    last, out = lax.scan(body, jnp.zeros(rows.shape[1:], x.dtype), rows, reverse=reverse)
-    return jnp.moveaxis(out, 0, axis), last
-
-
-def looped(x, w, count):
-    """A loop of products with a matrix."""
-    return lax.fori_loop(0, count, lambda i, a: jnp.tanh(a @ w) + 0.1 * i, x)
-
-
-def while_below(x, limit):
-    """A loop whose length is that of an integer, with a sum in its condition."""
-    def more(carry):
-        return (carry[0] < limit) & (jnp.sum(carry[2]) >= 0)
-    def body(carry):
-        return carry[0] + 1, 0.5 * carry[1] + jnp.mean(carry[1]), carry[2] + 1
-    start = (jnp.zeros((), limit.dtype), x, jnp.zeros(x.shape, jnp.int32))
-    return lax.while_loop(more, body, start)[1]
-
-
-def loss_of(values):
-    """The mean squares of what has a gradient."""
-    floats = [v for v in jax.tree.leaves(values) if jnp.issubdtype(v.dtype, jnp.inexact) and v.size]
-    return sum((jnp.mean(jnp.real(v * jnp.conj(v)).astype(jnp.float32)) for v in floats), jnp.zeros(()))
-
-
-def descended(state, gradients):
-    """Gradient descent on the leaves that have gradients."""
-    new = {k: (state[k] - 0.1 * jnp.conj(g)).astype(state[k].dtype) for k, g in gradients.items()}
-    return {**state, **new}
-'''
+from benchmarks.random_prelude import PRELUDE
 
 SIZES = (8, 16, 4, 8, 16, 6, 3, 5, 12, 2, 1, 24)
 LARGEST = 8192
@@ -119,6 +61,8 @@ class Program:
       gradient: whether float leaves of the state descend along the gradient of `loss_of` the outputs, those left out
         that are metrics.
       generator: of random keys.
+      optimizer: the function of the prelude that makes the new state of the gradients.
+      feeding: the function of the prelude that the arguments go through, if any.
     """
 
     seed: int
@@ -129,6 +73,8 @@ class Program:
     updates: tuple[tuple[str, str], ...]
     gradient: bool
     generator: str
+    optimizer: str = "descended"
+    feeding: str = ""
 
     def source(self) -> str:
         """The step as text."""
@@ -149,7 +95,8 @@ class Program:
                 "        values, updates = forward({**state, **trained}, batch)",
                 f"        return loss_of([values[k] for k in {summed!r}]), (values, updates)",
                 "    (loss, (values, updates)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
-                "    return {**descended(state, gradients), **updates}, {**values, 'loss': loss}",
+                f"    new = {self.optimizer}(state, gradients)",
+                "    return {**new, **updates}, {**values, 'loss': loss}",
             ]
         else:
             out += ["    values, updates = forward(state, batch)", "    return {**state, **updates}, values"]
@@ -166,7 +113,19 @@ class Program:
         """The state and the batch, in arrays of their own."""
         rng = np.random.default_rng(self.seed)
         make = functools.partial(_array, rng, self.generator)
-        return {v.name: make(v) for v in self.state}, {v.name: make(v) for v in self.batch}
+        state, batch = {v.name: make(v) for v in self.state}, {v.name: make(v) for v in self.batch}
+        if self.has_moments:
+            state["moments"] = {v.name: state[v.name] * 0 for v in self.state if is_float(v.dtype)}
+        if self.feeding:
+            space: dict[str, Any] = {}
+            exec(PRELUDE, space)
+            return space[self.feeding](state, batch)
+        return state, batch
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the state holds the optimizer's moments beside its leaves."""
+        return self.gradient and self.optimizer == "momentum"
 
     def script(self, run: str) -> str:
         """A script that makes the arguments and the step, then runs `run`."""
@@ -180,6 +139,11 @@ class Program:
             f"state = {{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in self.state)}}}",
             f"batch = {{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in self.batch)}}}",
         ]
+        if self.has_moments:
+            names = [v.name for v in self.state if is_float(v.dtype)]
+            lines.append(f"state['moments'] = {{name: state[name] * 0 for name in {names!r}}}")
+        if self.feeding:
+            lines.append(f"state, batch = {self.feeding}(state, batch)")
         return "\n".join([*lines, run]) + "\n"
 
     def without(self, name: str) -> Program | None:

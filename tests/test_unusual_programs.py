@@ -262,3 +262,24 @@ def test_indices_into_dims_of_one_element_are_brought_nowhere():
     args = {"s": jnp.arange(6.0).reshape(1, 1, 6)}, {"x": jnp.asarray(x, "float32")}
     plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
     assert not plan.collectives
+
+
+def test_a_step_whose_arguments_have_no_elements_is_compiled():
+    """XLA refuses a region whose operands are all constants to it."""
+
+    def step(state, batch):
+        return {"s": state["s"] * 0.9}, (jnp.linalg.norm(batch["x"] + 1, axis=-1), jnp.bitwise_xor.reduce(batch["n"]))
+
+    args = {"s": jnp.zeros((0,))}, {"x": jnp.zeros((5, 0)), "n": jnp.zeros((0,), int)}
+    same(step, args, method=alpa_lite.DataParallel(), cluster=FREE_LINKS, verify="hlo")
+
+
+def test_a_part_of_an_axis_that_the_partitioner_uses_is_compared():
+    def step(state, batch):
+        return {"s": state["s"] + 1}, batch["a"] - batch["b"]
+
+    names = ("x", "y")
+    specs = {"batch['a']": P(), "batch['b']": P("x", "y")}
+    method = alpa_lite.Manual(specs, mesh_shape=(4, 2), axis_names=names, rest=alpa_lite.Zero(3))
+    args = {"s": jnp.ones(())}, {"a": jnp.ones((8, 12)), "b": jnp.ones((8, 12))}
+    same(step, args, method=method, num_microbatches=4, communication="compiler", verify="hlo")

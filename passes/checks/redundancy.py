@@ -5,7 +5,8 @@ and compute a loop-invariant one before its loop. Each is allowed exactly as oft
 which value numbering tells: two values have one number if the same operation with the same attributes makes them from
 values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from. Functions are followed
 at every call with the numbers of its operands; a loop's body sees the number of the initial value for what it carries
-unchanged, and a new one for what it changes. With e the executions of a collective per step:
+unchanged, and a new one for what it changes; loops and branches without collectives are values like others. With e the
+executions of a collective per step:
 
     merged        e, where its number was already made in a block that reaches it
     constant      e, where everything it depends on is a constant, a remainder of a division by one included
@@ -18,8 +19,10 @@ unchanged, and a new one for what it changes. With e the executions of a collect
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,8 @@ from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, trip_count
 
 Key = tuple[str, Axes, int]
-_MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.reshape", "stablehlo.convert")
+_MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert")
+_BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class _Numbering:
         self.ones: set[int] = set()
         # What is a sum over devices, and the constants that it has been multiplied or divided by since.
         self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
+        self.reshaped: dict[int, tuple[int, Any]] = {}  # what it is a reshape of, and of which type
+        self.communicating: dict[str, bool] = {}  # functions by name
         self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
         self.merged: Counter[Key] = Counter()
         self.constant: Counter[Key] = Counter()
@@ -137,17 +143,23 @@ class _Numbering:
         if name == "func.call":
             callee = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
             return self.block(callee.regions[0].blocks[0], operands, loops, known)
+        if name in ("stablehlo.while", *_BRANCHES) and not self._communicates(op):
+            return self._numbered(op, operands, values, known)
         if name == "stablehlo.while":
             return self._while(op, operands, values, loops, known)
         if name == "sdy.manual_computation":
             block = op.regions[0].blocks[0]
             return self._region(block, [self.fresh() for _ in block.arguments], values, loops, {}, op)
-        if name in ("stablehlo.case", "stablehlo.if"):
+        if name in _BRANCHES:
             for region in op.regions:
                 self._operations(region.blocks[0], dict(values), loops, dict(known))
             return [self._outside(loops) for _ in op.results]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
+            return operands[:1]
+        if name == "stablehlo.reverse" and _moves_nothing(op):
             return operands
+        if _only_reshapes(op):
+            return [self._reshaped(op, operands[0], known)]
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), _regions(op))
         is_known = key in known
         numbers = known[key] if is_known else [self.fresh() for _ in op.results]
@@ -167,10 +179,57 @@ class _Numbering:
             self._sum(op, operands, numbers, loops)
         return numbers
 
+    def _reshaped(self, op: Any, operand: int, known: dict[Any, list[int]]) -> int:
+        """The number of a reshape of a value, which is one of what that value was reshaped from."""
+        origin, shape = self.reshaped.get(operand, (operand, op.operands[0].type))
+        if shape == op.results[0].type:
+            return origin
+        key = ("stablehlo.reshape", origin, op.results[0].type)
+        if key not in known:
+            number = self.fresh()
+            known[key], self.reshaped[number] = [number], (origin, shape)
+            if origin in self.varies:
+                self.varies[number] = self.varies[origin]
+            for kind in (self.constants, self.zeros, self.ones):
+                if origin in kind:
+                    kind.add(number)
+            if origin in self.sums:
+                self.sums[number] = self.sums[origin]
+        return known[key][0]
+
+    def _numbered(self, op: Any, operands: list[int], values: dict[Any, int], known: dict[Any, list[int]]) -> list[int]:
+        """The numbers of what a loop or branches without collectives make: they are one operation."""
+        read: list[int] = []
+        regions = _regions(op, values, read)
+        key = (op.name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), regions)
+        if key not in known:
+            known[key] = [self.fresh() for _ in op.results]
+            newest = max((self.varies.get(n, 0) for n in (*operands, *read)), default=0)
+            self.varies.update((n, newest) for n in known[key] if newest)
+        return known[key]
+
+    def _communicates(self, op: Any) -> bool:
+        """Whether a loop or a branch has collectives, in functions that it calls included."""
+        for region in op.regions:
+            for block in region.blocks:
+                for view in block.operations:
+                    inner = view.operation
+                    if inner.name in WRITTEN or inner.name == "sdy.manual_computation":
+                        return True
+                    if inner.name == "func.call":
+                        callee = ir.FlatSymbolRefAttr(inner.attributes["callee"]).value
+                        if callee not in self.communicating:
+                            self.communicating[callee] = self._communicates(self.functions[callee])
+                        if self.communicating[callee]:
+                            return True
+                    if self._communicates(inner):
+                        return True
+        return False
+
     def _sum(self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...]) -> None:
         """Follows sums over devices through additions, reshapes, and products with constants."""
         name = op.name.removeprefix("stablehlo.")
-        spread = name in ("broadcast_in_dim", "reshape")
+        spread = name == "broadcast_in_dim"
         if (spread and operands[0] in self.zeros) or (name == "constant" and _is_zero(op)):
             self.zeros.update(numbers)
         elif (spread and operands[0] in self.ones) or (name == "constant" and _is_one(op)):
@@ -184,8 +243,6 @@ class _Numbering:
                 self.sums[numbers[0]] = second
             elif operands[1] in self.zeros and first is not None:
                 self.sums[numbers[0]] = first
-        elif name == "reshape" and operands[0] in self.sums:
-            self.sums[numbers[0]] = self.sums[operands[0]]
         elif name in ("multiply", "divide"):
             value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
             if value in self.sums and scale in self.constants:
@@ -276,18 +333,46 @@ def _attributes(op: Any) -> tuple[Any, ...]:
     return tuple(pair for pair in _jax.attributes_of(op) if pair[0] != "channel_handle")
 
 
-def _regions(op: Any) -> tuple[Any, ...]:
-    """The operations of an operator's own regions (the sum of an all-reduce, the comparison of a sort), in order."""
-    return tuple(_inner(block) for region in op.regions for block in region.blocks)
+def _only_reshapes(op: Any) -> bool:
+    """Whether an operation is a reshape, be it written as a broadcast that adds dims of one element."""
+    if op.name == "stablehlo.reshape":
+        return True
+    if op.name != "stablehlo.broadcast_in_dim":
+        return False
+    before, after = (ir.RankedTensorType(one.type).shape for one in (op.operands[0], op.results[0]))
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    return math.prod(before) == math.prod(after) and dims == sorted(dims)
 
 
-def _inner(block: Any) -> tuple[Any, ...]:
-    """A block as data: each operation's name, attributes, operands by position, and regions."""
-    position = {argument: i for i, argument in enumerate(block.arguments)}
+def _moves_nothing(op: Any) -> bool:
+    """Whether a reversal is along dims of one element."""
+    shape = ir.RankedTensorType(op.operands[0].type).shape
+    return all(shape[dim] == 1 for dim in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+
+
+def _regions(op: Any, values: Mapping[Any, int] | None = None, read: list[int] | None = None) -> tuple[Any, ...]:
+    """The operations of an operator's own regions (the sum of an all-reduce, the comparison of a sort), in order.
+
+    Args:
+      values: numbers of values around it, which the regions may read.
+      read: the numbers that they do read are added to it.
+    """
+    seen: dict[Any, Any] = {}
+    return tuple(_inner(block, seen, values or {}, read) for region in op.regions for block in region.blocks)
+
+
+def _inner(block: Any, seen: dict[Any, Any], values: Mapping[Any, int], read: list[int] | None) -> tuple[Any, ...]:
+    """A block as data: each operation's name, attributes, operands by position, types and regions."""
+    seen.update((argument, (len(seen) + i,)) for i, argument in enumerate(block.arguments))
     out = []
     for view in block.operations:
         op = view.operation
-        at = tuple(position.get(v, -1 - hash(v) % (1 << 60)) for v in op.operands)
-        out.append((op.name, _attributes(op), at, _regions(op)))
-        position.update((r, len(position) + i) for i, r in enumerate(op.results))
+        at = []
+        for operand in op.operands:
+            if operand not in seen and operand in values and read is not None:
+                read.append(values[operand])
+            at.append(seen[operand] if operand in seen else values.get(operand, -1 - hash(operand) % (1 << 60)))
+        regions = tuple(_inner(inner, seen, values, read) for region in op.regions for inner in region.blocks)
+        out.append((op.name, _attributes(op), tuple(at), tuple(r.type for r in op.results), regions))
+        seen.update((result, (len(seen) + i,)) for i, result in enumerate(op.results))
     return tuple(out)

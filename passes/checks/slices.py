@@ -74,7 +74,14 @@ def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any,
 
 def crossing(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
     """The planned collectives that run over several slices."""
-    return [c for c in planned if mesh.product(normal_axes(c.axes, mesh)) != part.product(normal_axes(c.axes, part))]
+    if part == mesh:
+        return []
+    return [c for c in planned if mesh.product(_whole(c.axes, mesh)) != part.product(_whole(c.axes, part))]
+
+
+def _whole(axes: Axes, mesh: LogicalMesh) -> Axes:
+    """The axes themselves where a partitioner uses a part of one, `x:(1)4`."""
+    return normal_axes(tuple(dict.fromkeys(axis.partition(":(")[0] for axis in axes)), mesh)
 
 
 def transfers(

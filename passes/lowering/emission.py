@@ -68,18 +68,34 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
             wanted = sorted(set(finals).union(*later) & written)
             taken = sorted(read_before(instructions) & registers.keys())
             region = functools.partial(_region, program, traced, instructions, taken, wanted, shared)
+            specs = tuple(_crossing_spec(program.registers[r]) for r in taken)
+            arrays = [registers[r] for r in taken]
+            if _are_empty(arrays):
+                region, specs, arrays = _on_empty(region, arrays, specs, mesh), (), []
             run = jax.shard_map(
                 region,
                 mesh=mesh,
-                in_specs=tuple(_crossing_spec(program.registers[r]) for r in taken),
+                in_specs=specs,
                 out_specs=[_crossing_spec(program.registers[r]) for r in wanted],
                 check_vma=False,
             )
             if instructions:
-                registers.update(zip(wanted, run(*(registers[r] for r in taken)), strict=True))
+                registers.update(zip(wanted, run(*arrays), strict=True))
         return [o.value if isinstance(o, Lit) else registers[o] for o in program.body.outputs]
 
     return fun
+
+
+def _are_empty(arrays: Sequence[Any]) -> bool:
+    return bool(arrays) and all(a.size == 0 and isinstance(a.dtype, np.dtype) for a in arrays)
+
+
+def _on_empty(
+    region: Callable[..., list[Any]], arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh
+) -> Callable[[], list[Any]]:
+    """A region that takes arrays without elements, taking none: XLA refuses one whose operands are all constants."""
+    shapes = [NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(arrays, specs, strict=True)]
+    return lambda: region(*(lax.full(shape, 0, a.dtype) for a, shape in zip(arrays, shapes, strict=True)))
 
 
 def _pieces(instructions: Sequence[Instruction]) -> list[tuple[Outside | None, tuple[Instruction, ...]]]:

@@ -18,6 +18,11 @@ SUM = ("all_reduce", ("d",), 16 * 8 * 4)
 GATHER = ("all_gather", ("d",), 64 * 8 * 4)
 
 
+def repeated(function, x, y=1.0):
+    """A loop that reads a value from around it."""
+    return lax.fori_loop(0, 3, lambda _, a: function(a) + y, x)
+
+
 def psum(x):
     return lax.psum(x, "d")
 
@@ -51,6 +56,11 @@ def loop(body, n=5):
         (lambda x: gather(x * 2) * jnp.tanh(gather(x * 2)) - gather(x * 2), expect(merged={GATHER: 2})),
         (lambda x: gather(x) + gather(lax.slice(x, (0, 0), (16, 8))), expect(merged={GATHER: 1})),
         (lambda x: gather(x) + jnp.pad(gather(lax.slice(x, (0, 0), (15, 8))), [(0, 4), (0, 0)]), expect()),
+        (lambda x: gather(x) + gather(lax.rev(x[None], (0,))[0]), expect(merged={GATHER: 1})),
+        (lambda x: gather(x) + gather(lax.rev(x[None], (1,))[0]), expect()),
+        (lambda x: gather(repeated(jnp.sin, x)) + gather(repeated(jnp.sin, x)), expect(merged={GATHER: 1})),
+        (lambda x: gather(repeated(jnp.sin, x)) + gather(repeated(jnp.cos, x)), expect()),
+        (lambda x: gather(repeated(jnp.sin, x, x)) + gather(repeated(jnp.sin, x, x * 2)), expect()),
         (lambda x: gather(lax.rem(x.astype("int32"), jnp.ones((16, 8), "int32"))), expect(constant={GATHER: 1})),
         (lambda x: gather(lax.rem(x.astype("int32"), jnp.full((16, 8), 2))), expect()),
         (lambda x: psum(x) * lax.pmax(x, "d"), expect()),
