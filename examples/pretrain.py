@@ -175,7 +175,8 @@ class Metrics:
 def main(arguments: list[str] | None = None) -> int:
     """Trains; returns the step after the last."""
     options = parsed(arguments)
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("alpa_lite").setLevel(logging.INFO if options.verbose else logging.WARNING)
     alpa_lite.initialize(
         timeout=options.join_timeout, heartbeat_timeout_seconds=options.heartbeat_timeout, shutdown_timeout_seconds=60
     )

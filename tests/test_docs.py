@@ -133,7 +133,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             continue
         assert match[1] in commands, line
         known = {option for parameter in commands[match[1]].params for option in parameter.opts}
-        given = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", match[2].split("#")[0])
+        given = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", match[2].split("#")[0].split(" -- ")[0])
         assert not set(given) - known - {"-h", "--help"}, line
 
 

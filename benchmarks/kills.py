@@ -1,0 +1,211 @@
+"""What becomes of a job when one of its processes is killed, at every point of it, and how it goes on.
+
+    python benchmarks/kills.py [--processes 2 3] [--devices 2] [--method zero] [--out benchmarks/results/kills]
+
+`examples/pretrain.py` runs in several processes on this machine. Each process in turn is killed by SIGKILL while it
+plans, compiles, is in the middle of a step, and saves. Measured is how long the others live then, and what they say
+last. The run is then started again, on as many processes and on half of them, and its losses are compared with those
+of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from alpa_lite import launching
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "pretrain.py"
+SMALL = ("--batch", "8", "--seq", "32", "--hidden", "32", "--layers", "1", "--evaluate-every", "1000", "--verbose")
+MOMENTS = ("planning", "compiling", "step", "saving")
+HEARTBEAT = 5
+"""Seconds; JAX's own default is 100."""
+LIMIT = HEARTBEAT + 10
+"""Seconds that survivors may live, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What became of a job.
+
+    Attributes:
+      processes, victim, moment: how many there were, which was killed, and when.
+      seconds: that the last survivor lived.
+      codes: exit codes of the survivors, negative for signals.
+      named: whether each survivor's output names the victim.
+    """
+
+    processes: int
+    victim: int
+    moment: str
+    seconds: float
+    codes: list[int]
+    named: bool
+
+
+@contextlib.contextmanager
+def job(folder: Path, processes: int, devices: int, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of a run; each writes its output to `N.log` in the folder. Those that are left are killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    address = f"{launching.HOST}:{launching.free_port(None)}"
+    base = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-u", str(SCRIPT), "--folder", str(folder), *SMALL, *arguments]
+    command += ["--heartbeat-timeout", str(HEARTBEAT), "--join-timeout", "60"]
+    running = []
+    try:
+        for number in range(processes):
+            env = launching.environment(base, number, processes, devices, "cpu", address)
+            with (folder / f"{number}.log").open("wb") as log:
+                running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def said(folder: Path, number: int) -> str:
+    """The output of a process."""
+    return (folder / f"{number}.log").read_text(errors="replace")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step; of one that was computed twice, the second."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    found = [json.loads(line) for line in lines]
+    return {line["step"]: line["loss"] for line in found if "event" not in line}
+
+
+def has_come(moment: str, folder: Path, victim: int, before: int = 0) -> Callable[[], bool]:
+    """Whether a process is at a moment: its log says so, or the files of the run do.
+
+    Args:
+      before: steps that were done when the run was started.
+    """
+    checkpoints = folder / "checkpoints"
+    match moment:
+        case "planning":
+            return lambda: "has joined" in said(folder, victim)
+        case "compiling":
+            return lambda: re.search(r"^planned train_step", said(folder, victim), re.MULTILINE) is not None
+        case "step":
+            return lambda: max(losses(folder), default=-1) >= before + 5
+        case "saving":
+            return lambda: checkpoints.is_dir() and any(not p.name.isdigit() for p in checkpoints.iterdir())
+    raise ValueError(moment)
+
+
+def wait_for(what: Callable[[], bool], running: list[subprocess.Popen[bytes]], seconds: float, folder: Path) -> None:
+    """Waits until something is so, as long as all processes run."""
+    until = time.monotonic() + seconds
+    while not what():
+        ended = [n for n, process in enumerate(running) if process.poll() is not None]
+        if ended or time.monotonic() > until:
+            number = ended[0] if ended else 0
+            raise RuntimeError(f"process {number} ended too soon, or nothing came:\n{said(folder, number)[-3000:]}")
+        time.sleep(0.005)
+
+
+def kill(folder: Path, running: list[subprocess.Popen[bytes]], victim: int, moment: str, before: int = 0) -> Killed:
+    """Kills one process at a moment, and waits for the others; those that live longer than the limit count as such."""
+    wait_for(has_come(moment, folder, victim, before), running, 120, folder)
+    running[victim].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    others = [n for n in range(len(running)) if n != victim]
+    while any(running[n].poll() is None for n in others) and time.monotonic() - start < 2 * LIMIT:
+        time.sleep(0.02)
+    seconds = time.monotonic() - start
+    codes = [running[n].poll() for n in others]
+    named = all(names(said(folder, n), victim) for n in others)
+    return Killed(len(running), victim, moment, seconds, [0 if code is None else code for code in codes], named)
+
+
+def names(text: str, victim: int) -> bool:
+    """Whether the last lines of a process say that this one is lost; JAX calls process 0 the leader."""
+    last = text[-4000:]
+    if victim == 0 and "Either the leader task was preempted/died" in last:
+        return True
+    return (
+        re.search(rf"Task {victim} heartbeat timeout|stopped sending heartbeats\):\s+(.*task:)?{victim}\b", last)
+        is not None
+    )
+
+
+def resume(folder: Path, processes: int, devices: int, *arguments: str) -> dict[int, float]:
+    """Runs to the end; the losses."""
+    with job(folder, processes, devices, *arguments) as running:
+        codes = [process.wait(timeout=180) for process in running]
+    if any(codes):
+        raise RuntimeError(f"exit codes {codes}:\n{said(folder, 0)[-3000:]}")
+    return losses(folder)
+
+
+def farthest(found: dict[int, float], wanted: dict[int, float]) -> float:
+    """The largest relative difference of two curves; infinite if one has other steps."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    return max(abs(found[step] - wanted[step]) / abs(wanted[step]) for step in wanted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--method", default="zero")
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kills")
+    options = parser.parse_args()
+    arguments = ("--method", options.method, "--steps", "16", "--save-every", "4")
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for processes in options.processes:
+            wanted = resume(Path(name) / f"whole{processes}", processes, options.devices, *arguments)
+            for moment in options.moments:
+                for victim in range(processes):
+                    folder = Path(name) / f"{processes}{victim}{moment}"
+                    with job(folder, processes, options.devices, *arguments) as running:
+                        found = kill(folder, running, victim, moment)
+                    again = processes if (victim + MOMENTS.index(moment)) % 2 else max(1, processes // 2)
+                    difference = farthest(resume(folder, again, options.devices, *arguments), wanted)
+                    rows.append(asdict(found) | {"again": again, "difference": difference})
+                    print(rows[-1], flush=True)
+    write(rows, options)
+
+
+def write(rows: list[dict], options: argparse.Namespace) -> None:
+    """The results as JSON and as a table."""
+    import jax
+
+    options.out.with_suffix(".json").write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1) + "\n")
+    lines = [
+        "# Killed processes",
+        "",
+        f"`benchmarks/kills.py`, JAX {jax.__version__}, method {options.method}, {options.devices} devices a process, "
+        f"heartbeat_timeout_seconds={HEARTBEAT}. The losses are compared with those of a run that nothing happened to, "
+        "on as many processes as at first: the farthest is relative.",
+        "",
+        "| processes | killed | while | the others end after | they name it | started again on | farthest loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['processes']} | {row['victim']} | {row['moment']} | {row['seconds']:.1f} s | "
+            f"{'yes' if row['named'] else 'no'} | {row['again']} | {row['difference']:.1e} |"
+        )
+    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
