@@ -28,7 +28,7 @@ from alpa_lite import launching
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain.py"
-SMALL = ("--batch", "8", "--seq", "32", "--hidden", "32", "--layers", "1", "--evaluate-every", "1000", "--verbose")
+SMALL = ("--batch", "12", "--seq", "32", "--hidden", "32", "--layers", "1", "--evaluate-batches", "0", "--verbose")
 MOMENTS = ("planning", "compiling", "step", "saving")
 HEARTBEAT = 5
 """Seconds; JAX's own default is 100."""
@@ -101,7 +101,7 @@ def has_come(moment: str, folder: Path, victim: int, before: int = 0) -> Callabl
         case "compiling":
             return lambda: re.search(r"^planned train_step", said(folder, victim), re.MULTILINE) is not None
         case "step":
-            return lambda: max(losses(folder), default=-1) >= before + 5
+            return lambda: max(losses(folder), default=-1) >= before + 3
         case "saving":
             return lambda: checkpoints.is_dir() and any(not p.name.isdigit() for p in checkpoints.iterdir())
     raise ValueError(moment)

@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
             state, loss = step(state, batch)
             metrics.step(done, loss)
             done += 1
-            if done % options.evaluate_every == 0 or done == options.steps:
+            if options.evaluate_batches and (done % options.evaluate_every == 0 or done == options.steps):
                 losses = [evaluate(state, source.batch(n, "evaluation")) for n in range(options.evaluate_batches)]
                 metrics.evaluation(done, losses)
             ends = preemption.reached(done)
@@ -235,7 +235,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps between evaluations")
-    parser.add_argument("--evaluate-batches", type=int, default=4)
+    parser.add_argument("--evaluate-batches", type=int, default=4, help="0 evaluates never")
     parser.add_argument("--join-timeout", type=float, default=300.0, help="seconds to wait for the other processes")
     parser.add_argument("--heartbeat-timeout", type=int, default=100, help="seconds until a silent process is lost")
     parser.add_argument("--report-after", type=float, default=300.0, help="seconds without progress until a report")
