@@ -27,12 +27,15 @@ from alpa_lite.runtime.transfer import compile_reshard
 class MoverAcross:
     """The arrays of one edge of the pipeline, from their submesh to one of other processes. As `transfer.Mover`."""
 
-    def __init__(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
+    def __init__(
+        self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None
+    ) -> None:
         """Compiles what the plans need. Every process with devices at either end makes one, and no other.
 
         Args:
           plans: one for each array, all between the same two submeshes.
           devices: the devices of the cluster, by number.
+          zeros: as for `Crossing`.
         """
         source, destination = plans[0].src_mesh, plans[0].dst_mesh
         numbers = sorted({*source.devices, *destination.devices})
@@ -51,7 +54,7 @@ class MoverAcross:
             ]
             ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
             ways.append(crossing.way_between(shape, dtype, *ends, union, parts))
-        self._crossing = crossing.Crossing(ways, list(start.devices.flat), union)
+        self._crossing = crossing.Crossing(ways, list(start.devices.flat), union, zeros)
         self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
         self._resharded = [n for n, plan in enumerate(plans) if plan.steps]
         self._reshard: Any = None

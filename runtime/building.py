@@ -98,13 +98,17 @@ class Builder:
         here = jax.process_index()
         self.here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self.meshes]
         self._shardings: dict[Any, NamedSharding] = {}
+        self._zeros: dict[Any, Any] = {}  # what transfers between processes share
         self._failures = callbacks.Failures()
 
     @_jax.without_mesh()
     def build(self) -> Built:
         """Compiles all executables."""
         program = self._program
-        ordering.check_program(program, [device.process_index for device in self.devices])
+        processes = [device.process_index for device in self.devices]
+        several = len(set(processes)) > 1
+        if several:
+            ordering.check_program(program, processes)
         steps: list[Step] = []
         items: list[Run | Send | Free] = []
         made = self._executables()
@@ -114,7 +118,7 @@ class Builder:
             if here and isinstance(item, Run) and made[item.executable][2]
         })  # fmt: skip
         movers: dict[tuple[Any, ...], Mover | MoverAcross] = {}
-        for mesh, position in order(program):
+        for mesh, position in ordering.issued(program, processes) if several else order(program):
             item = program.lists[mesh][position]
             match item:
                 case Run() if self.here[mesh]:
@@ -152,7 +156,7 @@ class Builder:
         here = jax.process_index()
         ends = (self.meshes[source].devices.flat, self.meshes[destination].devices.flat)
         alone = all(device.process_index == here for end in ends for device in end)
-        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices)
+        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices, self._zeros)
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""

@@ -53,13 +53,16 @@ class Way:
 class Crossing:
     """Moves arrays between two sets of devices, as planned. Holds no arrays but zeros."""
 
-    def __init__(self, ways: Sequence[Way], sources: Sequence[Any], union: Sequence[Any]) -> None:
+    def __init__(
+        self, ways: Sequence[Way], sources: Sequence[Any], union: Sequence[Any], zeros: dict[Any, Any] | None = None
+    ) -> None:
         """Compiles the program of the union.
 
         Args:
           ways: of each array.
           sources: the devices where all arrays lie, in the order of their sharding.
           union: these and the devices where they land, in one order for all processes.
+          zeros: blocks of zeros by shape, dtype and device, which those of one program share; takes what is new.
         """
         here = jax.process_index()
         mine = [device for device in union if device.process_index == here]
@@ -73,8 +76,10 @@ class Crossing:
         landed = [PartitionSpec(AXIS) if way.taken else PartitionSpec() for way in ways]
         self._operands = []
         for way, spec in zip(ways, self._specs, strict=True):
-            zeros = np.zeros(way.given, way.dtype)
-            absent = [None if n >= 0 else jax.device_put(zeros, d) for n, d in zip(self._given, mine, strict=True)]
+            absent = [
+                None if n >= 0 else _zeros(way, device, {} if zeros is None else zeros)
+                for n, device in zip(self._given, mine, strict=True)
+            ]
             aval = _jax.aval_of(_global(way.given, len(union)), way.dtype)
             self._operands.append((aval, NamedSharding(mesh, spec), absent))
         self._results = [(_jax.aval_of(way.shape, way.dtype), way.landing) for way in ways]
@@ -104,6 +109,14 @@ class Crossing:
             blocks = _jax.blocks_of(array)
             out.append(_jax.assembled(aval, sharding, [blocks[n] for n in self._taken]))
         return out
+
+
+def _zeros(way: Way, device: Any, known: dict[Any, Any]) -> Any:
+    """What a device gives that has nothing to send."""
+    key = way.given, str(way.dtype), device
+    if key not in known:
+        known[key] = jax.device_put(np.zeros(way.given, way.dtype), device)
+    return known[key]
 
 
 def _global(block: Sequence[int], count: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, placement
+from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, placement, presence
 from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
@@ -385,7 +385,7 @@ class Executable:
         self._check(self._kept, kept)
         wanted = [self._in_shardings[i] for i in self._kept]
         ready = [
-            leaf if placement.is_placed(leaf, sharding) else jax.device_put(leaf, sharding)
+            leaf if placement.is_placed(leaf, sharding) else presence.put([leaf], [sharding])[0]
             for leaf, sharding in zip(kept, wanted, strict=True)
         ]
         return ready if isinstance(kept, list) else tuple(ready)

@@ -22,6 +22,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.invalid import Origin, origin
 from alpa_lite.paths import shown
+from alpa_lite.runtime import presence
 from alpa_lite.runtime.ownership import Owned
 
 
@@ -82,6 +83,8 @@ def _test(kind: str) -> Callable[[Any], bool]:
 
     def invalid(array: Any) -> bool:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return False
+        if isinstance(array, jax.Array) and not presence.is_here(array.sharding):
             return False
         bad = jnp.isnan(array) if kind == "nan" else jnp.isinf(array) if kind == "inf" else ~jnp.isfinite(array)
         return bool(bad.any())

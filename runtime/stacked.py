@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.graph import Bounds, Pieces, Traced
 from alpa_lite.passes.layers.stacked_arguments import Arrangement, arrangement
 from alpa_lite.program import Program
-from alpa_lite.runtime import placement
+from alpa_lite.runtime import placement, presence, spreading
 from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
 
 Box = tuple[tuple[int, int], ...]
@@ -137,7 +137,9 @@ class _Leaf:
         self.shape = (pieces.bounds[-1], *places[0].shape[1:])
         devices: list[np.ndarray] = [s.mesh.devices for s in self.shardings]
         if self.kind == "spread":
-            self.whole = _even(self.shape, list(dict.fromkeys(d for mesh in devices for d in mesh.flat)))
+            own = list(dict.fromkeys(d for mesh in devices for d in mesh.flat))
+            self.alone = len({device.process_index for device in own}) == 1
+            self.whole = _even(self.shape, own, first=0 if self.alone else 1)
             return
         first: Any = self.shardings[0]
         shape, names, spec = first.mesh.devices.shape, first.mesh.axis_names, tuple(first.spec)
@@ -156,37 +158,42 @@ class _Leaf:
         """The parts of a leaf that lies as one that a step returned; None if it does not."""
         if self.whole is None or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
             return None
+        if self.kind == "spread" and not self.alone:
+            return spreading.apart(leaf, self.bounds, self.shardings)
         if self.kind == "spread":
             spans = zip(itertools.pairwise(self.bounds), self.shardings, strict=True)
             return [_gathered([(0, leaf)], (high - low, *self.shape[1:]), goal, low) for (low, high), goal in spans]
         there = {shard.device: shard.data for shard in leaf.addressable_shards}
         out = []
         for (low, high), landed, goal in zip(itertools.pairwise(self.bounds), self.landed, self.shardings, strict=True):
-            blocks = [there[device] for device in landed.mesh.devices.flat]
-            part = jax.make_array_from_single_device_arrays((high - low, *self.shape[1:]), landed, blocks)
-            out.append(part if landed is goal else jax.device_put(part, goal))
+            blocks = [there[device] for device in landed.mesh.devices.flat if device in there]
+            shape = (high - low, *self.shape[1:])
+            part = jax.make_array_from_single_device_arrays(shape, landed, blocks, dtype=leaf.dtype)
+            out.append(part if landed is goal else presence.put([part], [goal])[0])
         return out
 
     def together(self, parts: Sequence[Any]) -> jax.Array:
         """The whole of some parts."""
         if self.whole is None:
             return lax.concatenate(list(parts), 0)
+        if self.kind == "spread" and not self.alone:
+            return spreading.together(parts, self.whole)
         if self.kind == "spread":
             return _gathered(list(zip(self.bounds, parts, strict=False)), self.shape, self.whole, 0)
         if self.kind == "resharded":
-            parts = [jax.device_put(part, landed) for part, landed in zip(parts, self.landed, strict=True)]
+            parts = presence.put(parts, self.landed)
         blocks = []
         for part, landed in zip(parts, self.landed, strict=True):
             there = {shard.device: shard.data for shard in part.addressable_shards}
-            blocks += [there[device] for device in landed.mesh.devices.flat]
-        return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks)
+            blocks += [there[device] for device in landed.mesh.devices.flat if device in there]
+        return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks, dtype=parts[0].dtype)
 
 
-def _even(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
-    """A sharding over some devices that cuts one dim as often as it can be cut evenly."""
+def _even(shape: tuple[int, ...], devices: Sequence[Any], first: int = 0) -> NamedSharding:
+    """A sharding over some devices that cuts one dim as often as it can be cut evenly, one from `first` on."""
     best = max(
         ((count, -dim) for dim, size in enumerate(shape) for count in range(1, len(devices) + 1)
-         if len(devices) % count == 0 and size % count == 0),
+         if dim >= first and len(devices) % count == 0 and size % count == 0),
         default=(1, 0),
     )  # fmt: skip
     count, dim = best[0], -best[1]

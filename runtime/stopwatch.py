@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite.passes.programs import simulation
 from alpa_lite.program import Free, Instruction, Program, Run, Send
+from alpa_lite.runtime import presence
 from alpa_lite.timeline import Timeline
 
 Track = tuple[int, int]
@@ -48,7 +49,7 @@ class Stopwatch:
         self._peeks: dict[int, Any] = {}
         known: dict[Any, Any] = {}
         for item in items:
-            made = self._made(item)
+            made = [b for b in self._made(item) if presence.is_here(sharding_of(b))]
             lasting = [b for b in made if b not in consumed]
             chosen = min(lasting or made, key=lambda b: program.buffers[b].bytes, default=None)
             self._waited.append(chosen)

@@ -37,6 +37,7 @@ from alpa_lite.errors import AlpaLiteError, ProcessError
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.paths import shown
 from alpa_lite.plan import Plan
+from alpa_lite.processes.missing import check_joined
 from alpa_lite.processes.store import VARIABLE, Store, timeout
 from alpa_lite.program import Program
 
@@ -250,8 +251,15 @@ _clusters = itertools.count()
 
 
 def together(name: str) -> Alone:
-    """How a step is planned that all processes call: with the others, if there are any."""
-    return Agreement(name) if jax.process_count() > 1 else Alone()
+    """How a step is planned that all processes call: with the others, if there are any.
+
+    Raises:
+      ProcessError: this is one process of several, but it has not joined the others.
+    """
+    if jax.process_count() > 1:
+        return Agreement(name)
+    check_joined(name)
+    return Alone()
 
 
 def agreed_cluster(here: Cluster) -> Cluster:

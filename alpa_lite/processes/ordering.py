@@ -3,17 +3,21 @@
 A *meeting* is a task of a pipeline that devices of several processes take part in: a run on a submesh that spans
 processes, or a transfer between submeshes of different processes. Every device works on its tasks in the order in which
 its process issues them, and at a meeting it waits for all others that take part. So a step ends if and only if there is
-one total order of all meetings that every process keeps. All processes issue by `program.order`, which is a function of
-the program alone; `check` proves what follows from that for whatever sequences it is given.
+one total order of all meetings that every process keeps. All processes issue by `issued`, which is a function of the
+program and of who owns its devices; `check` proves what follows from that for whatever sequences it is given.
+
+At a transfer both ends wait. Early in the order, the receiver waits for the sender with work at hand; late, the sender
+waits. `issued` lets a transfer take place when its receiver wants it, and sooner where all would wait.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from alpa_lite.errors import PlanError
-from alpa_lite.program import Program, Run, Send, describe, order
+from alpa_lite.program import Instruction, Program, Receive, Run, Send, describe
 
 Task = tuple[int, int]
 """An instruction of a program: its submesh, and its position in that submesh's list."""
@@ -30,26 +34,97 @@ def owners(program: Program, process_of: Sequence[int]) -> tuple[frozenset[int],
     return tuple(frozenset(process_of[device] for device in one.devices) for one in program.submeshes)
 
 
+def issued(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]:
+    """One order of all instructions that keeps every list's own: what all processes issue, each its part.
+
+    Walks the lists with a clock each, by predicted seconds, the list that is behind first. A transfer between processes
+    takes place when its receiver has come to its `Receive`; where no list can go on, that with the lowest number does.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    where = owners(program, process_of)
+    together = [len(where[one.source] | where[one.destination]) > 1 for one in program.transfers]
+    positions, clocks = [0] * len(program.lists), [0.0] * len(program.lists)
+    sent: dict[int, float] = {}  # transfers that have taken place, and when they end
+    out: list[Task] = []
+
+    def head(mesh: int) -> Instruction | None:
+        items = program.lists[mesh]
+        return items[positions[mesh]] if positions[mesh] < len(items) else None
+
+    def goes_on(mesh: int) -> bool:
+        match head(mesh):
+            case None:
+                return False
+            case Receive(transfer=number):
+                return number in sent
+            case Send(transfer=number) if together[number]:
+                return head(program.transfers[number].destination) == Receive(number)
+            case _:
+                return True
+
+    def issue(mesh: int) -> None:
+        out.append((mesh, positions[mesh]))
+        match head(mesh):
+            case Run(executable=number):
+                clocks[mesh] += program.executables[number].seconds
+            case Send(transfer=number):
+                transfer = program.transfers[number]
+                start = max(clocks[mesh], clocks[transfer.destination]) if together[number] else clocks[mesh]
+                clocks[mesh] = start
+                sent[number] = start + transfer.seconds
+            case Receive(transfer=number):
+                clocks[mesh] = max(clocks[mesh], sent[number])
+        positions[mesh] += 1
+
+    meshes = range(len(program.lists))
+    candidates = [(0.0, mesh) for mesh in meshes]  # a heap; who cannot go on leaves it, and comes back when it may
+    while True:
+        if candidates:
+            _, mesh = heapq.heappop(candidates)
+            if not goes_on(mesh):
+                continue
+        else:
+            waiting = {mesh: item.transfer for mesh in meshes if isinstance(item := head(mesh), Send)}
+            if not waiting:
+                break
+            mesh = min(waiting, key=lambda one: waiting[one])
+        item = head(mesh)
+        issue(mesh)
+        heapq.heappush(candidates, (clocks[mesh], mesh))
+        other = program.transfers[item.transfer].destination if isinstance(item, Send) else mesh
+        if isinstance(wanted := head(mesh), Receive) and wanted.transfer not in sent:
+            other = program.transfers[wanted.transfer].source
+        if other != mesh:
+            heapq.heappush(candidates, (clocks[other], other))
+    stuck = [mesh for mesh in meshes if head(mesh) is not None]
+    if stuck:
+        places = ", ".join(f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in stuck)
+        raise PlanError(f"the lists of the program wait for each other: {places}")
+    return tuple(out)
+
+
 def participants(program: Program, process_of: Sequence[int]) -> dict[Task, frozenset[int]]:
-    """The processes of each task that can be a meeting, in the order in which tasks are issued."""
+    """The processes of each meeting, in the order in which they are issued."""
     where = owners(program, process_of)
     out = {}
-    for mesh, position in order(program):
+    for mesh, position in issued(program, process_of):
         item = program.lists[mesh][position]
-        if isinstance(item, Run):
-            out[mesh, position] = where[mesh]
-        elif isinstance(item, Send):
-            out[mesh, position] = where[mesh] | where[program.transfers[item.transfer].destination]
+        who = where[mesh] if isinstance(item, Run | Send) else frozenset()
+        if isinstance(item, Send):
+            who |= where[program.transfers[item.transfer].destination]
+        if len(who) > 1:
+            out[mesh, position] = who
     return out
 
 
-def sequences(program: Program, process_of: Sequence[int]) -> dict[int, list[Task]]:
-    """For each process the meetings that it enters, in the order in which it issues them."""
-    out: dict[int, list[Task]] = {process: [] for process in sorted(set(process_of))}
-    for task, processes in participants(program, process_of).items():
-        if len(processes) > 1:
-            for process in processes:
-                out[process].append(task)
+def sequences(meetings: Mapping[Task, frozenset[int]]) -> dict[int, list[Task]]:
+    """For each process the meetings that it enters, in the order in which it issues them; see `participants`."""
+    out: dict[int, list[Task]] = {process: [] for process in sorted({p for who in meetings.values() for p in who})}
+    for task, processes in meetings.items():
+        for process in processes:
+            out[process].append(task)
     return out
 
 
@@ -66,7 +141,7 @@ def check(
       said: a meeting in words.
     """
     for process, sequence in sequences.items():
-        expected = {one for one, processes in participants.items() if process in processes and len(processes) > 1}
+        expected = {one for one, processes in participants.items() if process in processes}
         wrong = expected.symmetric_difference(sequence)
         if wrong or len(sequence) != len(expected):
             one = next(iter(wrong), next(iter(sequence), None))
@@ -98,8 +173,5 @@ def check_program(program: Program, process_of: Sequence[int]) -> None:
     Args:
       process_of: the process of each device, by number.
     """
-    check(
-        sequences(program, process_of),
-        {task: who for task, who in participants(program, process_of).items() if len(who) > 1},
-        lambda task: describe(program, program.lists[task[0]][task[1]]),
-    )
+    meetings = participants(program, process_of)
+    check(sequences(meetings), meetings, lambda task: describe(program, program.lists[task[0]][task[1]]))

@@ -1,4 +1,4 @@
-"""Trains an MLP as a pipeline over all processes, and compares every step with one device. Argument: options."""
+"""Trains an MLP as a pipeline over all processes, and compares every step with one device. Argument: pipelines."""
 
 import json
 
@@ -30,12 +30,12 @@ def arguments(layers=4, width=32, batch=16):
 
 def main() -> None:
     (given,) = worker.start()
-    pipeline = alpa_lite.Pipeline(**json.loads(given))
-    ours = alpa_lite.parallelize(step, method=pipeline, num_microbatches=4)
     args = arguments()
-    blocks = worker.train(ours, step, args)
-    plan = ours.plan(*args)
-    worker.say("blocks", blocks, "stages", len(plan.stages), "meshes", [stage.mesh_shape for stage in plan.stages])
+    for options in json.loads(given):
+        ours = alpa_lite.parallelize(step, method=alpa_lite.Pipeline(**options), num_microbatches=4)
+        blocks = worker.train(ours, step, args)
+        plan = ours.plan(*args)
+        worker.say("blocks", blocks, plan.schedule, "meshes", [stage.mesh_shape for stage in plan.stages])
 
 
 if __name__ == "__main__":

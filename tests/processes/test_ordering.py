@@ -53,8 +53,8 @@ def test_two_transfers_of_a_program_in_another_order_are_found():
     program = pipeline_driver.drive(step, args, devices=(2, 4)).pipeline.program
     processes = [0, 0, 1, 1, 2, 2]  # the second submesh spans two of them
     ordering.check_program(program, processes)
-    own = ordering.sequences(program, processes)
-    who = {task: some for task, some in ordering.participants(program, processes).items() if len(some) > 1}
+    who = ordering.participants(program, processes)
+    own = ordering.sequences(who)
     runs = [task for task in own[1] if not isinstance(program.lists[task[0]][task[1]], Send)]
     sends = [task for task in own[1] if task not in runs]
     assert len(sends) >= 4 and len(runs) >= 4 and own[1] == own[2] and set(own[0]) == set(sends)

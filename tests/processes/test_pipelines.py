@@ -4,13 +4,53 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.processes import driver
 
 
 def test_a_pipeline_over_two_processes_trains_as_one_device_does():
     """Stages of two devices, each in a process of its own: losses, parameters and every block of them."""
-    options = {"num_stages": 2, "submesh_shapes": [2, 2]}
-    texts = driver.agreed("mlp.py", 2, 2, json.dumps(options))
-    for text in texts:
-        assert "stages 2 meshes [(2,), (2,)]" in text
+    for text in driver.agreed("mlp.py", 2, 2, json.dumps([{"submesh_shapes": [2, 2], "schedule": "1f1b"}])):
+        assert "meshes [(2,), (2,)]" in text
         assert "blocks 15 " in text  # 3 steps: 2 parameters on 2 devices, and the loss, which both are told
+
+
+TWO = [
+    {"submesh_shapes": [4, 2], "schedule": "gpipe"},
+    {"submesh_shapes": [2, 2, 4], "schedule": "zb-h1"},  # two stages in one process, unequal submeshes
+    {"submesh_shapes": [2, 2, 2, 2], "schedule": "eager-1f1b"},
+    {"submesh_shapes": [[2, 2], 4], "schedule": "interleaved-1f1b"},
+    {"submesh_shapes": [1, 1], "schedule": "1f1b"},  # both in one process; the other has no part, but is told the loss
+]
+FOUR = [
+    {"submesh_shapes": [2, 2], "schedule": "1f1b"},  # each stage on two processes
+    {"submesh_shapes": [1, 2], "schedule": "zb-h1"},
+    {"submesh_shapes": [1, 1, 1, 1], "schedule": "gpipe"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 4, TWO), (4, 1, FOUR)])
+def test_schedules_and_submeshes(processes, devices, cases):
+    for text in driver.agreed("mlp.py", processes, devices, json.dumps(cases)):
+        lines = [line for line in text.splitlines() if line.startswith("blocks")]
+        assert [line.split()[2] for line in lines] == [case["schedule"] for case in cases]
+        assert all(int(line.split()[1]) >= 3 for line in lines)  # the loss of each step at least
+
+
+@pytest.mark.slow
+def test_models():
+    """Parameters under a scan that unequal stages share, experts, modules that are updated in place."""
+    method = {"kind": "Pipeline", "submesh_shapes": [2, 2], "microbatches": 2}
+    names = ["linen_gpt_scan", "nnx_moe", "nnx_user_gpt"]
+    for text in driver.agreed("models.py", 2, 2, json.dumps(method), *names, seconds=240):
+        assert all(f"{name} agrees in" in text for name in names)
+
+
+@pytest.mark.slow
+def test_state_is_born_evaluated_and_moved_where_it_belongs():
+    for text in driver.agreed("state.py", 2, 2, "[2, 2]", "[1, 2]", seconds=240):
+        for line in ("born in", "trained", "evaluated at", "short batch", "moved"):
+            assert line in text
+        assert "all held" not in text

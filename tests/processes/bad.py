@@ -1,0 +1,52 @@
+"""What processes do wrong together. Arguments: what, and which process does it."""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import worker
+
+import alpa_lite
+from alpa_lite.errors import AlpaLiteError
+
+
+def main() -> None:
+    what, who = sys.argv[5], int(sys.argv[6])
+    wrong = int(sys.argv[1]) == who
+    worker.start(joined=what != "alone")
+    size = 32 if wrong and what == "shapes" else 16
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)] * 2
+    batch = {"x": rng.normal(size=(size, 8)).astype(np.float32), "y": np.zeros((size, 8), np.float32)}
+    constant = rng.normal(size=8).astype(np.float32) + (1 if wrong and what == "constants" else 0)
+
+    def loss_of(params, batch):
+        if wrong and what == "raises":
+            raise ValueError("the data is not there")
+        x = batch["x"] + constant
+        for w in params:
+            x = jnp.tanh(x @ w)
+        if wrong and what == "code":
+            x = jnp.sin(x)
+        return ((x - batch["y"]) ** 2).mean()
+
+    @alpa_lite.parallelize(method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
+
+    start = time.monotonic()
+    if wrong and what == "late":
+        time.sleep(8)
+    try:
+        step(params, batch)
+    except (AlpaLiteError, ValueError) as error:
+        worker.say(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}")
+    else:
+        worker.say("no error")
+
+
+if __name__ == "__main__":
+    main()
