@@ -82,8 +82,8 @@ def issued(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]:
     candidates = [(0.0, mesh) for mesh in meshes]  # a heap; who cannot go on leaves it, and comes back when it may
     while True:
         if candidates:
-            _, mesh = heapq.heappop(candidates)
-            if not goes_on(mesh):
+            clock, mesh = heapq.heappop(candidates)
+            if clock < clocks[mesh] or not goes_on(mesh):
                 continue
         else:
             waiting = {mesh: item.transfer for mesh in meshes if isinstance(item := head(mesh), Send)}
@@ -92,12 +92,13 @@ def issued(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]:
             mesh = min(waiting, key=lambda one: waiting[one])
         item = head(mesh)
         issue(mesh)
-        heapq.heappush(candidates, (clocks[mesh], mesh))
-        other = program.transfers[item.transfer].destination if isinstance(item, Send) else mesh
-        if isinstance(wanted := head(mesh), Receive) and wanted.transfer not in sent:
-            other = program.transfers[wanted.transfer].source
-        if other != mesh:
-            heapq.heappush(candidates, (clocks[other], other))
+        may = {mesh}
+        if isinstance(item, Send):
+            may.add(program.transfers[item.transfer].destination)
+        if isinstance(wanted := head(mesh), Receive):
+            may.add(program.transfers[wanted.transfer].source)
+        for one in may:
+            heapq.heappush(candidates, (clocks[one], one))
     stuck = [mesh for mesh in meshes if head(mesh) is not None]
     if stuck:
         places = ", ".join(f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in stuck)
