@@ -78,9 +78,9 @@ class Asked:
         """Seconds for the integer programs of one step: `Options.solver_time_limit`, or what is left of the search."""
         return min(self.options.solver_time_limit, self.deadline.left)
 
-    def within(self, seconds: float) -> Asked:
-        """The same, to be answered within so many seconds from now, or what is left if that is less."""
-        return replace(self, deadline=self.deadline.within(seconds))
+    def within(self, seconds: float, least: float = 0.0) -> Asked:
+        """The same, to be answered within so many seconds from now, or what is left; as of `Deadline.within`."""
+        return replace(self, deadline=self.deadline.within(seconds, least))
 
     @property
     def ran_out(self) -> str:

@@ -19,6 +19,10 @@ SELDOM = 100_000
 """Allocations between two collections while something is planned: more than a hundred times Python's own number."""
 
 
+OLDER = 100
+"""Collections until what survived them is looked through again, which takes as long as all of them together."""
+
+
 class _Thresholds:
     """The collector's thresholds before the first of the threads that plan raised them."""
 
@@ -35,7 +39,7 @@ class _Thresholds:
             if self.planning == 1:
                 self.before, self.raised = gc.get_threshold(), None
                 if gc.isenabled() and 0 < self.before[0] < SELDOM:
-                    gc.set_threshold(SELDOM, *self.before[1:])
+                    gc.set_threshold(SELDOM, max(OLDER, self.before[1]), *self.before[2:])
                     self.raised = gc.get_threshold()
 
     def leave(self) -> None:

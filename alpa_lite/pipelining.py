@@ -42,6 +42,12 @@ logger = logging.getLogger(__name__)
 REALISING = 1.7
 """How long planning the chosen stages takes, as a multiple of tracing: 1.3 to 1.7 for models of 24 to 64 layers."""
 
+LEAST = 0.2
+"""The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
+
+LEAST_OF_STAGE = 2.0
+"""Seconds that solving a chosen stage may take in any case; most take less."""
+
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
@@ -81,7 +87,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
     given = asked.num_microbatches
     counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
-    pricing = asked.within(asked.deadline.left - reserve(run))
+    least = LEAST * asked.options.search_time_limit if must else 0.0
+    pricing = asked.within(asked.deadline.left - reserve(run), least)
     cut = functools.cache(functools.partial(in_layers, run, step, asked))
     price = functools.cache(functools.partial(priced_layers, run, asked, cut, {}))
 
@@ -218,6 +225,7 @@ def solve_stages(
     stages take over the choices of the first.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
+    most = min(LEAST_OF_STAGE, asked.options.solver_time_limit)
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
     for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
@@ -232,7 +240,7 @@ def solve_stages(
         if (number, *key) not in known:
             known[(number, *key)] = run(
                 "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=asked.time_limit, wishes=asked.wishes, like=known.get(key),
+                price=prices[number], time_limit=max(asked.time_limit, most), wishes=asked.wishes, like=known.get(key),
             )  # fmt: skip
         decided = known[(number, *key)]
         known.setdefault(key, decided)

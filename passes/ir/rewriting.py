@@ -52,7 +52,7 @@ class Rewriter:
         self._constants: list[tuple[int, Any]] = []
         self._origin: dict[int, int] = {}
         self._copies: set[int] = set()
-        self._index = max((op.index for op in graph.ops()), default=-1)
+        self._last: int | None = None  # index of an op, once one was asked for
 
     def fresh(self, like: int | Value) -> int:
         """A new value number, of the type of another value or of a given one."""
@@ -73,12 +73,14 @@ class Rewriter:
 
     def index(self, origin: int | None = None, *, is_copy: bool = False) -> int:
         """A new op index."""
-        self._index += 1
+        if self._last is None:
+            self._last = max((op.index for op in self.graph.ops()), default=-1)
+        self._last += 1
         if origin is not None:
-            self._origin[self._index] = self._origin.get(origin, origin)
+            self._origin[self._last] = self._origin.get(origin, origin)
         if is_copy:
-            self._copies.add(self._index)
-        return self._index
+            self._copies.add(self._last)
+        return self._last
 
     def op(
         self,

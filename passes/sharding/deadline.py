@@ -57,9 +57,14 @@ class Deadline:
         """Seconds for the first of so many equal parts of what is left, less a reserve; none if that is spent."""
         return max(self.left - reserve, 0.0) / parts
 
-    def within(self, seconds: float) -> Deadline:
-        """A limit that begins now, of so many seconds or of what is left, whichever is less; with the same clock."""
-        return Deadline(max(min(seconds, self.left), 0.0), self._clock)
+    def within(self, seconds: float, least: float = 0.0) -> Deadline:
+        """A limit that begins now, of so many seconds or of what is left, whichever is less; with the same clock.
+
+        Args:
+          seconds: at most; as many as are left, if that is less.
+          least: even where fewer are left, and the limit is exceeded by it.
+        """
+        return Deadline(max(min(seconds, self.left), least), self._clock)
 
     def check(self) -> None:
         """Raises OutOfTime if nothing is left."""

@@ -126,6 +126,8 @@ class _Step:
         self.stages = assignment.stage
         self.shared = assignment.shared
         self.made_by = producers(self.body.ops)
+        self.place = {op.index: place for place, op in enumerate((*self.block.ops, *self.body.ops))}
+        self.own = _by_stage(assignment, (op for op in self.body.ops if op.index not in assignment.shared))
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
@@ -143,10 +145,11 @@ class _Step:
         self.after = [op for op in others if not self.late.isdisjoint(reads(op))]
         self.early = [op for op in others if self.late.isdisjoint(reads(op))]
         self.before = producers(self.early)
+        self.update = _by_stage(self.assignment, self.after)
 
     def body_needs(self, stage: int) -> tuple[list[Op], set[int]]:
         """The body ops of a stage, shared ones that it reads included, in order; and the carries that it holds."""
-        own = [op for op in self.body.ops if self.stages.get(op.index) == stage and op.index not in self.shared]
+        own = self.own[stage]
         outputs = self.view.outputs.carry
 
         def demanded(value: int) -> tuple[int, ...]:
@@ -156,12 +159,11 @@ class _Step:
             return reads(op) if op is not None and op.index in self.shared else ()
 
         reached = reach((value for op in own for value in reads(op)), demanded)
-        made = {value for op in own for value in op.results}
-        carries = {i for i, atom in enumerate(outputs) if atom in made}
+        carries = {i for op in own for value in op.results for i in self.carried_as.get(value, ())}
         carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
-        copies = {self.made_by[v].index for v in reached if v in self.made_by} & self.shared
-        wanted = copies.union(op.index for op in own)
-        return self._late([op for op in self.body.ops if op.index in wanted], copies), carries
+        makers = {op.index: op for op in map(self.made_by.get, reached) if op is not None and op.index in self.shared}
+        ops = sorted([*own, *makers.values()], key=lambda op: self.place[op.index])
+        return self._late(ops, makers.keys()), carries
 
     def _late(self, ops: Sequence[Op], copies: AbstractSet[int]) -> list[Op]:
         """The ops with copies right before what reads them first: stages that differ in nothing else are identical."""
@@ -179,6 +181,10 @@ class _Step:
 
     def _place_carries(self) -> None:
         """Decides who holds each carry and returns each result of the scan."""
+        self.carried_as: dict[int, list[int]] = {}  # body value -> the carries that it is the next value of
+        for i, atom in enumerate(self.view.outputs.carry):
+            if isinstance(atom, int):
+                self.carried_as.setdefault(atom, []).append(i)
         self.body_ops: list[list[Op]] = []
         self.carries: list[set[int]] = []
         for stage in range(self.assignment.num_stages):
@@ -221,21 +227,21 @@ class _Step:
     def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], set[int]]:
         """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
         reached = needed(values_in(atoms), self.before)
-        ops = [op for op in self.early if not reached.keys().isdisjoint(op.results)]
+        makers = {op.index: op for op in map(self.before.get, reached) if op is not None}
+        ops = sorted(makers.values(), key=lambda op: self.place[op.index])
         return ops, {value for value in reached if value in self.argument or value in self.constant}
 
     def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
         atoms: list[Atom] = []
         used = {value for op in self.body_ops[stage] for value in reads(op)}
-        atoms += [atom for value, atom in self.outer.items() if value in used]
+        atoms += [self.outer[value] for value in used if value in self.outer]
         atoms += [self.view.operands.carry[i] for i in sorted(self.carries[stage])]
         for atom, result in self.view.ys:  # results that are inputs of the body
             if self.owner_of_result[result] == stage and isinstance(atom, int) and atom in self.outer:
                 atoms.append(self.outer[atom])
-        for op in self.after:
-            if self.stages[op.index] == stage:
-                atoms += [value for value in reads(op) if value not in self.late]
+        for op in self.update[stage]:
+            atoms += [value for value in reads(op) if value not in self.late]
         return atoms
 
     def _place_outputs(self) -> None:
@@ -277,12 +283,21 @@ class _Step:
                 source = self.crossing_out[self.stages[self.made_by[value].index]]
                 if value not in source:
                     source.append(value)
-            used = [value for op in self.after if self.stages[op.index] == stage for value in reads(op)]
+            used = [value for op in self.update[stage] for value in reads(op)]
             late = [v for v in dict.fromkeys(used) if v in self.late and self.stage_of[v] != stage]
             self.late_in.append(late)
             for value in late:
                 if value not in self.late_out[self.stage_of[value]]:
                     self.late_out[self.stage_of[value]].append(value)
+
+
+def _by_stage(assignment: Assignment, ops: Iterable[Op]) -> list[list[Op]]:
+    """The operations of each stage; those of none are left out."""
+    found: list[list[Op]] = [[] for _ in range(assignment.num_stages)]
+    for op in ops:
+        if op.index in assignment.stage:
+            found[assignment.stage[op.index]].append(op)
+    return found
 
 
 class _Stage:
@@ -299,7 +314,7 @@ class _Stage:
         whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
         arguments, ports = self._arguments(read, outputs)
         scan, stacks_in, stacks_out = self._scan()
-        update = [op for op in step.after if step.stages[op.index] == number]
+        update = step.update[number]
         late_in, late_out = step.late_in[number], step.late_out[number]
         constants = sorted(v for v in read if v in step.constant)
         inputs = (*arguments, *stacks_in.values(), *late_in, *constants)
@@ -323,8 +338,8 @@ class _Stage:
             scan=place[step.scan.index] if scan else -1,
             inputs=input_ports,
             outputs=output_ports,
-            backward=frozenset(place[i] for i in assignment.backward if i in place),
-            weight=frozenset(place[i] for i in assignment.weight if i in place),
+            backward=frozenset(place[i] for i in place if i in assignment.backward),
+            weight=frozenset(place[i] for i in place if i in assignment.weight),
             rounds={place[op.index]: step.round_of[op.index] for op in update},
             late_rounds={v: step.value_round[v] for v in late_out},
             arrivals={v: step.value_round[v] for v in late_in},

@@ -37,6 +37,7 @@ def test_a_part_ends_by_itself_or_with_the_whole():
     clock.now += 6.0
     assert short.over and not deadline.over and long.left == 4.0
     assert deadline.within(8.0).left == 4.0 and short.within(1.0).over
+    assert short.within(1.0, least=0.5).left == 0.5 and deadline.within(2.0, least=0.5).left == 2.0
 
 
 def test_only_what_is_over_is_interrupted():
