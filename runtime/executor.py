@@ -310,7 +310,7 @@ class Executable:
             return self._run(leaves)
         out = list(self._run(leaves))
         for place, argument in self._traced.through:
-            out.insert(place, leaves[argument])
+            out.insert(place, placement.as_array(leaves[argument]))
         return out
 
     def _run(self, leaves: list[Any]) -> list[Any]:

@@ -382,7 +382,7 @@ class PipelineExecutable:
 
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
-        through = [(place, leaves[argument]) for place, argument in self._traced.through]
+        through = [(place, placement.as_array(leaves[argument])) for place, argument in self._traced.through]
         out = self._run(leaves)
         for place, leaf in through:
             out.insert(place, leaf)

@@ -27,6 +27,11 @@ from alpa_lite.runtime import presence
 _GROUPS = 8
 
 
+def as_array(leaf: Any) -> Any:
+    """A leaf of the caller as a result: arrays of JAX themselves, NumPy arrays and numbers as arrays of JAX."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
 def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether a leaf already lies as the plan wants it, on the plan's own mesh.
 

@@ -283,3 +283,19 @@ def test_a_part_of_an_axis_that_the_partitioner_uses_is_compared():
     method = alpa_lite.Manual(specs, mesh_shape=(4, 2), axis_names=names, rest=alpa_lite.Zero(3))
     args = {"s": jnp.ones(())}, {"a": jnp.ones((8, 12)), "b": jnp.ones((8, 12))}
     same(step, args, method=method, num_microbatches=4, communication="compiler", verify="hlo")
+
+
+@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(num_stages=2)])
+def test_what_is_handed_through_comes_back_in_arrays_of_jax(method):
+    def step(state, batch):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ w) @ w) ** 2))(
+            state["w"]
+        )
+        return {"w": state["w"] - 0.1 * gradients}, (loss, batch["y"], batch["n"])
+
+    batch = {"x": np.ones((8, 8), "float32"), "y": np.ones((8, 4), "float32"), "n": 3}
+    want = jax.jit(step)({"w": jnp.ones((8, 8))}, batch)
+    got = alpa_lite.parallelize(step, method=method)({"w": jnp.ones((8, 8))}, batch)
+    assert [type(leaf) for leaf in jax.tree.leaves(got)] == [type(leaf) for leaf in jax.tree.leaves(want)]
+    assert [leaf.weak_type for leaf in jax.tree.leaves(got)] == [leaf.weak_type for leaf in jax.tree.leaves(want)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
