@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -189,12 +190,15 @@ def write(rows: list[dict], options: argparse.Namespace) -> None:
     import jax
 
     options.out.with_suffix(".json").write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1) + "\n")
+    about = (
+        f"`benchmarks/kills.py`, JAX {jax.__version__}, method {options.method}, devices of each process: "
+        f"{options.devices}, heartbeat_timeout_seconds={HEARTBEAT}. The losses are compared with those of a run that "
+        "nothing happened to, on as many processes as at first: the farthest is relative."
+    )
     lines = [
         "# Killed processes",
         "",
-        f"`benchmarks/kills.py`, JAX {jax.__version__}, method {options.method}, {options.devices} devices a process, "
-        f"heartbeat_timeout_seconds={HEARTBEAT}. The losses are compared with those of a run that nothing happened to, "
-        "on as many processes as at first: the farthest is relative.",
+        *textwrap.wrap(about, 118),
         "",
         "| processes | killed | while | the others end after | they name it | started again on | farthest loss |",
         "|---|---|---|---|---|---|---|",
