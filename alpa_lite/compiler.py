@@ -293,7 +293,10 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     loop, graphs = kept.cut_as(run, loop, plan)
-    schedule = schedules.schedule(plan.schedule, len(division.first_devices), count, virtual=division.virtual)
+    schedule = schedules.schedule(
+        plan.schedule, len(division.first_devices), count, virtual=division.virtual,
+        slices=len(division.token_slices) or 1,
+    )  # fmt: skip
     planned_stages = []
     for graph, stage in zip(graphs, plan.stages, strict=True):
         decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")

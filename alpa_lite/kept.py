@@ -21,6 +21,7 @@ from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tokens.slicing import in_slices
 from alpa_lite.paths import shown
 from alpa_lite.pins import Pin, Pins, pin_of
 from alpa_lite.plan import Plan
@@ -89,6 +90,8 @@ def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tup
     replay.check_layers(plan, len(layers.layering.layers))
     again: list[Choice] = [remat.choice for remat in replay.remat_of(plan)]
     cut = run("layers", divided, layers, plan.division.first_layers[1:], again)
+    if plan.division.token_slices:
+        cut = run("slices", in_slices, cut, plan.division.token_slices)
     loop = cut.accumulated
     return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
 
@@ -102,7 +105,8 @@ def program_as(
     return run(
         "programs", programs.pipelined, loop, planned, division.first_devices, schedule, asked.cluster,
         first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
-        remat=division.remat, verdict=replace(verdict, idle_devices=division.idle_devices),
+        remat=division.remat, token_slices=division.token_slices,
+        verdict=replace(verdict, idle_devices=division.idle_devices),
     )  # fmt: skip
 
 
@@ -116,7 +120,8 @@ def _in_microbatches(run: Passes, step: Step, asked: Asked, plan: Plan) -> tuple
     for count in range(asked.num_microbatches or plan.num_microbatches, 0, -1):
         try:
             schedule = schedules.schedule(
-                plan.schedule, len(division.first_devices), count, virtual=division.virtual
+                plan.schedule, len(division.first_devices), count, virtual=division.virtual,
+                slices=len(division.token_slices) or 1,
             )  # fmt: skip
             loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
         except (MicrobatchError, OptionError) as error:

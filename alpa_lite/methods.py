@@ -138,12 +138,16 @@ class Pipeline(Method):
         them.
       remat: the values that the backward pass computes again: "none", "layer" (all but those that cross layers),
         "selective" (all but the results of matrix products and convolutions), or "auto".
+      token_slices: the tokens of each slice that the sequence is cut into, such as (768, 640, 640): later tokens are in
+        earlier stages while earlier tokens are in later stages. For steps in which no token depends on later ones.
+        None leaves sequences whole.
     """
 
     num_stages: int | None = None
     schedule: str = "auto"
     submesh_shapes: tuple[int | MeshShape, ...] | None = None
     remat: str = "auto"
+    token_slices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         from alpa_lite.schedules import NAMES
@@ -154,6 +158,18 @@ class Pipeline(Method):
         if self.schedule not in ("auto", *NAMES):
             raise OptionError(f'Pipeline schedule={self.schedule!r}: use "auto" or one of {", ".join(NAMES)}')
         _check_remat("Pipeline", self.remat)
+        if self.token_slices is not None:
+            given = self.token_slices
+            if not isinstance(given, list | tuple) or not given or any(type(n) is not int or n < 1 for n in given):
+                raise OptionError(
+                    f"Pipeline token_slices={given!r}: give the tokens of each slice, such as (512, 512), or None"
+                )
+            object.__setattr__(self, "token_slices", tuple(given))
+            if self.schedule == "zb-h1":
+                raise OptionError(
+                    'Pipeline schedule="zb-h1" computes gradients of parameters apart, which slices of the sequence do '
+                    'not: use "1f1b", or leave token_slices out'
+                )
         if self.submesh_shapes is not None:
             if not isinstance(self.submesh_shapes, list | tuple) or not self.submesh_shapes:
                 raise OptionError(
@@ -179,13 +195,15 @@ class Pipeline(Method):
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["on " + ", ".join(map(by, shapes))] if shapes is not None else []
         parts += [f"remat {self.remat}"] if self.remat != "auto" else []
+        parts += [f"slices of {', '.join(map(str, self.token_slices))} tokens"] if self.token_slices else []
         return "pipeline" + (": " + ", ".join(parts) if parts else "")
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
         shapes = None if self.mesh_shapes is None else [list(shape) for shape in self.mesh_shapes]
         fields = {"num_stages": self.num_stages, "schedule": self.schedule, "submesh_shapes": shapes}
-        return super().to_json() | fields | {"remat": self.remat}
+        slices = None if self.token_slices is None else list(self.token_slices)
+        return super().to_json() | fields | {"remat": self.remat, "token_slices": slices}
 
 
 def _check_remat(method: str, remat: str) -> None:

@@ -34,6 +34,7 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tokens.slicing import in_slices
 from alpa_lite.report import units
 from alpa_lite.runner import Passes
 
@@ -183,17 +184,22 @@ def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
     slices = chosen.slices
     firsts = [stage.first for stage in slices.stages]
     remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
+    tokens = asked.pipeline.token_slices or ()
     cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
+    if tokens:
+        cut = run("slices", in_slices, cut, tokens)
     loop = cut.accumulated
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
-    schedule = schedules.schedule(slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual)
+    schedule = schedules.schedule(
+        slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
+    )
     verdict = Verdict(
         "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
     )  # fmt: skip
     write = functools.partial(
         programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
         first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
-        remat=remat, verdict=verdict,
+        remat=remat, verdict=verdict, token_slices=tokens,
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
     mesh_of = [stage.mesh for stage in slices.stages]

@@ -79,6 +79,7 @@ class Executable:
       donated: the positions of the inputs whose buffers it consumes.
       seconds: predicted time of one run.
       temporary_bytes: predicted bytes per device that a run needs beyond its inputs and outputs.
+      slice: the slice of the sequence that it is of; -1 for whole sequences.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Executable:
     donated: tuple[int, ...]
     seconds: float
     temporary_bytes: int = 0
+    slice: int = -1
 
 
 @dataclass(frozen=True)

@@ -375,6 +375,7 @@ class Division:
       idle_devices: if devices of the cluster are not used, how many are and why; else empty.
       owned: the paths of the arguments that the step was divided by, each on the submesh that has it; empty for a step
         that was divided by its layers.
+      token_slices: tokens of each slice that the sequence is cut into; empty for whole sequences.
     """
 
     virtual: int
@@ -389,6 +390,7 @@ class Division:
     timeline: Timeline
     idle_devices: str = ""
     owned: tuple[str, ...] = ()
+    token_slices: tuple[int, ...] = ()
 
     def layers_of(self, stage: int) -> tuple[int, int]:
         """The first layer of a stage, and how many layers it has."""

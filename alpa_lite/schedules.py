@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from alpa_lite.errors import OptionError, PlanError
@@ -48,11 +48,12 @@ _WHOLE: tuple[TaskKind, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one stage does for one micro-batch. See the module for the kinds."""
+    """What one stage does for one micro-batch, or one slice of its sequence. See the module for the kinds."""
 
     kind: TaskKind
     stage: int
     microbatch: int
+    slice: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Schedule:
       num_microbatches: B.
       num_stages: S times the stages of each submesh. Stage s is on submesh s modulo S.
       tasks: one list for each submesh.
+      num_slices: of the sequence of each micro-batch.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Schedule:
     num_microbatches: int
     num_stages: int
     tasks: tuple[tuple[Task, ...], ...]
+    num_slices: int = 1
 
     @property
     def virtual(self) -> int:
@@ -88,7 +91,7 @@ class Schedule:
         return stage % self.num_meshes
 
 
-def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int = 1) -> Schedule:
+def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int = 1, slices: int = 1) -> Schedule:
     """The tasks of every submesh.
 
     Args:
@@ -96,11 +99,17 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
       num_meshes: S, at least 1.
       num_microbatches: B, at least 1; for "interleaved-1f1b" a multiple of S.
       virtual: stages of each submesh; more than 1 for "interleaved-1f1b" only.
+      slices: of the sequence: a forward task is one for each slice in order, a backward task likewise in reverse.
 
     Raises:
       OptionError: no such schedule, or one that does not exist for these numbers.
     """
     _validate(name, num_meshes, num_microbatches, virtual)
+    if slices > 1 and name == "zb-h1":
+        raise OptionError(
+            "schedule 'zb-h1' computes gradients of parameters apart, which slices of the sequence do not; give "
+            "schedule='1f1b', or leave token_slices out."
+        )
     meshes, count = range(num_meshes), num_microbatches
     if virtual > 1:
         tasks = [_interleaved(mesh, num_meshes, count, virtual) for mesh in meshes]
@@ -115,7 +124,14 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
             )
             for mesh in meshes
         ]
-    return Schedule(name, num_meshes, count, num_meshes * virtual, tuple(map(tuple, tasks)))
+    lists = tuple(tuple(part for task in some for part in _in_slices(task, slices)) for some in tasks)
+    return Schedule(name, num_meshes, count, num_meshes * virtual, lists, slices)
+
+
+def _in_slices(task: Task, slices: int) -> Iterator[Task]:
+    """A task as one for each slice of the sequence. Backward, later tokens come first: earlier ones wait for them."""
+    for number in range(slices) if task.kind == "forward" else reversed(range(slices)):
+        yield replace(task, slice=number)
 
 
 def forwards(meshes: Sequence[int], num_microbatches: int) -> Schedule:
@@ -211,6 +227,8 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     for tasks in schedule.tasks:
         held = peak = 0
         for task in tasks:
+            if task.slice:
+                continue  # the first slice comes first forward, and last backward
             if task.kind == "forward":
                 held += 1
                 peak = max(peak, held)

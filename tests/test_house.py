@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    "ir", "tracing", "factors", "local", "microbatches", "layers", "sharding", "lowering", "stages", "programs",
-    "checks", "plans",
+    "ir", "tracing", "factors", "local", "microbatches", "layers", "tokens", "sharding", "lowering", "stages",
+    "programs", "checks", "plans",
 )  # fmt: skip
 """The rooms of `passes/`, each importing only from those before it."""
 

@@ -72,6 +72,8 @@ def header(plan: Plan) -> RenderableType:
         number += f" on {len(plan.division.first_devices)} submeshes"
     facts.append(number)
     facts.append(f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches != 1 else ''}")
+    if plan.division.token_slices:
+        facts.append(f"{len(plan.division.token_slices)} slices of the sequence")
     if plan.schedule != "none":
         facts.append(f"schedule {plan.schedule}")
     facts.append(f"fingerprint {plan.fingerprint[:12]}")

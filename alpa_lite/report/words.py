@@ -44,9 +44,11 @@ def _pipeline(plan: Plan) -> str:
     remat = f"; recomputes {', '.join(again)}" if again else ""
     device = "device" if sizes == "1" else "devices"
     count = f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)}"
+    tokens = plan.division.token_slices
+    slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
     return (
         f"pipeline of {plan.num_stages} stages{where} on {sizes} {device}{' each' * alike}, {plan.schedule} with "
-        f"{count}{remat}"
+        f"{count}{slices}{remat}"
     )
 
 

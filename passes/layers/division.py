@@ -55,11 +55,13 @@ class Divided:
     Attributes:
       accumulated: the step; scans are cut where stages begin, and what is not saved is computed again.
       layering: its layers; they may be fewer than those that were priced.
+      cuts: the first of these layers of each stage after the first.
       assignment: of its operations to stages.
     """
 
     accumulated: Accumulated
     layering: Layering
+    cuts: tuple[int, ...]
     assignment: Assignment
 
 
@@ -96,7 +98,7 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
     if any(choice != "none" for choice in remat):
         layers = rematerialised(layers, cuts, remat)
     accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
-    return Divided(accumulated, layers, layering_stages.assign(layers, cuts))
+    return Divided(accumulated, layers, tuple(cuts), layering_stages.assign(layers, cuts))
 
 
 def recomputing(step: Divisible, remat: Remat) -> Accumulated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from alpa_lite.graph import Block, Op, Traced
@@ -78,6 +78,7 @@ class Assignment:
       shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
       home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
         are on stage 0. Other stages that read it get it once per step, the batch as slices.
+      phases: of a step in slices of the sequence, the phase of each op of the body (`tokens.slicing`); else empty.
     """
 
     num_stages: int
@@ -88,3 +89,4 @@ class Assignment:
     dissolved: frozenset[int]
     shared: frozenset[int]
     home: Mapping[int, int]
+    phases: Mapping[int, int] = field(default_factory=dict)

@@ -115,6 +115,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
             timeline=staged.timeline,
             idle_devices=verdict.idle_devices,
             owned=verdict.owned,
+            token_slices=staged.token_slices,
         ),
         candidates=verdict.candidates,
         notes=tuple(

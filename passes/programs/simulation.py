@@ -101,7 +101,8 @@ def producers(program: Program) -> dict[int, Executable]:
 def run_event(program: Program, run: Run, start: float, end: float) -> Event:
     """The event of a run, with one name if predicted or measured. Times are seconds from the step's start."""
     executable = program.executables[run.executable]
-    name = f"{executable.kind} {run.microbatch}" if run.microbatch >= 0 else executable.name
+    number = f"{run.microbatch}" if executable.slice < 0 else f"{run.microbatch}.{executable.slice}"
+    name = f"{executable.kind} {number}" if run.microbatch >= 0 else executable.name
     return Event(executable.mesh, start, end, name, executable.kind, executable.stage, run.microbatch)
 
 

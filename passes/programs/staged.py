@@ -65,6 +65,7 @@ class Staged:
       timeline: the simulated step.
       bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables.
       verdict: why.
+      token_slices: tokens of each slice of the sequence; empty for whole sequences.
     """
 
     loop: Accumulated
@@ -78,6 +79,7 @@ class Staged:
     timeline: Timeline
     bytes: tuple[tuple[int, int], ...]
     verdict: Verdict
+    token_slices: tuple[int, ...] = ()
 
     @property
     def traced(self) -> Traced:
@@ -130,6 +132,7 @@ def pipelined(
     max_layers: int,
     remat: Sequence[str],
     verdict: Verdict,
+    token_slices: Sequence[int] = (),
 ) -> Staged:
     """Several stages: the instruction lists of a schedule, simulated; the state is donated.
 
@@ -149,6 +152,7 @@ def pipelined(
         timeline=simulation.simulate(written.program, cluster=cluster),
         bytes=_bytes(written, stages),
         verdict=verdict,
+        token_slices=tuple(token_slices),
     )
 
 

@@ -249,11 +249,12 @@ class _Writer:
                 for i, slot in enumerate(self._slots(stage, position))
                 if segment.kind != "update" and slot.wire.kind == "carry" and slot.wire in given
             )
-            part = f" {segment.round}" if segment.round else ""
+            slices = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
+            part = f" {segment.round}" if segment.round or slices else ""
             self.executables.append(
                 Executable(
                     f"stage {stage} {segment.kind}{part}", self.mesh_of[stage], stage, segment.kind, donated,
-                    self.segment_seconds(self.stages[stage], segment),
+                    self.segment_seconds(self.stages[stage], segment), slice=segment.round if slices else -1,
                 )
             )  # fmt: skip
             self.functions.append(key)
@@ -335,7 +336,7 @@ class _Writer:
     def _tasks(self) -> None:
         """Writes the tasks in the order in which they would start. Takes time linear in what they read and write."""
         needed = {
-            (number, segment.kind): [w.number for w in segment.inputs if w.kind == "crossing"]
+            (number, segment.kind, segment.round): [w.number for w in segment.inputs if w.kind == "crossing"]
             for number, stage in enumerate(self.stages)
             for segment in stage.items
         }
@@ -350,7 +351,9 @@ class _Writer:
             if positions[mesh] == len(lists[mesh]):
                 return
             task = lists[mesh][positions[mesh]]
-            keys = [(task.stage, value, task.microbatch) for value in needed.get((task.stage, task.kind), ())]
+            keys = [
+                (task.stage, value, task.microbatch) for value in needed.get((task.stage, task.kind, task.slice), ())
+            ]
             missing = next((key for key in keys if key not in self.arrival), None)
             if missing is None:
                 heapq.heappush(ready, (max([clocks[mesh], *(self.arrival[key] for key in keys)]), mesh))
@@ -363,10 +366,10 @@ class _Writer:
             start, mesh = heapq.heappop(ready)
             task = lists[mesh][positions[mesh]]
             positions[mesh] += 1
-            segment = self.stages[task.stage].of(task.kind)
+            segment = self.stages[task.stage].of(task.kind, task.slice)
             seconds = self.segment_seconds(self.stages[task.stage], segment) if segment is not None else 0.0
             clocks[mesh] = start + seconds
-            self._run_all(task.stage, task.kind, 0, task.microbatch)
+            self._run_all(task.stage, task.kind, task.slice, task.microbatch)
             for key in self._send_crossing(task, readers, clocks[mesh]):
                 if key in waiting:
                     look(waiting.pop(key))
@@ -375,13 +378,15 @@ class _Writer:
             raise PlanError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
     def _readers(self) -> dict[int, list[tuple[int, str, int]]]:
-        """For each crossing value, (stage, kind of its first segment that reads it, register there)."""
+        """For each crossing value, (stage, the first segment that reads it, register there)."""
         found: dict[int, dict[int, tuple[int, str, int]]] = {}
         for number, stage in enumerate(self.stages):
             for segment in stage.items:
                 for wire, binds in zip(segment.inputs, segment.binds, strict=True):
                     if wire.kind == "crossing":
-                        found.setdefault(wire.number, {}).setdefault(number, (number, segment.kind, binds[0]))
+                        found.setdefault(wire.number, {}).setdefault(
+                            number, (number, f"{segment.kind} {segment.round}", binds[0])
+                        )
         return {value: list(by_stage.values()) for value, by_stage in found.items()}
 
     def _send_crossing(
@@ -391,7 +396,7 @@ class _Writer:
 
         Returns the keys of `arrival` that this sets.
         """
-        segment = self.stages[task.stage].of(task.kind)
+        segment = self.stages[task.stage].of(task.kind, task.slice)
         groups: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
         found = []
         for wire in segment.outputs if segment is not None else ():

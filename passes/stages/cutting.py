@@ -124,8 +124,9 @@ class _Cut:
         assert loop is not None
         (body,) = loop.bodies
         items = body.instructions
-        phases = self._phases(items, body)
-        count = 3 if self.split else 2
+        slices = 1 + max(self.stage.phases.values(), default=1) // 2
+        count = 2 * slices if self.stage.phases else 3 if self.split else 2
+        phases = self._phases(items, body, count - 1)
         made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
         segments: list[Segment] = []
         carried = self._carry_phases(body, made_in)
@@ -147,7 +148,7 @@ class _Cut:
             again = {id(maker[r]) for r in reached if r in cheap}
             chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
         for phase in range(count):
-            kind: Kind = ("forward", "backward", "weight")[phase]
+            kind, number = _named(phase, slices)
             outputs: list[tuple[Wire, Operand]] = [
                 (wire, operand) for wire, operand, p in self._ends(body, made_in, carried) if p == phase
             ]
@@ -155,7 +156,7 @@ class _Cut:
             finals = {o for _, o in outputs if not isinstance(o, Lit)}
             if not outputs and not chosen[phase]:
                 continue
-            segments.append(self._segment(kind, chosen[phase], outputs, body, finals))
+            segments.append(self._segment(kind, number, chosen[phase], outputs, body, finals))
         return segments
 
     @property
@@ -163,32 +164,35 @@ class _Cut:
         assert self.loop is not None
         return ScanView(self.loop.op)
 
-    def _phases(self, items: Sequence[Instruction], body: Body) -> list[int]:
-        """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results."""
+    def _phases(self, items: Sequence[Instruction], body: Body, last: int) -> list[int]:
+        """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results.
+
+        In slices of the sequence: 0 to `last`.
+        """
         stage = self.stage
+        of = stage.phases
         first: dict[int, int] = {}
         out = [0] * len(items)
         for n in range(len(items) - 1, -1, -1):
             item = items[n]
             readers = [first[r] for r in writes(item) if r in first]
             if isinstance(item, Reshard):
-                own = 2
+                own = max(2, last)
             else:
                 index = item.op.index
-                own = 2 if index in stage.weight else 1 if index in stage.backward else 0
+                own = of[index] if of else 2 if index in stage.weight else 1 if index in stage.backward else 0
             phase = min([own, *readers])
             if isinstance(item, Reshard) and not readers:
                 phase = -1  # only an output reads it: as early as its source
             out[n] = phase
             if phase >= 0:
                 for register in reads(item):
-                    first[register] = min(first.get(register, 2), phase)
+                    first[register] = min(first.get(register, max(2, last)), phase)
         made: dict[int, int] = {}
         for n, item in enumerate(items):
             if out[n] < 0:
                 out[n] = made.get(item.source, 0) if isinstance(item, Reshard) else 0
-            if not self.split:
-                out[n] = min(out[n], 1)
+            out[n] = min(out[n], last)
             made.update(dict.fromkeys(writes(item), out[n]))
         return out
 
@@ -243,6 +247,7 @@ class _Cut:
     def _segment(
         self,
         kind: Kind,
+        number: int,
         items: Sequence[Instruction],
         outputs: Sequence[tuple[Wire, Operand]],
         body: Body,
@@ -270,8 +275,9 @@ class _Cut:
         if any(wire.kind == "slice" for wire in inputs):
             inputs[Wire("number", 0)] = []
         return Segment(
-            kind=kind, round=0, inputs=tuple(inputs), binds=tuple(map(tuple, inputs.values())), preset=tuple(preset),
-            outputs=tuple(w for w, _ in outputs), reads=tuple(o for _, o in outputs), instructions=tuple(items),
+            kind=kind, round=number, inputs=tuple(inputs), binds=tuple(map(tuple, inputs.values())),
+            preset=tuple(preset), outputs=tuple(w for w, _ in outputs),
+            reads=tuple(o for _, o in outputs), instructions=tuple(items),
         )  # fmt: skip
 
     # -- before and after -----------------------------------------------------------------------------------------
@@ -402,3 +408,10 @@ class _Cut:
         """For each register with a value that another stage makes late, the first round that can read it."""
         ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
         return {register: 1 + self.stage.arrivals[port.number] for register, port in ports if port.kind == "late"}
+
+
+def _named(phase: int, slices: int) -> tuple[Kind, int]:
+    """The kind of a segment, and the slice of the sequence that it is of."""
+    if phase < slices:
+        return "forward", phase
+    return ("backward", 2 * slices - 1 - phase) if phase < 2 * slices else ("weight", 0)

@@ -28,7 +28,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.stages import cutting, packing, staging, temporaries
-from alpa_lite.passes.stages.segments import Segment, Segments
+from alpa_lite.passes.stages.segments import Segment, Segments, Wire
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.program import Submesh, buffer
@@ -134,9 +134,11 @@ class PlannedStage(DecidedStage):
     def held(self) -> Held:
         """Bytes of the buffers between runs."""
         fixed = saved = entering = apart = 0
+        seen: set[Wire] = set()  # of what one slice of the sequence saves, several may read
         for segment in self.segments.items:
             for i, wire in enumerate(segment.inputs):
-                if segment.kind == "backward" and wire.kind == "saved":
+                if segment.kind == "backward" and wire.kind == "saved" and wire not in seen:
+                    seen.add(wire)
                     saved += self.wire_bytes(segment, i)
                 if segment.kind == "weight" and wire.kind in ("saved", "crossing"):
                     apart += self.wire_bytes(segment, i)

@@ -48,7 +48,7 @@ class Segment:
     """One function of a stage.
 
     Attributes:
-      kind, round: what it is; the round counts those of the update.
+      kind, round: what it is; the round counts those of the update, and slices of the sequence forward and backward.
       inputs, outputs: wires. For "pieces" the function takes one array for each micro-batch.
       binds: for each input, the registers that it sets.
       preset: registers that hold literals.
@@ -111,9 +111,9 @@ class Segments:
         loops = [i for i in self.program.body.instructions if isinstance(i, Loop) and i.op.index == self.stage.scan]
         return ScanView(loops[0].op).taken(loops[0].bodies[0].inputs).carry
 
-    def of(self, kind: Kind) -> Segment | None:
-        """The segment of a kind that there is at most one of."""
-        return next((s for s in self.items if s.kind == kind), None)
+    def of(self, kind: Kind, number: int = 0) -> Segment | None:
+        """The segment of a kind, of one slice of the sequence; there is at most one."""
+        return next((s for s in self.items if s.kind == kind and s.round == number), None)
 
     def type_of(self, segment: Segment, position: int, *, output: bool = False) -> tuple[tuple[int, ...], Any, Layout]:
         """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands."""

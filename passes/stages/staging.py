@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from alpa_lite.errors import PlanError
@@ -66,6 +66,7 @@ class StageGraph:
       late_rounds: for each late result, by value number, the round that makes it.
       arrivals: for each late argument, by value number, the round that makes it elsewhere.
       constants: for each of the graph's constants its number in the whole step.
+      phases: of a step in slices of the sequence, the phase of each body op, by `Op.index` in this graph; else empty.
     """
 
     traced: Traced
@@ -78,6 +79,7 @@ class StageGraph:
     late_rounds: Mapping[int, int]
     arrivals: Mapping[int, int]
     constants: tuple[int, ...]
+    phases: Mapping[int, int] = field(default_factory=dict)
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
@@ -137,6 +139,10 @@ class _Step:
         self._place_rounds()
         self._place_outputs()
         self._place_crossings()
+
+    def phase(self, op: Op) -> int:
+        """In which order ops of the body run: by phase, else the forward ones first."""
+        return self.assignment.phases.get(op.index, int(op.index in self.assignment.backward))
 
     def _split_top(self) -> None:
         """Sorts the top block into ops before the scan and ops that depend on it."""
@@ -344,6 +350,7 @@ class _Stage:
             late_rounds={v: step.value_round[v] for v in late_out},
             arrivals={v: step.value_round[v] for v in late_in},
             constants=tuple(step.constant[v] for v in constants),
+            phases={place[i]: phase for i, phase in assignment.phases.items() if i in place},
         )
 
     def _arguments(self, read: set[int], outputs: Sequence[int]) -> tuple[list[int], list[Port]]:
@@ -373,7 +380,7 @@ class _Stage:
             for values in (step.crossing_in[number], step.crossing_out[number])
         )
         scan = view.rebuilt(
-            sorted(ops, key=lambda op: op.index in step.assignment.backward),
+            sorted(ops, key=step.phase),
             [pair for pair in view.consts if pair[1] in used],
             carries,
             [*(pair for pair in view.xs if pair[1] in used), *((stack, v) for v, stack in stacks_in.items())],

@@ -43,6 +43,7 @@ class _Splitter:
         self.rewriter = Rewriter(traced.graph)
         self.stage = dict(assignment.stage)
         self.backward, self.weight = set(assignment.backward), set(assignment.weight)
+        self.phases = dict(assignment.phases)
         self.made_by = producers(self.scan.bodies[0].ops)
         self.readers = users(traced.graph.block.ops)
         self.before: list[Op] = []
@@ -66,6 +67,7 @@ class _Splitter:
             weight=frozenset(self.weight),
             split_sums=(),
             dissolved=frozenset(),
+            phases=self.phases,
         )
 
     def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
@@ -98,6 +100,8 @@ class _Splitter:
         """Appends an addition to the body; it runs when what it adds is made."""
         op = self.addition(template, left, right, self.rewriter.fresh(template.results[0]), stage)
         self.body.append(op)
+        if self.phases:
+            self.phases[op.index] = max((self.phases[index] for index in sources), default=0)
         if not self.backward.isdisjoint(sources):
             self.backward.add(op.index)
             if self.weight.issuperset(sources):

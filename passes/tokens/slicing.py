@@ -1,0 +1,175 @@
+"""A layered step over micro-batches, in slices of the sequence: which dims are the sequence, and whether slices help.
+
+Problem. A user says how many tokens each slice has, and nothing else. Find the dims of the batch that are the sequence,
+and write the step in slices; or say which operation stands in the way.
+
+Answer. The sequence is a dim of the batch beside that of the examples. Each size that such dims have (tokens may have
+one more than what the model reads, for the labels) is tried, for all arguments that have it, then for each of them by
+itself. The step is legal to slice if no product of the forward pass waits for a later slice. What is written is right
+in any case (`expansion`), so this decides about use, not about truth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from alpa_lite import _jax
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Block, Op, Traced, walk
+from alpa_lite.passes import factors
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
+from alpa_lite.passes.layers import assignment
+from alpa_lite.passes.layers.division import Divided
+from alpa_lite.passes.layers.types import Layering
+from alpa_lite.passes.tokens import beyond, expansion, states
+from alpa_lite.passes.tokens.opening import opened
+from alpa_lite.passes.tokens.statics import Statics
+from alpa_lite.paths import shown
+
+
+def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
+    """A step that is cut into stages, in slices of the sequence: the same layers on the same stages.
+
+    Args:
+      lengths: tokens of each slice.
+
+    Raises:
+      OptionError: the step has no sequence of so many tokens; a token of it depends on later ones, and on which
+        operation that depends.
+    """
+    layers, phases = _Slicer(step.layering, tuple(lengths)).sliced()
+    accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
+    return replace(
+        step,
+        accumulated=accumulated,
+        layering=layers,
+        assignment=replace(assignment.assign(layers, step.cuts), phases=phases),
+    )
+
+
+class _Slicer:
+    """The tables of one step."""
+
+    def __init__(self, layers: Layering, lengths: tuple[int, ...]) -> None:
+        self.layers, self.lengths = layers, lengths
+        self.traced: Traced = layers.traced
+        self.graph = self.traced.graph
+        self.rewriter = Rewriter(self.graph)
+        self.scan, self.view = layers.scan_op, ScanView(layers.scan_op)
+        self.body, self.part_of = opened(self.rewriter, layers.body)
+        self.forward = layers.forward | {i for i, whole in self.part_of.items() if whole in layers.forward}
+        top = self.graph.block.ops
+        self.early = top[: top.index(self.scan)]
+        self.values = self.rewriter.values
+        self.rules = factors.rules_of([*self.early, *walk(self.body)], self.values)
+        inputs = self.graph.block.inputs
+        constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
+        outer = Statics(self.early, self.values, constants)
+        before = beyond.known(self.early, self.rules, outer)
+        inner = {i: o for o, i in self.view.consts if isinstance(o, int)}
+        held = {i: array for i, o in inner.items() if outer.has(o) and (array := outer.of(o)) is not None}
+        self.statics = Statics(self.body.ops, self.values, held)
+        given = {i: before[o] for i, o in inner.items() if o in before}
+        self.known = beyond.known(self.body.ops, self.rules, self.statics, given)
+
+    def sliced(self) -> tuple[Layering, Mapping[int, int]]:
+        """The layers of the new step; and of each op of its body, by index, the phase."""
+        reasons: list[str] = []
+        for sequence in self._candidates():
+            found = self._states(sequence)
+            tokens = _tokens(found)
+            if tokens != sum(self.lengths):
+                if tokens:
+                    reasons.append(
+                        f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}"
+                    )
+                continue
+            made = expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, self.lengths)
+            late = self._late(made)
+            if late is None:
+                return self._step(made)
+            reasons.append(f"{late.op.name} at {_where(late.op)} waits for later tokens: {late.reason}")
+        why = reasons[0] if reasons else "no argument of the batch has a sequence that the model reads"
+        raise OptionError(f"token_slices={list(self.lengths)}: {why}; leave token_slices out")
+
+    # -- where the sequence is ------------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[dict[int, int]]:
+        """Dims of the batch's arguments that may be the sequence, those of all arguments together first."""
+        arguments = list(zip(self.graph.block.inputs, self.traced.arguments, strict=False))
+        shapes = {v: self.values[v].shape for v, argument in arguments if argument.role == "batch"}
+        total = sum(self.lengths)
+        fits = {v: [d for d, n in enumerate(s) if d and n in (total, total + 1)] for v, s in shapes.items()}
+        every = {v: dims[0] for v, dims in fits.items() if dims}
+        if every:
+            yield every
+        for value, dims in fits.items():
+            for dim in dims:
+                if {value: dim} != every:
+                    yield {value: dim}
+        if not every:  # to say what there is
+            yield {v: 1 for v, shape in shapes.items() if len(shape) > 1}
+
+    def _states(self, sequence: Mapping[int, int]) -> states.States:
+        """Of the body, given the dims of the step's arguments."""
+        outer = Block(self.graph.block.inputs, tuple(self.early), ())
+        above = states.states(outer, self.rules, self.values, {}, frozenset(o.index for o in self.early), sequence)
+        inner: dict[int, int] = {}
+        for operand, value in self.view.consts:
+            state = above.of.get(operand) if isinstance(operand, int) else None
+            if state is not None:
+                inner[value] = state.dim
+        for operand, value in self.view.xs:
+            state = above.of.get(operand) if isinstance(operand, int) else None
+            if state is not None and state.dim:
+                inner[value] = state.dim - 1
+        return states.states(self.body, self.rules, self.values, self.known, self.forward, inner)
+
+    def _late(self, made: expansion.Expanded) -> expansion.Late | None:
+        """What a product of the forward pass waits for, if one waits."""
+        products = primitives.COMPUTE_INTENSIVE
+        return made.late[0] if any(late.op.name in products for late in made.late) else None
+
+    # -- the new step ---------------------------------------------------------------------------------------------
+
+    def _step(self, made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
+        layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
+        scan = with_body(self.scan, made.block)
+        result = rewriter.step(self.traced, substituted(self.graph.block, self.scan, [scan]), self.scan.index)
+        parts: dict[int, list[int]] = {}
+        for op in made.block.ops:
+            if op.index in rewriter.place:
+                owner = made.owner[op.index]
+                parts.setdefault(self.part_of.get(owner, owner), []).append(op.index)
+        place = rewriter.place
+        forward = {i for i, phase in made.phase.items() if phase < slices}
+
+        def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
+            return tuple(place[i] for op in ops for i in parts.get(op, ()) if i in forward)
+
+        free = {place[i] for op in layers.free for i in parts.get(op, ())}
+        free |= {place[op.index] for op in self.graph.block.ops if op.index in layers.free and op.index in place}
+        layering = replace(
+            layers,
+            traced=result.traced,
+            scan=result.scan,
+            forward=frozenset(place[i] for i in forward if i in place),
+            layers=tuple(replace(layer, ops=parts_of(layer.ops)) for layer in layers.layers),
+            order=parts_of(layers.order),
+            free=frozenset(free),
+        )
+        return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}
+
+
+def _tokens(found: states.States) -> int:
+    """The length of the sequence: of most values that have it."""
+    sizes = Counter(state.size for state in found.of.values() if not state.free)
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _where(op: Op) -> str:
+    return _jax.where(op.source) or shown(op.name)

@@ -1,0 +1,227 @@
+"""Steps in slices of the sequence compute what the whole step does, in phases that hold their share of the work."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from alpa_lite.graph import walk
+from alpa_lite.passes import factors
+from alpa_lite.passes.ir.evaluation import evaluate
+from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.layers.forward import forward_ops
+from alpa_lite.passes.tokens import beyond, expansion, states
+from alpa_lite.passes.tokens.expansion import Expanded
+from alpa_lite.passes.tokens.opening import opened
+from alpa_lite.passes.tokens.statics import Statics
+from alpa_lite.passes.tracing import tracing
+
+TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
+UNEVEN = (5, 4, 3)
+
+
+def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, list[Any], list[Any]]:
+    """A step (parameters, batch) in slices of dim 1 of its batch, and the results of the whole step and of that."""
+    traced = tracing.trace(step, args, {}, batch_argnums=(1,))
+    graph, rewriter = traced.graph, Rewriter(traced.graph)
+    block, part_of = opened(rewriter, graph.block)
+    marked = forward_ops(types.SimpleNamespace(bodies=(graph.block,)), graph.values)  # type: ignore[arg-type]
+    forward = marked | {i for i, whole in part_of.items() if whole in marked}
+    rules = factors.rules_of(list(walk(block)), rewriter.values)
+    constants = dict(zip(block.inputs[len(traced.arguments) :], graph.constants, strict=True))
+    known = beyond.known(block.ops, rules, Statics(block.ops, rewriter.values, constants))
+    batch = {v: 1 for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "batch"}
+    found = states.states(block, rules, rewriter.values, known, forward, batch)
+    made = expansion.expand(rewriter, block, rules, known, found, forward, lengths)
+    sliced, leaves = rewriter.finish(made.block), jax.tree.leaves(args)
+    return made, *([f(*leaves) for f in (jax.jit(lambda *x, g=g: evaluate(g, x)) for g in (graph, sliced))])
+
+
+def assert_equal(expected: list[Any], actual: list[Any]) -> None:
+    norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in expected]
+    whole = np.linalg.norm(norms)
+    for norm, x, y in zip(norms, expected, actual, strict=True):
+        assert np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)) <= 1e-5 * max(norm, 1e-3 * whole)
+
+
+def products(made: Expanded) -> list[int]:
+    """Matrix products of each phase."""
+    counts = Counter(made.phase[op.index] for op in made.block.ops if op.name == "dot_general")
+    return [counts[phase] for phase in range(max(counts) + 1)]
+
+
+def language_model(attend: Any) -> tuple[Any, Any]:
+    """Two layers around a function of queries, keys, values ([batch, tokens, heads, ...]) and tokens."""
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+
+    def weight(*shape: int) -> jax.Array:
+        return 0.3 * jax.random.normal(next(keys), shape)
+
+    layers = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE), "mlp": weight(WIDE, WIDE)} for _ in range(2)]
+    params = {"embed": weight(VOCAB, WIDE), "layers": layers, "head": weight(WIDE, VOCAB)}
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        for layer in params["layers"]:
+            heads = (jax.nn.standardize(x) @ layer["qkv"]).reshape(*x.shape[:2], 3, HEADS, WIDE // HEADS)
+            x = x + attend(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], tokens).reshape(x.shape) @ layer["out"]
+            x = x + jnp.tanh(x @ layer["mlp"])
+        losses = optax.softmax_cross_entropy_with_integer_labels((x @ params["head"])[:, :-1], tokens[:, 1:])
+        return losses.mean()
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step, (params, jax.random.randint(jax.random.key(1), (2, TOKENS), 0, VOCAB))
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    angle = jnp.arange(x.shape[1])[:, None] / 10.0 ** jnp.arange(x.shape[-1] // 2)
+    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def softmaxed(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, low: float = -1e9) -> jax.Array:
+    scores = jnp.where(mask, jnp.einsum("blhd,bmhd->bhlm", q, k), low)
+    return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores), v)
+
+
+CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+
+
+def segments(q, k, v, tokens):
+    part = jnp.cumsum(tokens == 0, 1)
+    return softmaxed(rotated(q), rotated(k), v, (CAUSAL & (part[:, :, None] == part[:, None, :]))[:, None])
+
+
+def window(q, k, v, tokens):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+
+
+def grouped(q, k, v, tokens):
+    return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], is_causal=True)
+
+
+def additive(q, k, v, tokens):
+    scores = jnp.einsum("blhd,bmhd->bhlm", q, k) + (1 - jnp.tril(jnp.ones((TOKENS, TOKENS)))) * -1e10
+    return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores), v)
+
+
+def dropout(q, k, v, tokens):
+    scores = jnp.where(CAUSAL, jnp.einsum("blhd,bmhd->bhlm", q, k), -jnp.inf)
+    keep = jax.random.bernoulli(jax.random.key(3), 0.8, scores.shape)
+    return jnp.einsum("bhlm,bmhd->blhd", jnp.where(keep, jax.nn.softmax(scores) / 0.8, 0), v)
+
+
+def keys_first(q, k, v, tokens):
+    scores = jnp.where(CAUSAL.T, jnp.einsum("blhd,bmhd->bhml", q, k), -1e30)
+    return jnp.einsum("bhml,bmhd->blhd", jax.nn.softmax(scores, axis=2), v)
+
+
+def recomputed(q, k, v, tokens):
+    return jax.checkpoint(lambda q, k, v: softmaxed(q, k, v, CAUSAL))(q, k, v)
+
+
+def running(q, k, v, tokens):
+    return jnp.cumsum(q * k, 1) * v / TOKENS
+
+
+def recurrent(q, k, v, tokens):
+    def cell(carry: jax.Array, x: Any) -> Any:
+        carry = 0.9 * carry + x[0] * x[1]
+        return carry, carry * x[2]
+
+    rows = tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v))
+    return jnp.swapaxes(jax.lax.scan(cell, jnp.zeros_like(q[:, 0]), rows)[1], 0, 1)
+
+
+def shifted(q, k, v, tokens):
+    before = jnp.pad(q[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
+    return before * k + jnp.concatenate([jnp.zeros_like(v[:, :2]), v[:, :-2]], 1)
+
+
+CASES = [
+    segments, window, grouped, additive, dropout, keys_first, recomputed, running, recurrent, shifted,
+]  # fmt: skip
+
+
+def in_full(cases: list[Any], fast: list[Any]) -> list[Any]:
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("attend", in_full(CASES, [segments]), ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("compiled_quickly")
+def test_slices_compute_what_the_whole_does(attend):
+    made, expected, actual = expanded(*language_model(attend), UNEVEN)
+    assert_equal(expected, actual)
+    assert not made.late
+    forward, backward = products(made)[:3], products(made)[3:]
+    assert len(set(forward)) == len(set(backward)) == 1  # every slice does the same, none waits for another
+    assert 2 * forward[0] <= backward[0] <= 3 * forward[0]
+
+
+def both_ways(q, k, v, tokens):
+    return softmaxed(q, k, v, True)
+
+
+def reversed_mask(q, k, v, tokens):
+    return softmaxed(q, k, v, CAUSAL.T)
+
+
+def mean_over_tokens(q, k, v, tokens):
+    return q * k.mean(1, keepdims=True) + v
+
+
+@pytest.mark.parametrize(
+    "attend", in_full([both_ways, reversed_mask, mean_over_tokens], [both_ways]), ids=lambda f: f.__name__
+)
+@pytest.mark.usefixtures("compiled_quickly")
+def test_what_reads_later_tokens_is_named_and_still_right(attend):
+    made, expected, actual = expanded(*language_model(attend), UNEVEN)
+    assert_equal(expected, actual)
+    assert made.late
+    assert products(made)[0] < products(made)[2]  # the first slice cannot go on
+
+
+class Linen(nn.Module):
+    """A mask that is made once and passed to every layer; learned positions."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCAB, WIDE)(tokens) + nn.Embed(TOKENS + 3, WIDE)(jnp.arange(tokens.shape[1]))
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(2):
+            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x), mask=mask)
+            x = x + nn.Dense(WIDE)(nn.gelu(nn.Dense(2 * WIDE)(nn.LayerNorm()(x))))
+        return nn.Dense(VOCAB)(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(12,), (6, 6), (1,) * 12], ids=str)
+@pytest.mark.usefixtures("compiled_quickly")
+def test_linen(lengths):
+    model, tokens = Linen(), jax.random.randint(jax.random.key(1), (2, TOKENS), 0, VOCAB)
+    params = model.init(jax.random.key(0), tokens)
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = model.apply(params, tokens)
+            assert isinstance(logits, jax.Array)
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    made, expected, actual = expanded(step, (params, tokens), lengths)
+    assert_equal(expected, actual)
+    assert not made.late

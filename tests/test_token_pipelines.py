@@ -1,0 +1,121 @@
+"""Pipelines in slices of the sequence: what they compute, what their plans say, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import alpa_lite
+from alpa_lite import models
+from alpa_lite.errors import OptionError
+from alpa_lite.methods import Pipeline
+from tests.comparing import compare
+
+TOKENS, VOCAB, WIDE = 12, 31, 16
+
+
+def language_model(causal: bool = True) -> tuple[Any, Any]:
+    """A step (parameters, tokens) of two layers with attention, and its arguments."""
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+
+    def weight(*shape: int) -> jax.Array:
+        return 0.3 * jax.random.normal(next(keys), shape)
+
+    layers = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(2)]
+    params = {"embed": weight(VOCAB, WIDE), "layers": layers, "head": weight(WIDE, VOCAB)}
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        for layer in params["layers"]:
+            heads = (jax.nn.standardize(x) @ layer["qkv"]).reshape(*x.shape[:2], 3, 4, WIDE // 4)
+            attended = jax.nn.dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], is_causal=causal)
+            x = x + jnp.tanh(attended.reshape(x.shape) @ layer["out"])
+        logits = (x @ params["head"])[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step, (params, jax.random.randint(jax.random.key(1), (8, TOKENS), 0, VOCAB))
+
+
+def piped(step: Any, devices: int, microbatches: int = 2, **method: Any) -> Any:
+    cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
+    return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=cluster, num_microbatches=microbatches)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_uneven_slices_on_two_stages():
+    step, args = language_model()
+    sliced = piped(step, 2, num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
+    compare(sliced(*args), jax.jit(step)(*args))
+    plan = sliced.plan(*args)
+    assert plan.division.token_slices == (5, 4, 3)
+    assert "slices of 5, 4, 3 tokens" in plan.method
+    again = alpa_lite.Plan.from_json(plan.to_json())
+    assert again.division == plan.division
+    names = {event.name for event in plan.division.timeline.events if event.kind in ("forward", "backward")}
+    assert {f"{kind} {m}.{s}" for kind in ("forward", "backward") for m in range(2) for s in range(3)} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "method"),
+    [
+        (4, 1, {"num_stages": 4, "token_slices": (3, 3, 3, 3)}),
+        (4, 2, {"num_stages": 2, "submesh_shapes": ((1, 2), (2, 1)), "token_slices": (6, 6), "remat": "layer"}),
+        (4, 4, {"num_stages": 2, "schedule": "gpipe", "token_slices": (2,) * 6}),
+        (2, 2, {"num_stages": 2, "schedule": "eager-1f1b", "token_slices": (7, 5), "remat": "selective"}),
+        (2, 4, {"num_stages": 2, "token_slices": (12,)}),
+    ],
+)
+def test_schedules_meshes_and_rematerialisation(devices, microbatches, method):
+    step, args = language_model()
+    compare(piped(step, devices, microbatches, **method)(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.slow
+def test_a_plan_is_replayed():
+    step, args = language_model()
+    first = piped(step, 2, num_stages=2, token_slices=(6, 6))
+    plan = first.plan(*args)
+    cluster = alpa_lite.Cluster.local(jax.devices()[:2])
+    again = alpa_lite.parallelize(step, plan=alpa_lite.Plan.from_json(plan.to_json()), cluster=cluster)
+    compare(again(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_models_of_this_project(name):
+    step, args = models.get(name).build("tiny", 4)
+    tokens = next(iter(args[-1].values())).shape[1]
+    got = piped(step, 2, num_stages=2, token_slices=(tokens // 2, tokens - tokens // 2))(*args)
+    compare(got, jax.jit(step)(*args))
+
+
+def test_what_is_not_causal_is_refused():
+    step, args = language_model(causal=False)
+    with pytest.raises(OptionError, match=r"token_slices=\[6, 6\]: .*dot_general at .* waits for later tokens"):
+        piped(step, 2, num_stages=2, token_slices=(6, 6)).plan(*args)
+
+
+def test_lengths_must_add_up():
+    step, args = language_model()
+    with pytest.raises(OptionError, match=r"the sequence has 12 tokens, and \[6, 7\] are 13"):
+        piped(step, 2, num_stages=2, token_slices=(6, 7)).plan(*args)
+
+
+@pytest.mark.parametrize("given", [(), (0, 4), 4, "auto", (4.0, 8.0)])
+def test_slices_are_lengths(given):
+    with pytest.raises(OptionError, match="token_slices="):
+        Pipeline(token_slices=given)
+
+
+def test_gradients_apart_have_no_slices():
+    with pytest.raises(OptionError, match="zb-h1"):
+        Pipeline(schedule="zb-h1", token_slices=(4, 4))
