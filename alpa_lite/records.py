@@ -171,7 +171,8 @@ class Solver:
       seconds: spent solving.
       variables: of the largest program given to the solver.
       model: what `objective` and `bound` are of: "step", the integer program of the whole step on one mesh, or
-        "layers", sums over layers, by which stages are chosen. The latter are no bound of the simulated step.
+        "layers", sums over layers, by which stages are chosen. The latter are no bound of the simulated step; where it
+        is below them, `bound` is its seconds.
     """
 
     status: str

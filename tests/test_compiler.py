@@ -21,6 +21,7 @@ from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
+from alpa_lite.passes.plans import writing
 from alpa_lite.passes.stages import pricing
 from tests import comparing
 
@@ -211,12 +212,19 @@ def test_a_value_that_breaks_its_invariants_is_caught_after_its_pass(monkeypatch
 def test_the_bound_of_a_pipeline_is_that_of_the_model_that_chose_it() -> None:
     """Sums over layers have a bound; the simulated step is of another model, and is not said to be optimal."""
     step, args = step_and_args(layers=4, width=256, batch=64)
-    plan = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), method=Pipeline(2), num_microbatches=4, verify="off")
+    on = cluster(1, 4)
+    options = make_options({"method": Pipeline(2), "num_microbatches": 4, "verify": "off", "cluster": on})
+    compiled = compiler.compile_step(step, args, {}, options, on)
+    plan, staged = compiled.plan, compiled.staged
     assert plan.solver.model == "layers"
     assert plan.solver.bound <= plan.solver.objective
     assert plan.solver.gap == pytest.approx((plan.solver.objective - plan.solver.bound) / plan.solver.objective)
     assert plan.solver.objective != plan.step_seconds
     assert "is not comparable with the bound" in " ".join(plan.details().split())
+    verdict = compiler.replace(staged.verdict, seconds=3 * staged.seconds, bound=2 * staged.seconds)
+    slower = writing.write(compiler.replace(staged, verdict=verdict), on, method="pipeline", budget=2**34)
+    assert slower.solver.bound == slower.step_seconds == plan.step_seconds  # its own simulation is a plan
+    assert slower.solver.gap == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("method", [Sharded(), Pipeline(2)])

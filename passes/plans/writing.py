@@ -78,7 +78,8 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         listed += own
     listed += _transfers(program)
     parts = _whole_ingredients(staged, stages, cluster)
-    verdict, step = staged.verdict, staged.seconds
+    step = staged.seconds
+    verdict = replace(staged.verdict, bound=min(staged.verdict.bound, step))  # a step that is simulated can be had
     ordered = (_ordered(planned.grouping, planned.found.mesh) for planned in staged.stages)
     return Plan(
         method=method,

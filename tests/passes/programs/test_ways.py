@@ -13,7 +13,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.programs.ways import ANY, Outcome, Way, best
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 
 LAYERS = 16
@@ -102,6 +102,18 @@ def test_what_cannot_fit_by_its_bytes_is_not_tried() -> None:
         model = Model(budget=budget, slower=0.0, missing=0.0)
         model.tells = True
         assert model.best().value == Way(tried[-1]) and model.tried == [Way(count) for count in tried]
+
+
+def test_the_first_number_that_may_fit_is_tried_though_time_is_short() -> None:
+    """One try takes 1 s: of 1.5 s too little is left after a misfit, and of 2.5 s after two, which end the search."""
+    model = Model(budget=30.0, slower=0.0, missing=0.0)
+    model.tells = True
+    assert model.best(seconds=1.5, must=False).value == Way(4) and model.tried == [Way(1), Way(4)]
+    model = Model(budget=30.0, slower=0.0, missing=0.0)  # says nothing of bytes: 1, 2
+    with pytest.raises(OutOfTime):
+        model.best(seconds=2.5, must=False)
+    assert model.tried == [Way(1), Way(2)]
+    assert model.best(seconds=2.5).value == Way(4)  # whoever must goes on
 
 
 def test_what_the_first_meshes_alone_do_not_fit_is_tried_on_all_at_last() -> None:
