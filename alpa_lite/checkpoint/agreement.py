@@ -3,8 +3,7 @@
 Every process takes part in the same operations in the same order, each with a number of its own, so that a background
 thread that finishes a save and the main thread that reads another checkpoint never read each other's words. Nothing
 here runs on devices: a step may be under way on them, and collectives of another program between its own could wait
-forever.
-Whoever waits does so for a bounded time, and learns from a process that failed why it did.
+forever. Whoever waits does so for a bounded time, and learns from a process that failed why it did.
 """
 
 from __future__ import annotations

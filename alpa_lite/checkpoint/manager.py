@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from types import TracebackType
@@ -208,7 +209,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        elif self._pending is not None:  # other processes may not come here, and what the save says is in the log
+            with contextlib.suppress(CheckpointError):
+                self._pending.wait()
 
     def _path(self, step: int) -> epath.Path:
         return self.folder / str(step)
@@ -241,7 +246,7 @@ def _read(folder: epath.Path, flat: Any, leaves: Any, verify: bool, timeout: flo
         nonlocal found
         try:
             found = reading.read(folder, flat, leaves), files.read_metadata(folder)
-        except CheckpointError:
+        except reading.OtherModelError:
             raise
         except Exception as error:
             return said(error)

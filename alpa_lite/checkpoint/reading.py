@@ -29,6 +29,10 @@ MENTIONED = 12
 """The most leaves that an error names."""
 
 
+class OtherModelError(CheckpointError):
+    """A checkpoint holds other leaves than are asked for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Wanted:
     """A leaf that is asked for.
@@ -106,8 +110,8 @@ def read(folder: epath.Path, flat: Flat, leaves: Sequence[Wanted]) -> Any:
     """The pytree that is asked for.
 
     Raises:
-      CheckpointError: the checkpoint is of another model.
-      Others: Orbax cannot read it.
+      OtherModelError: the checkpoint is of another model.
+      Others: it cannot be read.
     """
     state = folder / files.STATE if (folder / files.STATE).is_dir() else folder
     handler = ocp.PyTreeCheckpointHandler()
@@ -175,7 +179,7 @@ def _host(value: Any, like: Any) -> Any:
 def compare(
     known: Mapping[str, Any], asked: Mapping[str, Wanted], kinds: Mapping[str, str], folder: epath.Path
 ) -> None:
-    """Raises CheckpointError if what is stored is not what is asked for, and names the leaves that differ."""
+    """Raises OtherModelError if what is stored is not what is asked for, and names the leaves that differ."""
     said = []
     for path, leaf in asked.items():
         if path not in known:
@@ -184,7 +188,7 @@ def compare(
             said.append(f"{path} {difference}")
     said += [f"{path} is in it alone" for path in known if path not in asked]
     if said:
-        raise CheckpointError(f"{folder} holds the state of another model: {_listed(said)}")
+        raise OtherModelError(f"{folder} holds the state of another model: {_listed(said)}")
 
 
 def _difference(entry: Any, leaf: Wanted, kind: str | None) -> str:

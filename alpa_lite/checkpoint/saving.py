@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import logging
 import os
@@ -52,11 +53,6 @@ class Pending:
         self._work, self._error = work, None
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether it is written, or has failed."""
-        return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete.
@@ -119,7 +115,8 @@ def begin(
             agreed.first("outcome", lambda: _commit(place, handler, metadata, sums, replace))
         except BaseException:
             if agreed.process == 0:
-                files.remove(place.writing)
+                with contextlib.suppress(OSError):  # others may be writing still; the next save removes the rest
+                    files.remove(place.writing)
             raise
         logger.info("saved %s in %.1f s", final, time.monotonic() - started)
 

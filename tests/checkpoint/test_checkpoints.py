@@ -311,6 +311,29 @@ def test_a_damaged_checkpoint_is_skipped_and_replaced(kind: str, tmp_path: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+def test_without_checksums_what_cannot_be_read_is_skipped(tmp_path: Path, caplog: Any) -> None:
+    with CheckpointManager(tmp_path, verify=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": jnp.full(64, step)})
+    cut(tmp_path / "3")
+    (tmp_path / "2" / "metadata" / "metadata").write_text("{")
+    found = manager.restore({"w": jnp.zeros(64, int)})
+    assert found.step == 1 and (found.state["w"] == 1).all()
+    assert "metadata/metadata is damaged" in caplog.text
+    caplog.clear()
+
+
+def test_an_error_within_a_run_is_not_hidden_by_one_of_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(arrays, "write", None)
+    with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": jnp.ones(4)})
+        raise ZeroDivisionError
+    assert "could not be saved" in caplog.text
+    caplog.clear()
+
+
 def test_all_damaged_is_an_error_that_says_why(tmp_path: Path, caplog: Any) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": jnp.ones(64)})
