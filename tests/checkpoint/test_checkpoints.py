@@ -315,7 +315,7 @@ def test_without_checksums_what_cannot_be_read_is_skipped(tmp_path: Path, caplog
     with CheckpointManager(tmp_path, verify=False) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": jnp.full(64, step)})
-    cut(tmp_path / "3")
+    shutil.rmtree(tmp_path / "3" / "state" / "d")
     (tmp_path / "2" / "metadata" / "metadata").write_text("{")
     found = manager.restore({"w": jnp.zeros(64, int)})
     assert found.step == 1 and (found.state["w"] == 1).all()
