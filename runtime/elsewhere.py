@@ -127,6 +127,7 @@ class News:
         mesh = Mesh(np.array(speakers), (_AXIS,), axis_types=(AxisType.Auto,))
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._types = list(types)
+        self._avals = [_jax.aval_of(*kind) for kind in types]
         self._zeros = [] if self._position >= 0 else [jax.device_put(np.zeros(s, d), device) for s, d in types]
         self._call: Any = None
 
@@ -136,8 +137,8 @@ class News:
             self._call = self._compiled()
         here = self._position >= 0
         blocks = [_jax.blocks_of(array)[self._position] for array in arrays] if here else self._zeros
-        given = zip(blocks, self._types, strict=True)
-        return self._call(*[_jax.assembled(_jax.aval_of(*kind), self.sharding, [block]) for block, kind in given])
+        given = zip(blocks, self._avals, strict=True)
+        return self._call(*[_jax.assembled(aval, self.sharding, [block]) for block, aval in given])
 
     @_jax.without_mesh()
     def _compiled(self) -> Any:
