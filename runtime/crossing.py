@@ -68,7 +68,7 @@ class Crossing:
         mine = [device for device in union if device.process_index == here]
         given = {device: n for n, device in enumerate(d for d in sources if d.process_index == here)}
         self._given = [given.get(device, -1) for device in mine]  # position among the blocks of an array; -1: zeros
-        goals = list(ways[0].landing.mesh.devices.flat)
+        goals = np.array(ways[0].landing.mesh.devices).flat
         self._taken = [mine.index(device) for device in goals if device.process_index == here]
         self.lands_here = bool(self._taken)
         mesh = Mesh(np.array(list(union)), (AXIS,), axis_types=(AxisType.Auto,))

@@ -91,8 +91,10 @@ def _laid_out(leaf: jax.Array, sharding: NamedSharding) -> Any:
 @functools.lru_cache(maxsize=1000)
 def _mover(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding) -> crossing.Crossing:
     """What moves such arrays; it is compiled once."""
-    sources = list(have._device_assignment) if not isinstance(have, NamedSharding) else list(have.mesh.devices.flat)
-    union = [*sources, *(device for device in goal.mesh.devices.flat if device not in set(sources))]
+    sources = (
+        list(have._device_assignment) if not isinstance(have, NamedSharding) else list(np.array(have.mesh.devices).flat)
+    )
+    union = [*sources, *(device for device in np.array(goal.mesh.devices).flat if device not in set(sources))]
     return crossing.Crossing([crossing.way_between(shape, dtype, have, goal, union)], sources, union)
 
 

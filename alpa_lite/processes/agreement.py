@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import errors, plan_cache
@@ -359,7 +360,7 @@ def _digest_of(constants: Sequence[Any]) -> str:
         if isinstance(constant, jax.Array):
             if not constant.is_fully_addressable:
                 continue
-            if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.extended):
+            if jnp.issubdtype(constant.dtype, jax.dtypes.extended):
                 constant = jax.random.key_data(constant)
         hashed.update(np.ascontiguousarray(np.asarray(constant)).tobytes())
     return hashed.hexdigest()
@@ -372,5 +373,6 @@ def _named(error: Exception) -> tuple[str, str]:
 def _raised(kind: str) -> Callable[[str], Exception]:
     """The class of an error that process 0 raised: one of ours by its name, else `ProcessError`."""
     found = getattr(errors, kind, None)
-    ours = isinstance(found, type) and issubclass(found, AlpaLiteError)
-    return found if ours else lambda message: ProcessError(message.replace("process 0:", f"process 0: {kind}:", 1))
+    if isinstance(found, type) and issubclass(found, AlpaLiteError):
+        return found
+    return lambda message: ProcessError(message.replace("process 0:", f"process 0: {kind}:", 1))

@@ -1,9 +1,8 @@
 """Blocks from some devices to others as rounds of one permutation each: what `ppermute` over all of them can do.
 
 In a round every device sends at most one piece and receives at most one, and all pieces have one shape. The pieces of
-an array form a bipartite graph between senders and receivers; each shape's edges are coloured greedily, in the order of
-the receivers. For blocks that divide each other, which is what layouts make, that needs as many rounds as the device
-that has most to send or to receive has pieces, and no fewer can do.
+an array form a bipartite graph between senders and receivers, whose edges are coloured, those of each shape by
+themselves: with as many colours as the device that has most to send or to receive has pieces. No fewer can do.
 """
 
 from __future__ import annotations
@@ -69,23 +68,46 @@ def rounds(parts: Sequence[Part], have: dict[int, Ranges], need: dict[int, Range
       parts: every piece once.
       have, need: the block of each sender, and of each receiver.
     """
-    shapes: dict[tuple[int, ...], list[list[Hop]]] = {}
+    shapes: dict[tuple[int, ...], list[Hop]] = {}
     for part in parts:
+        starts = _starts(part.ranges, have[part.source]), _starts(part.ranges, need[part.destination])
         shape = tuple(high - low for low, high in part.ranges)
-        hop = Hop(
-            part.source,
-            part.destination,
-            _starts(part.ranges, have[part.source]),
-            _starts(part.ranges, need[part.destination]),
-        )
-        made = shapes.setdefault(shape, [])
-        free = (one for one in made if all(h.source != hop.source and h.destination != hop.destination for h in one))
-        room = next(free, None)
-        if room is None:
-            made.append([hop])
-        else:
-            room.append(hop)
-    return tuple(Round(shape, tuple(hops)) for shape, made in shapes.items() for hops in made)
+        shapes.setdefault(shape, []).append(Hop(part.source, part.destination, *starts))
+    out = []
+    for shape, hops in shapes.items():
+        colours = coloured([(hop.source, hop.destination) for hop in hops])
+        for colour in range(max(colours) + 1):
+            out.append(Round(shape, tuple(hop for hop, own in zip(hops, colours, strict=True) if own == colour)))
+    return tuple(out)
+
+
+def coloured(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """A round for each (sender, receiver), in none of which a device sends or receives twice; as few as can be.
+
+    Koenig's colouring of the edges of a bipartite graph: where the first round that is free at the sender is taken at
+    the receiver, the rounds are exchanged along the path of alternating rounds that begins there.
+    """
+    ends = [(("sends", one), ("receives", other)) for one, other in pairs]
+    taken: dict[tuple[str, int], dict[int, int]] = {end: {} for both in ends for end in both}  # round -> pair
+    out = [0] * len(pairs)
+    for number, (sender, receiver) in enumerate(ends):
+        mine = next(colour for colour in range(len(pairs)) if colour not in taken[sender])
+        theirs = next(colour for colour in range(len(pairs)) if colour not in taken[receiver])
+        path, end, colour = [], receiver, mine
+        while colour in taken[end]:
+            path.append(taken[end][colour])
+            end = next(other for other in ends[path[-1]] if other != end)
+            colour = theirs if colour == mine else mine
+        for one in path:
+            for end in ends[one]:
+                del taken[end][out[one]]
+        for one in path:
+            out[one] = theirs if out[one] == mine else mine
+            for end in ends[one]:
+                taken[end][out[one]] = one
+        out[number] = mine
+        taken[sender][mine] = taken[receiver][mine] = number
+    return out
 
 
 def _starts(piece: Ranges, block: Ranges) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def say(*words: Any) -> None:
 
 def plain(leaf: Any) -> Any:
     """Of random keys their numbers, of other leaves themselves."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf) if leaf.sharding.addressable_devices else np.zeros(0)
     return leaf
 
@@ -86,7 +86,7 @@ def compare(got: Any, want: Any) -> int:
 
 
 def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, np.inexact)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, np.inexact)
 
 
 def train(
