@@ -23,7 +23,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -200,7 +200,7 @@ class _Numbering:
     def _numbered(self, op: Any, operands: list[int], values: dict[Any, int], known: dict[Any, list[int]]) -> list[int]:
         """The numbers of what a loop or branches without collectives make: they are one operation."""
         read: list[int] = []
-        regions = _regions(op, values, read)
+        regions = _regions(op, values, read, self.functions)
         key = (op.name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), regions)
         if key not in known:
             known[key] = [self.fresh() for _ in op.results]
@@ -350,29 +350,54 @@ def _moves_nothing(op: Any) -> bool:
     return all(shape[dim] == 1 for dim in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
-def _regions(op: Any, values: Mapping[Any, int] | None = None, read: list[int] | None = None) -> tuple[Any, ...]:
+def _regions(
+    op: Any,
+    values: Mapping[Any, int] | None = None,
+    read: list[int] | None = None,
+    functions: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
     """The operations of an operator's own regions (the sum of an all-reduce, the comparison of a sort), in order.
 
     Args:
       values: numbers of values around it, which the regions may read.
       read: the numbers that they do read are added to it.
+      functions: by name; calls of those with equal bodies are equal.
     """
-    seen: dict[Any, Any] = {}
-    return tuple(_inner(block, seen, values or {}, read) for region in op.regions for block in region.blocks)
+    inner = _Inner(values or {}, [] if read is None else read, functions or {})
+    return tuple(inner.block(block) for region in op.regions for block in region.blocks)
 
 
-def _inner(block: Any, seen: dict[Any, Any], values: Mapping[Any, int], read: list[int] | None) -> tuple[Any, ...]:
-    """A block as data: each operation's name, attributes, operands by position, types and regions."""
-    seen.update((argument, (len(seen) + i,)) for i, argument in enumerate(block.arguments))
-    out = []
-    for view in block.operations:
-        op = view.operation
-        at = []
-        for operand in op.operands:
-            if operand not in seen and operand in values and read is not None:
-                read.append(values[operand])
-            at.append(seen[operand] if operand in seen else values.get(operand, -1 - hash(operand) % (1 << 60)))
-        regions = tuple(_inner(inner, seen, values, read) for region in op.regions for inner in region.blocks)
-        out.append((op.name, _attributes(op), tuple(at), tuple(r.type for r in op.results), regions))
-        seen.update((result, (len(seen) + i,)) for i, result in enumerate(op.results))
-    return tuple(out)
+@dataclass(frozen=True)
+class _Inner:
+    """Blocks as data: each operation's name, attributes, operands by position, types and regions."""
+
+    values: Mapping[Any, int]
+    read: list[int]
+    functions: Mapping[str, Any]
+    seen: dict[Any, Any] = field(default_factory=dict)
+
+    def block(self, block: Any) -> tuple[Any, ...]:
+        """The operations of a block."""
+        self.seen.update((argument, (len(self.seen) + i,)) for i, argument in enumerate(block.arguments))
+        out = []
+        for view in block.operations:
+            op = view.operation
+            at = tuple(self._operand(operand) for operand in op.operands)
+            attributes, regions = _attributes(op), op.regions
+            if op.name == "func.call" and self.functions:
+                attributes = tuple(pair for pair in attributes if pair[0] != "callee")
+                regions = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value].regions
+                own = _Inner({}, [], self.functions)
+            else:
+                own = self
+            inside = tuple(own.block(inner) for region in regions for inner in region.blocks)
+            out.append((op.name, attributes, at, tuple(r.type for r in op.results), inside))
+            self.seen.update((result, (len(self.seen) + i,)) for i, result in enumerate(op.results))
+        return tuple(out)
+
+    def _operand(self, operand: Any) -> Any:
+        if operand in self.seen:
+            return self.seen[operand]
+        if operand in self.values:
+            self.read.append(self.values[operand])
+        return self.values.get(operand, -1 - hash(operand) % (1 << 60))
