@@ -504,14 +504,6 @@ is_deleted: Callable[[Any], bool] = _array.ArrayImpl.is_deleted
 # --- several processes: blocks of arrays ------------------------------------------------------------------------------
 
 
-SPREADS_OVER_PROCESSES = jax.__version_info__ >= (0, 12)
-"""Whether stacked leaves in unequal parts can be joined and cut over several processes.
-
-Measured on CPU, a GPT with three scanned layers on two stages in two processes: 0.12 trains, 0.10.2 hung in the first
-step and was ended after 240 s.
-"""
-
-
 def blocks_of(array: Any) -> list[Any]:
     """The blocks of an array that are here, each an array on one device, in the order of the sharding's devices.
 

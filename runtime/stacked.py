@@ -21,8 +21,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite import _jax
-from alpa_lite.errors import PlanError
 from alpa_lite.graph import Bounds, Pieces, Traced
 from alpa_lite.passes.layers.stacked_arguments import Arrangement, arrangement
 from alpa_lite.program import Program
@@ -141,12 +139,6 @@ class _Leaf:
         if self.kind == "spread":
             own = list(dict.fromkeys(d for mesh in devices for d in mesh.flat))
             self.alone = len({device.process_index for device in own}) == 1
-            if not self.alone and not _jax.SPREADS_OVER_PROCESSES:
-                sizes = ", ".join(str(high - low) for low, high in itertools.pairwise(self.bounds))
-                raise PlanError(
-                    f"stages of several processes own {sizes} layers of a stacked leaf, parts that this version of JAX "
-                    "cannot join; give Pipeline a num_stages that divides the layers, or use JAX 0.12"
-                )
             self.whole = _even(self.shape, own, first=0 if self.alone else 1)
             return
         first: Any = self.shardings[0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
-from alpa_lite import _jax
 from tests.processes import driver
 
 
@@ -41,12 +41,11 @@ def test_schedules_and_submeshes(processes, devices, cases):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10.2 hangs in the first step, docs/processes.md")
 def test_models():
     """Parameters under a scan that unequal stages share, and modules that are updated in place."""
     method = {"kind": "Pipeline", "submesh_shapes": [2, 2], "microbatches": 2}
-    names = ["linen_user_train_state"]
-    if _jax.SPREADS_OVER_PROCESSES:
-        names += ["nnx_user_gpt", "linen_gpt_scan"]
+    names = ["nnx_user_gpt", "linen_gpt_scan"]
     for text in driver.agreed("models.py", 2, 2, json.dumps(method), *names, seconds=240):
         assert all(f"{name} agrees in" in text for name in names)
 
