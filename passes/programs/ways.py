@@ -209,7 +209,7 @@ class _Search(Generic[T]):
 
     def columns(self, remats: Sequence[Remat]) -> None:
         """One column for each of what may be computed again; what can win most, by its bound, is next."""
-        waiting = dict.fromkeys(remats, (self.given or 1, 0))
+        waiting: dict[Remat, tuple[int, int]] = dict.fromkeys(remats, (self.given or 1, 0))
         while waiting:
             remat = min(
                 (remat for remat in remats if remat in waiting),
