@@ -218,11 +218,15 @@ class Builder:
         return self._written.stages[stage].items[position]
 
     def sharding(self, number: int) -> NamedSharding:
-        """Where a buffer lies; one object for all buffers that lie so."""
+        """Where a buffer lies; one object for all buffers that lie so.
+
+        What has no elements is asked for as replicated: compiled programs return it so.
+        """
         item = self._program.buffers[number]
-        key = item.mesh, item.layout
+        key = item.mesh, None if 0 in item.shape else item.layout
         if key not in self._shardings:
-            self._shardings[key] = NamedSharding(self.meshes[item.mesh], spec_of(item.layout))
+            spec = jax.sharding.PartitionSpec() if 0 in item.shape else spec_of(item.layout)
+            self._shardings[key] = NamedSharding(self.meshes[item.mesh], spec)
         return self._shardings[key]
 
     def _kept(self, numbered: set[Numbered]) -> tuple[list[Any], dict[Numbered, int]]:

@@ -30,6 +30,14 @@ def test_more_programs(first):
     assert sum(counts.leaves.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5169, 10038])
+def test_programs_that_went_wrong(seed):
+    """A plan was not replayed, as a method fixed what was no choice; a pipeline sharded arrays without elements."""
+    program, contest = differential.made(seed)
+    assert differential.run(program, contest).leaves
+
+
 def test_seeds_make_programs_that_jax_runs():
     for seed in range(8):
         program, contest = differential.made(seed)

@@ -170,7 +170,11 @@ class _Recorded(Operations):
         """As of `Operations`: what was fixed is no decision; what was both had alternatives."""
         wanted = self.wanted(group)
         decision = group.index not in self.fixed or self.decided.get(group.color) == wanted
-        return [one for one in found if one == wanted] if wanted in found and not decision else list(found)
+        if wanted is None or decision:
+            return list(found)
+        # A method may fix what is left out where there is a choice, such as to leave axes of a cube idle.
+        free = group.kind in ("light", "linear") and len(wanted.axes) == len(group.factors)
+        return [wanted] if wanted in found or free else list(found)
 
     def fills(self, group: Group) -> bool:
         """As of `Operations`."""
