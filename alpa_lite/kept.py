@@ -21,7 +21,7 @@ from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.passes.tokens.slicing import in_slices
+from alpa_lite.passes.tokens import in_slices
 from alpa_lite.paths import shown
 from alpa_lite.pins import Pin, Pins, pin_of
 from alpa_lite.plan import Plan

@@ -34,7 +34,7 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.passes.tokens.slicing import in_slices
+from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
 from alpa_lite.runner import Passes
 

@@ -1,1 +1,11 @@
-"""Slices of the sequence: where it is in a step, how each operation is done slice by slice, and the step in slices."""
+"""Slices of the sequence: a step that is cut into stages, written so that a stage runs one slice after another.
+
+In: a `Divided` step (its loop over micro-batches, layers, stages of all operations) and the tokens of each slice. Out:
+the same step, exactly, in which every operation of the loop's body belongs to a phase: forward of a slice, or backward
+of one. Stages, layers and everything after them are as for whole sequences. Where a token depends on later ones, an
+error that names the operation.
+"""
+
+from alpa_lite.passes.tokens.slicing import in_slices
+
+__all__ = ["in_slices"]

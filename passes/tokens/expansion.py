@@ -18,9 +18,8 @@ Source: the schedule of TeraPipe (Li et al., ICML 2021), here found in the step'
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,18 +28,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
+from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.beyond import Known
+from alpa_lite.passes.tokens.extents import Extents, Range
+from alpa_lite.passes.tokens.pieces import Pieces
 from alpa_lite.passes.tokens.states import SHIFTS, State, States, Way, row_factor, shift_of
-from alpa_lite.passes.tracing import conversion
 from alpa_lite.strategy import Rule
-
-Range = tuple[int, int]
-"""Indices from the first to before the second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +84,7 @@ def expand(
     return _Expansion(rewriter, block, rules, known, found, forward, lengths).run()
 
 
-@dataclass(frozen=True)
-class _Extents:
-    """What one piece of an operation takes: for each factor that is cut, its range."""
-
-    of: Mapping[int, Range]
-
-
-class _Expansion:
+class _Expansion(Pieces):
     """The tables of one expansion."""
 
     def __init__(
@@ -107,29 +97,13 @@ class _Expansion:
         forward: frozenset[int],
         lengths: Sequence[int],
     ) -> None:
-        self.rw, self.block, self.rules, self.known, self.found = rewriter, block, rules, known, found
-        self.forward = forward
-        self.bounds = (0, *itertools.accumulate(lengths))
-        self.slices = len(lengths)
-        self.need: dict[int, list[int]] = {}
-        self.pieces: dict[int, list[Atom | None]] = {}
-        self.whole: dict[int, Atom] = {value: value for value in block.inputs}
-        self.phase: dict[int, int] = {}  # of values
-        self.ops: list[tuple[int, Op]] = []
+        extents = Extents(block, rules, rewriter.values, known, found, lengths)
+        super().__init__(rewriter, found, extents, block.inputs)
+        self.block, self.rules, self.forward = block, rules, forward
         self.late: list[Late] = []
-        self._memo: dict[Hashable, Atom] = {}
-        self._traces: dict[Hashable, Graph] = {}
-        self._source: Any = None
-        self._now = 0  # the phase that what is written belongs to, at least
-        self._owner = -1  # the operation that it is written for
-        self.owner: dict[int, int] = {}
         self.again = _computed_again(block, forward)
 
     def run(self) -> Expanded:
-        for value in values_in(self.block.outputs):
-            self._want(value, None, None)
-        for op in reversed(self.block.ops):
-            self._demand(op)
         for op in self.block.ops:
             self._source, self._owner = op.source, op.index
             self._now = 0 if op.index in self.forward else self.slices
@@ -153,151 +127,7 @@ class _Expansion:
                 until[value] = min(until.get(value, last), phase[op.index])
         return phase
 
-    # -- ranges ---------------------------------------------------------------------------------------------------
-
-    def _held(self, state: State, piece: int) -> Range:
-        """The rows of a piece. The first and the last also take what lies before and behind all tokens."""
-        first = 0 if piece == 0 else min(max(self.bounds[piece] - state.offset, 0), state.size)
-        last = piece == self.slices - 1
-        stop = state.size if last else min(max(self.bounds[piece + 1] - state.offset, 0), state.size)
-        return first, max(first, stop)
-
-    def _over(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
-        """The pieces that some rows are in, and which of each piece's own rows these are."""
-        for piece in range(self.slices):
-            first, stop = self._held(state, piece)
-            a, b = max(first, rows[0]), min(stop, rows[1])
-            if a < b:
-                yield piece, (a - first, b - first)
-
-    def _extents(self, op: Op, way: Way, piece: int) -> _Extents | None:
-        """What one piece of an operation takes; None where it has no rows."""
-        rule = self.rules[op.key]
-        out: dict[int, Range] = {}
-        state = self._leading(op, way)
-        rows = self._held(state, piece)
-        if rows[0] == rows[1]:
-            return None
-        assert way.rows is not None
-        out[way.rows] = rows
-        result = self.found.of.get(op.results[0])
-        for number, factor in enumerate(rule.factors):
-            if number == way.rows:
-                continue
-            if number == way.column and way.kind == "pieces":
-                out[number] = (0, self.need[op.results[0]][piece])
-            elif self._is_column(op, rule, number, result):
-                out[number] = (0, self._seen(op, rule, number, rows, factor.size))
-        return _Extents(out)
-
-    def _leading(self, op: Op, way: Way) -> State:
-        """The state that says which rows a piece has."""
-        if way.kind == "pieces":
-            return self.found.of[op.results[0]]
-        rule = self.rules[op.key]
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            if state is not None and row_factor(rule, dims, state) == way.rows:
-                return state
-        raise AssertionError(op.name)
-
-    def _is_column(self, op: Op, rule: Rule, factor: int, result: State | None) -> bool:
-        """Whether a factor is one of columns that the operation sums, or spreads to."""
-        del result
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            if state is not None and state.column is not None and dims[state.column] == (factor,):
-                return True
-        return False
-
-    def _seen(self, op: Op, rule: Rule, factor: int, rows: Range, size: int) -> int:
-        """How many columns of a factor these rows need: those behind add nothing."""
-        least = size
-        maximum = op.name == "reduce_max"
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            for b in self.known.get(atom, ()) if isinstance(atom, int) else ():
-                if state is None or (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):
-                    continue
-                if b.negative if maximum else (b.exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")):
-                    least = min(least, int(b.first[rows[0] : rows[1]].max()))
-        return max(least, 1)
-
-    # -- what is needed of columns --------------------------------------------------------------------------------
-
-    def _want(self, value: int, rows: Range | None, columns: int | None) -> None:
-        """Notes that some rows of a value are read as far as a column; None stands for all."""
-        state = self.found.of.get(value)
-        if state is None or state.free or state.column is None:
-            return
-        needs = self.need.setdefault(value, [0] * self.slices)
-        width = self.rw.values[value].shape[state.column]
-        for piece, _ in self._over(state, (0, state.size) if rows is None else rows):
-            needs[piece] = max(needs[piece], width if columns is None else columns)
-
-    def _demand(self, op: Op) -> None:
-        """What an operation needs of its operands' columns."""
-        way = self.found.ways[op.index]
-        for value in op.results:
-            state = self.found.of.get(value)
-            if state is not None and state.column is not None:
-                self.need.setdefault(value, [0] * self.slices)
-        if way.kind == "pieces" and op.name in primitives.PAIRWISE:
-            for atom, value in zip(op.operands, op.results, strict=True):
-                if isinstance(atom, int) and value in self.need:
-                    state = self.found.of[value]
-                    for piece in range(self.slices):
-                        self._want(atom, self._held(state, piece), self.need[value][piece])
-            return
-        if way.kind == "shift":
-            for atom in values_in(op.operands):
-                self._want(atom, None, max(self.need.get(op.results[0], [0])) or None)
-            return
-        if way.kind not in ("pieces", "sum", "spread"):
-            for atom in values_in(op.operands):
-                self._want(atom, None, None)
-            return
-        rule = self.rules[op.key]
-        for piece in range(self.slices):
-            extents = self._extents(op, way, piece)
-            for atom, dims in zip(op.operands, rule.operands, strict=True):
-                state = self.found.of.get(atom) if isinstance(atom, int) else None
-                if extents is None or state is None or state.column is None or not isinstance(atom, int):
-                    continue
-                factor = row_factor(rule, dims, state)
-                rows = extents.of.get(factor) if factor is not None else None
-                (column,) = dims[state.column] or (None,)
-                reach = extents.of.get(column) if column is not None else None
-                self._want(atom, rows, None if reach is None else reach[1])
-
-    # -- new operations -------------------------------------------------------------------------------------------
-
-    def _add(self, op: Op) -> None:
-        phase = max([self._now, *(self.phase.get(v, 0) for v in values_in(op.operands))])
-        self.ops.append((phase, op))
-        self.owner[op.index] = self._owner
-        self.phase.update(dict.fromkeys(op.results, phase))
-
-    def _made(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Atom:
-        """The result of a small function of arrays, in operations of its own."""
-        specs = [_jax.spec_of(self._aval(a)) for a in operands]
-        key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs))
-        graph = self._traces.get(key)
-        if graph is None:
-            graph = self._traces[key] = conversion.graph_of(jax.make_jaxpr(run)(*specs), self.rw.keys)
-        env: dict[int, Atom] = dict(zip(graph.block.inputs, operands, strict=True))
-        for op in graph.block.ops:
-            results = [self.rw.fresh(graph.values[v]) for v in op.results]
-            made = self.rw.moved(op, [renamed_atom(a, env) for a in op.operands], results, values=graph.values)
-            self._add(replace(made, key=op.key, source=self._source))
-            env.update(zip(op.results, results, strict=True))
-        return renamed_atom(graph.block.outputs[0], env)
-
-    def _aval(self, atom: Atom) -> Any:
-        return atom.aval if isinstance(atom, Lit) else self.rw.values[atom].aval
-
-    def _shape(self, atom: Atom) -> tuple[int, ...]:
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.rw.values[atom].shape
+    # -- operations -----------------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, piece: int) -> None:
         """What is written from here on belongs to a piece of an operation."""
@@ -306,61 +136,7 @@ class _Expansion:
         else:
             self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece
 
-    # -- fetching -------------------------------------------------------------------------------------------------
-
-    def _cut(self, atom: Atom, dim: int, rows: Range, outer: int = 1, inner: int = 1) -> Atom:
-        """Some rows of an array along a dim of outer times rows times inner."""
-        shape = self._shape(atom)
-        size = shape[dim] // (outer * inner)
-        if rows == (0, size) or isinstance(atom, Lit):
-            return atom
-
-        def run(x: jax.Array) -> jax.Array:
-            if outer == 1:
-                return lax.slice_in_dim(x, rows[0] * inner, rows[1] * inner, axis=dim)
-            apart = x.reshape(*shape[:dim], outer, size, inner, *shape[dim + 1 :])
-            apart = lax.slice_in_dim(apart, *rows, axis=dim + 1)
-            return apart.reshape(*shape[:dim], -1, *shape[dim + 1 :])
-
-        key = ("cut", self._now, atom, dim, rows, outer, inner)
-        if key not in self._memo:
-            self._memo[key] = self._made(run, [atom], ("cut", dim, rows, outer, inner))
-        return self._memo[key]
-
-    def _fetch(self, atom: Atom, rows: Range | None = None, columns: int | None = None) -> Atom:
-        """Some rows and the first columns of a value in pieces, joined; of another one, all of it."""
-        state = self.found.of.get(atom) if isinstance(atom, int) else None
-        if isinstance(atom, Lit) or atom in self.whole or state is None:
-            return atom if isinstance(atom, Lit) else self.whole[atom]
-        rows = (0, state.size) if rows is None else rows
-        key = ("fetch", self._now, atom, rows, columns)
-        if key in self._memo:
-            return self._memo[key]
-        parts: list[Atom] = []
-        for piece, own in self._over(state, rows):
-            held = self.pieces[atom][piece]
-            assert held is not None
-            part = self._cut(held, state.dim, own, state.outer, state.inner)
-            if state.column is not None:
-                width = self._shape(part)[state.column] if columns is None else columns
-                part = self._cut(part, state.column, (0, width))
-            parts.append(part)
-        self._memo[key] = parts[0] if len(parts) == 1 else self._join(parts, state)
-        return self._memo[key]
-
-    def _join(self, parts: Sequence[Atom], state: State) -> Atom:
-        dim, outer = state.dim, state.outer
-
-        def run(*arrays: jax.Array) -> jax.Array:
-            if outer == 1:
-                return jnp.concatenate(arrays, dim)
-            apart = [x.reshape(*x.shape[:dim], outer, -1, *x.shape[dim + 1 :]) for x in arrays]
-            joined = jnp.concatenate(apart, dim + 1)
-            return joined.reshape(*joined.shape[:dim], -1, *joined.shape[dim + 2 :])
-
-        return self._made(run, parts, ("join", dim, outer))
-
-    def _operand(self, op: Op, number: int, extents: _Extents) -> Atom:
+    def _operand(self, op: Op, number: int, extents: Mapping[int, Range]) -> Atom:
         """What one piece of an operation takes of an operand."""
         atom, rule = op.operands[number], self.rules[op.key]
         dims = rule.operands[number]
@@ -369,10 +145,10 @@ class _Expansion:
         state, rows = self.found.of.get(atom), None
         if state is not None and atom not in self.whole:
             factor = row_factor(rule, dims, state)
-            rows = extents.of.get(factor) if factor is not None else None
+            rows = extents.get(factor) if factor is not None else None
             reach = None
             if state.column is not None and dims[state.column]:
-                reach = extents.of.get(dims[state.column][0])
+                reach = extents.get(dims[state.column][0])
             got = self._fetch(atom, rows, None if reach is None else reach[1])
             others = [d for d in range(len(dims)) if d not in (state.dim, state.column)]
         else:
@@ -380,13 +156,11 @@ class _Expansion:
         for dim in others:
             outer = 1
             for place, factor in enumerate(dims[dim]):
-                if factor in extents.of:
+                if factor in extents:
                     inner = math.prod(rule.factors[f].size for f in dims[dim][place + 1 :])
-                    got = self._cut(got, dim, extents.of[factor], outer, inner)
+                    got = self._cut(got, dim, extents[factor], outer, inner)
                 outer *= rule.factors[factor].size
         return got
-
-    # -- operations -----------------------------------------------------------------------------------------------
 
     def _emit(self, op: Op) -> None:
         way = self.found.ways[op.index]
@@ -432,7 +206,7 @@ class _Expansion:
         self.whole.update(zip(op.results, results, strict=True))
 
     def _emit_piece(self, op: Op, way: Way, piece: int) -> None:
-        extents = self._extents(op, way, piece)
+        extents = self.extents.of(op, way, piece)
         if extents is None:
             return
         self._begin(op, piece)
@@ -441,7 +215,7 @@ class _Expansion:
         for value, result in zip(op.results, results, strict=True):
             self.pieces[value][piece] = result
 
-    def _sized(self, op: Op, extents: _Extents, operands: Sequence[Atom]) -> list[int]:
+    def _sized(self, op: Op, extents: Mapping[int, Range], operands: Sequence[Atom]) -> list[int]:
         """The operation on smaller operands: its results."""
         rule = self.rules[op.key]
         results = []
@@ -449,8 +223,8 @@ class _Expansion:
             shape = list(self.rw.values[value].shape)
             for dim, factors in enumerate(dims):
                 for factor in factors:
-                    if factor in extents.of:
-                        a, b = extents.of[factor]
+                    if factor in extents:
+                        a, b = extents[factor]
                         shape[dim] = shape[dim] // rule.factors[factor].size * (b - a)
             results.append(self.rw.shaped(value, tuple(shape)))
         params = self._params(op, operands, self._shape(results[0]))
@@ -484,7 +258,7 @@ class _Expansion:
         spread: list[Atom | None] = [None] * self.slices
         order = range(self.slices) if op.index in self.forward else reversed(range(self.slices))
         for piece in order:
-            extents = self._extents(op, way, piece)
+            extents = self.extents.of(op, way, piece)
             if extents is None:
                 continue
             self._begin(op, piece)
@@ -497,9 +271,9 @@ class _Expansion:
                 total = self._combined(op, total, part) if both else part  # type: ignore[arg-type]
                 continue
             assert state is not None and way.column is not None
-            reach = extents.of[way.column][1] if way.column in extents.of else state.size
-            for target, own in self._over(state, (0, reach)):
-                first, _ = self._held(state, target)
+            reach = extents[way.column][1] if way.column in extents else state.size
+            for target, own in self.extents.over(state, (0, reach)):
+                first, _ = self.extents.held(state, target)
                 given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
                 given = self._padded(given, state, target, own)
                 before = spread[target]
@@ -515,7 +289,7 @@ class _Expansion:
 
     def _padded(self, atom: Atom, state: State, piece: int, own: Range) -> Atom:
         """What a slice gives to the first rows of a piece, with zeros for the rest."""
-        first, stop = self._held(state, piece)
+        first, stop = self.extents.held(state, piece)
         missing = stop - first - own[1]
         if not missing and not own[0]:
             return atom
@@ -529,7 +303,7 @@ class _Expansion:
         return self._made(run, [atom], ("pad", dim, own[0], missing))
 
     def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
-        first, stop = self._held(state, piece)
+        first, stop = self.extents.held(state, piece)
         if first == stop:
             return None
         shape = list(self.rw.values[value].shape)
@@ -552,7 +326,7 @@ class _Expansion:
             assert moved is not None and op.name in SHIFTS
             self.pieces[value] = [None] * self.slices
             for piece in range(self.slices):
-                rows = self._held(state, piece)
+                rows = self.extents.held(state, piece)
                 if rows[0] < rows[1]:
                     self._begin(op, piece)
                     by = [n - start for n in moved]
@@ -623,7 +397,7 @@ class _Expansion:
         self.pieces[value] = [None] * self.slices
         before: Atom | None = None
         for piece in reversed(range(self.slices)) if reverse else range(self.slices):
-            rows = self._held(state, piece)
+            rows = self.extents.held(state, piece)
             if rows[0] == rows[1]:
                 continue
             self._begin(op, piece)
@@ -653,7 +427,7 @@ class _Expansion:
             offset = next((s.offset for s in live if not s.free), 0)
         state = State(0, view.length, offset)
         for piece in reversed(range(self.slices)) if reverse else range(self.slices):
-            rows = self._held(state, piece)
+            rows = self.extents.held(state, piece)
             if rows[0] == rows[1]:
                 continue
             self._begin(op, piece)

@@ -1,0 +1,161 @@
+"""What each piece of an operation takes of its operands: rows of its own slice, and columns as far as they count.
+
+Rows follow from the lengths of the slices. Columns are found backwards, from what reads a matrix of attention: a sum,
+or a product that sums over keys, needs them up to the last that is not known to add nothing (`beyond`), a maximum up to
+the last that is not as good as minus infinity; what makes the matrix needs to make no more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from alpa_lite.graph import Block, Op, Value
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.tokens.beyond import Known
+from alpa_lite.passes.tokens.states import State, States, Way, row_factor
+from alpa_lite.strategy import Rule
+
+Range = tuple[int, int]
+"""Indices from the first to before the second."""
+
+
+class Extents:
+    """The ranges of all pieces.
+
+    Args:
+      rules, known: as for `states.states`. found: its answer.
+      lengths: of the slices, in tokens.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        rules: Mapping[object, Rule],
+        values: Sequence[Value],
+        known: Known,
+        found: States,
+        lengths: Sequence[int],
+    ) -> None:
+        self.rules, self.values, self.known, self.found = rules, values, known, found
+        self.bounds = (0, *itertools.accumulate(lengths))
+        self.slices = len(lengths)
+        self.need: dict[int, list[int]] = {}  # value -> for each piece the columns that are read
+        for value in values_in(block.outputs):
+            self._want(value, None, None)
+        for op in reversed(block.ops):
+            self._demand(op)
+
+    def held(self, state: State, piece: int) -> Range:
+        """The rows of a piece. The first and the last also take what lies before and behind all tokens."""
+        first = 0 if piece == 0 else min(max(self.bounds[piece] - state.offset, 0), state.size)
+        last = piece == self.slices - 1
+        stop = state.size if last else min(max(self.bounds[piece + 1] - state.offset, 0), state.size)
+        return first, max(first, stop)
+
+    def over(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
+        """The pieces that some rows are in, and which of each piece's own rows these are."""
+        for piece in range(self.slices):
+            first, stop = self.held(state, piece)
+            a, b = max(first, rows[0]), min(stop, rows[1])
+            if a < b:
+                yield piece, (a - first, b - first)
+
+    def of(self, op: Op, way: Way, piece: int) -> Mapping[int, Range] | None:
+        """What one piece of an operation takes; None where it has no rows."""
+        rule = self.rules[op.key]
+        out: dict[int, Range] = {}
+        state = self._leading(op, way)
+        rows = self.held(state, piece)
+        if rows[0] == rows[1]:
+            return None
+        assert way.rows is not None
+        out[way.rows] = rows
+        for number, factor in enumerate(rule.factors):
+            if number == way.rows:
+                continue
+            if number == way.column and way.kind == "pieces":
+                out[number] = (0, self.need[op.results[0]][piece])
+            elif self._is_column(op, rule, number):
+                out[number] = (0, self._seen(op, rule, number, rows, factor.size))
+        return out
+
+    def _leading(self, op: Op, way: Way) -> State:
+        """The state that says which rows a piece has."""
+        if way.kind == "pieces":
+            return self.found.of[op.results[0]]
+        rule = self.rules[op.key]
+        for atom, dims in zip(op.operands, rule.operands, strict=True):
+            state = self.found.of.get(atom) if isinstance(atom, int) else None
+            if state is not None and row_factor(rule, dims, state) == way.rows:
+                return state
+        raise AssertionError(op.name)
+
+    def _is_column(self, op: Op, rule: Rule, factor: int) -> bool:
+        """Whether a factor is one of columns that the operation sums, or spreads to."""
+        for atom, dims in zip(op.operands, rule.operands, strict=True):
+            state = self.found.of.get(atom) if isinstance(atom, int) else None
+            if state is not None and state.column is not None and dims[state.column] == (factor,):
+                return True
+        return False
+
+    def _seen(self, op: Op, rule: Rule, factor: int, rows: Range, size: int) -> int:
+        """How many columns of a factor these rows need: those behind add nothing."""
+        least = size
+        maximum = op.name == "reduce_max"
+        for atom, dims in zip(op.operands, rule.operands, strict=True):
+            state = self.found.of.get(atom) if isinstance(atom, int) else None
+            for b in self.known.get(atom, ()) if isinstance(atom, int) else ():
+                if state is None or (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):
+                    continue
+                if b.negative if maximum else (b.exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")):
+                    least = min(least, int(b.first[rows[0] : rows[1]].max()))
+        return max(least, 1)
+
+    # -- what is needed of columns --------------------------------------------------------------------------------
+
+    def _want(self, value: int, rows: Range | None, columns: int | None) -> None:
+        """Notes that some rows of a value are read as far as a column; None stands for all."""
+        state = self.found.of.get(value)
+        if state is None or state.free or state.column is None:
+            return
+        needs = self.need.setdefault(value, [0] * self.slices)
+        width = self.values[value].shape[state.column]
+        for piece, _ in self.over(state, (0, state.size) if rows is None else rows):
+            needs[piece] = max(needs[piece], width if columns is None else columns)
+
+    def _demand(self, op: Op) -> None:
+        """What an operation needs of its operands' columns."""
+        way = self.found.ways[op.index]
+        for value in op.results:
+            state = self.found.of.get(value)
+            if state is not None and state.column is not None:
+                self.need.setdefault(value, [0] * self.slices)
+        if way.kind == "pieces" and op.name in primitives.PAIRWISE:
+            for atom, value in zip(op.operands, op.results, strict=True):
+                if isinstance(atom, int) and value in self.need:
+                    state = self.found.of[value]
+                    for piece in range(self.slices):
+                        self._want(atom, self.held(state, piece), self.need[value][piece])
+            return
+        if way.kind == "shift":
+            for atom in values_in(op.operands):
+                self._want(atom, None, max(self.need.get(op.results[0], [0])) or None)
+            return
+        if way.kind not in ("pieces", "sum", "spread"):
+            for atom in values_in(op.operands):
+                self._want(atom, None, None)
+            return
+        rule = self.rules[op.key]
+        for piece in range(self.slices):
+            extents = self.of(op, way, piece)
+            for atom, dims in zip(op.operands, rule.operands, strict=True):
+                state = self.found.of.get(atom) if isinstance(atom, int) else None
+                if extents is None or state is None or state.column is None or not isinstance(atom, int):
+                    continue
+                factor = row_factor(rule, dims, state)
+                rows = extents.get(factor) if factor is not None else None
+                (column,) = dims[state.column] or (None,)
+                reach = extents.get(column) if column is not None else None
+                self._want(atom, rows, None if reach is None else reach[1])
