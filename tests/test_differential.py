@@ -31,7 +31,7 @@ def test_more_programs(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5169, 10038])
+@pytest.mark.parametrize("seed", [5044, 10038])
 def test_programs_that_went_wrong(seed):
     """A plan was not replayed, as a method fixed what was no choice; a pipeline sharded arrays without elements."""
     program, contest = differential.made(seed)
