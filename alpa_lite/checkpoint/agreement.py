@@ -52,15 +52,7 @@ class Agreement:
         """
         if self.count == 1:
             return make()
-        if self.process == 0:
-            try:
-                value = make()
-            except BaseException as error:
-                self._tell(name, {"error": said(error)})
-                raise
-            self._tell(name, {"value": value})
-            return value
-        return self._hear(name, 0)
+        return self._telling(name, make) if self.process == 0 else self._hear(name, 0)
 
     def every(self, name: str, make: Callable[[], Any]) -> list[Any]:
         """What each process makes, a JSON value, on all of them.
@@ -70,13 +62,18 @@ class Agreement:
         """
         if self.count == 1:
             return [make()]
+        value = self._telling(name, make)
+        return [value if p == self.process else self._hear(name, p) for p in range(self.count)]
+
+    def _telling(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes, told to all; or its error, raised after it was told."""
         try:
             value = make()
         except BaseException as error:
             self._tell(name, {"error": said(error)})
             raise
         self._tell(name, {"value": value})
-        return [value if p == self.process else self._hear(name, p) for p in range(self.count)]
+        return value
 
     def forget_earlier(self) -> None:
         """Removes what was said in operations long before this one, which all processes have begun; by process 0."""

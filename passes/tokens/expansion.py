@@ -81,7 +81,8 @@ def expand(
       rules, known, forward: as for `states.states`. found: its answer.
       lengths: of the slices, in tokens; the last takes what is left.
     """
-    return _Expansion(rewriter, block, rules, known, found, forward, lengths).run()
+    extents = Extents(block, rules, rewriter.values, known, found, lengths)
+    return _Expansion(rewriter, block, rules, found, extents, forward).run()
 
 
 class _Expansion(Pieces):
@@ -92,12 +93,10 @@ class _Expansion(Pieces):
         rewriter: Rewriter,
         block: Block,
         rules: Mapping[object, Rule],
-        known: Known,
         found: States,
+        extents: Extents,
         forward: frozenset[int],
-        lengths: Sequence[int],
     ) -> None:
-        extents = Extents(block, rules, rewriter.values, known, found, lengths)
         super().__init__(rewriter, found, extents, block.inputs)
         self.block, self.rules, self.forward = block, rules, forward
         self.late: list[Late] = []
@@ -365,9 +364,7 @@ class _Expansion(Pieces):
         steps = None if strides is None else tuple(strides)
         return self._made(lambda x: lax.slice(x, starts, limits, strides), [part], ("slice", *starts, *limits, steps))
 
-    def _pad(
-        self, op: Op, state: State, rows: Range, low: int, size: int, parts: Sequence[Atom]
-    ) -> Atom:  # fmt: skip
+    def _pad(self, op: Op, state: State, rows: Range, low: int, size: int, parts: Sequence[Atom]) -> Atom:
         config = [tuple(c) for c in op.params["padding_config"]]
         before = max(0, min(low, rows[1]) - rows[0])
         after = max(0, rows[1] - max(low + size, rows[0]))
