@@ -35,7 +35,7 @@ from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Program, Run, Send, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, compiling, meshes, placement, presence
+from alpa_lite.runtime import callbacks, compiling, meshes, pacing, placement, presence
 from alpa_lite.runtime.across import MoverAcross
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Mover
@@ -173,10 +173,11 @@ class Builder:
         lowered, results, numbered = self._lowered(number, run)
         mesh = self.meshes[executable.mesh]
         compiled = compiling.compiled(lowered, mesh.devices.flat, self._cluster.compiler_options)
+        launch = pacing.paced(compiled, mesh.devices.flat)
         if numbered and mesh.size > 1:
             look = callbacks.looking(executable.name, mesh, results, self._failures)
-            return compiled, lambda *arrays: look(arrays[-1], compiled(*arrays)), True
-        return compiled, compiled, numbered
+            return compiled, lambda *arrays: look(arrays[-1], launch(*arrays)), True
+        return compiled, launch, numbered
 
     @_jax.without_mesh()
     def _lowered(self, number: int, run: Run) -> tuple[jax.stages.Lowered, list[jax.ShapeDtypeStruct], bool]:

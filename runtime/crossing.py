@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges
-from alpa_lite.runtime import compiling
+from alpa_lite.runtime import compiling, pacing
 
 AXIS = "all"
 
@@ -88,7 +88,8 @@ class Crossing:
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s, _ in self._operands]
         out = [NamedSharding(mesh, spec) for spec in landed]
         with _jax.without_mesh():
-            self._call = compiling.compiled(jax.jit(region, out_shardings=out).lower(*avals), union)
+            compiled = compiling.compiled(jax.jit(region, out_shardings=out).lower(*avals), union)
+        self._call = pacing.paced(compiled, union)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays where they land; None for each in a process that has no device there.

@@ -47,7 +47,7 @@ from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, placement, presence
+from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, pacing, placement, presence
 from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
@@ -133,6 +133,7 @@ class Executable:
         self._pick_following = _picker(following[:-1])
         self._canary_output = following[-1] if following else None
         self._executable: Any = None
+        self._launch: Any = None  # the executable as a call runs it
         self._constants: tuple[jax.Array, ...] = ()
         self._compiling = threading.Lock()
         self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given again
@@ -207,6 +208,7 @@ class Executable:
         with self._compiling:
             if self._executable is None:
                 self._executable = self._compile()
+                self._launch = pacing.paced(self._executable, self.mesh.devices.flat)
             return self._executable
 
     @_jax.without_mesh()
@@ -228,6 +230,10 @@ class Executable:
         self._returned_weak = [weak_of(traced.jaxpr.out_avals[i]) for i in self._following]
         self._steady = self._weak.with_returned(self._donated, self._returned_weak)
         return traced.lower()
+
+    def _launched(self) -> Any:
+        self.compiled()
+        return self._launch
 
     @_jax.without_mesh()
     def _compile(self) -> jax.stages.Compiled:
@@ -323,7 +329,7 @@ class Executable:
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         if self._frozen is not None:
             kept = self._frozen.placed(kept)
-        executable = self._executable or self.compiled()
+        launch = self._launch or self._launched()
         if donated and not self._is_last(donated):
             donated = self._settled(donated, leaves)
         elif list(map(is_weak, kept)) != self._kept_weak:
@@ -331,10 +337,10 @@ class Executable:
         if self._dies and (self._gone(donated) or ownership.any_deleted(kept)):
             self._check_alive(leaves)
         try:
-            out = executable(donated, kept, self._constants)
+            out = launch(donated, kept, self._constants)
         except (TypeError, ValueError):  # raised while the arguments are checked: nothing has run
             self._check_alive(leaves)
-            out = executable(donated, self._put(kept), self._constants)
+            out = launch(donated, self._put(kept), self._constants)
         except RuntimeError as error:
             if ownership.says_deleted(error):  # nothing has run here, either
                 self._check_alive(leaves)

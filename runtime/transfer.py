@@ -29,7 +29,7 @@ from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
 from alpa_lite.program import Submesh
-from alpa_lite.runtime import compiling
+from alpa_lite.runtime import compiling, pacing
 from alpa_lite.runtime.meshes import mesh_of
 
 Place = tuple[int, int]
@@ -225,7 +225,7 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
         for plan, spec in zip(plans, specs, strict=True)
     ]
     lowered = jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals)
-    return compiling.compiled(lowered, mesh.devices.flat)
+    return pacing.paced(compiling.compiled(lowered, mesh.devices.flat), mesh.devices.flat)
 
 
 def _jax_mesh(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
