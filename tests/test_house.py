@@ -19,7 +19,7 @@ ROOMS = (
 def modules() -> dict[str, Path]:
     """Every module of the library by its import name."""
     paths = [*(ROOT / "alpa_lite").glob("*.py")]
-    folders = ("report", "calibration", "checkpoint", "processes")
+    folders = ("report", "calibration", "checkpoint", "cli", "processes")
     paths += [path for folder in folders for path in (ROOT / "alpa_lite" / folder).rglob("*.py")]
     named = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
     for folder in ("passes", "runtime", "models"):

@@ -48,9 +48,6 @@ CHECKPOINT = _names("remat2")
 MANUAL = _names("shard_map mpmd_map core_map")
 """Operations that run a body on devices that they choose themselves."""
 
-KERNELS = MANUAL | _names("custom_partitioning ffi_call io_callback pallas_call pure_callback")
-"""Calls whose function is not known: written for a device, or run on the host."""
-
 COLLECTIVES = _names("""
     all_gather all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all reduce_scatter
 """)

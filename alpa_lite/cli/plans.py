@@ -1,0 +1,193 @@
+"""Commands that make and read plans: `plan`, `show`, `verify`, `explain`, `diff`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alpa_lite.cli import base, options, values
+from alpa_lite.errors import OptionError
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="STEP",
+            help="A model (gpt, mlp, ...), or a step of your own as package.module:function, with --args.",
+            show_default=False,
+        ),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="A name that `alpa-lite clusters` lists, local, or a file of `alpa-lite calibrate`.",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a model, the number of examples in the batch of one step.", show_default=False),
+    ] = None,
+    size: options.Size = "small",
+    args: options.Arguments = None,
+    kwargs: options.Keywords = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of nodes, or of TPU slices.", show_default="the machine's")
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(metavar="AxBxC", help="Shape of a TPU slice, such as 4x4x4.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan to this file.")] = None,
+    method: options.MethodName = "auto",
+    stages: options.Stages = None,
+    microbatches: options.Microbatches = None,
+    schedule: options.ScheduleName = None,
+    memory: options.Memory = None,
+    settings: options.Settings = None,
+    simulate: options.Simulate = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="Write the value after each pass into this directory, as text.")
+    ] = None,
+) -> None:
+    """Plan a model, or any train step, for a cluster that need not be attached; nothing is executed.
+
+    A step of your own is looked for in the current directory first:
+    alpa-lite plan train:step --args train:abstract_args --cluster h100
+    """
+    shape = None if topology is None else values.shape_of(topology, "--topology")
+    from alpa_lite import steps, training
+    from alpa_lite.cluster import Cluster
+    from alpa_lite.report import summary as report
+
+    if cluster.lower() == "local":
+        machine = training.local_cluster(None)
+    elif nodes is None and shape is None:
+        machine = Cluster.named(cluster)
+    else:
+        machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
+    named = values.named_step(model, size, batch, settings, args, kwargs)
+    step, positional, keywords = named.load()
+    given = {
+        "method": values.method_of(method, stages, schedule), "memory_per_device": values.bytes_of(memory),
+        "num_microbatches": microbatches or "auto", "dump_dir": dump,
+    }  # fmt: skip
+    from alpa_lite import verifying
+    from alpa_lite.api import make_plan
+
+    own = verifying.options_of(step)
+    if own:  # what is not given here is as the step was decorated
+        usual = {"method": values.method_of("auto", None, None), "num_microbatches": "auto"}
+        given = own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
+    given["cluster"] = machine
+    found = make_plan(step, *positional, kwargs=keywords, **given)
+    console = base.console()
+    console.print(report.renderable(found.compared()))
+    base.write(found, output, simulate, console)
+    if output is not None:
+        steps.remember(output, named)
+
+
+def show(
+    file: options.PlanFile,
+    full: Annotated[bool, typer.Option("--full", help="Print everything: shardings, collectives, checks.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page for a browser instead.")
+    ] = None,
+) -> None:
+    """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
+    from alpa_lite.plan import Plan
+    from alpa_lite.report import summary, text
+
+    found = Plan.load(file)
+    if html is None:
+        base.console().print((text if full else summary).renderable(found))
+        return
+    try:
+        found.to_html(html)
+    except OSError as error:
+        raise OptionError(f"--html {str(html)!r} cannot be written: {error.strerror}") from error
+    base.console().print(f"saved to {html}: open it in a browser")
+
+
+def verify(
+    file: options.PlanFile,
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STEP]",
+            help="The step that was planned, as for `alpa-lite plan`; a file of `alpa-lite plan -o` names its own.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The machine to compile for: v5e:2x4, or cuda:FILE with XLA's description of a GPU.",
+            show_default="the plan's own cluster",
+        ),
+    ] = None,
+    size: options.Size = "small",
+    batch: Annotated[int | None, typer.Option(min=1, help="As for `alpa-lite plan`.", show_default=False)] = None,
+    settings: options.Settings = None,
+    args: options.Arguments = None,
+    kwargs: options.Keywords = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what was found as JSON; - prints it.")
+    ] = None,
+    time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds for planning again and compiling.")] = 600.0,
+) -> None:
+    """Compile a plan with the compiler of its target, without the hardware, and compare.
+
+    Prints the collectives and the memory of the compiled program beside the plan's. Ends with exit code 1 if the
+    program communicates what the plan does not say. For TPUs install alpa-lite[tpu-verify], for CUDA
+    alpa-lite[cuda-verify].
+    """
+    from alpa_lite import steps, verifying
+    from alpa_lite.plan import Plan
+    from alpa_lite.report import compiled
+
+    Plan.load(file)
+    named = steps.remembered(file) if step is None else values.named_step(step, size, batch, settings, args, kwargs)
+    if named is None:
+        raise OptionError(
+            f"{str(file)!r} does not name its step; give it: alpa-lite verify {file} package.module:function --args "
+            "package.module:abstract_args, or a model with --size and --batch"
+        )
+    found = verifying.verify(file, named, target, time_limit)
+    text = json.dumps(found, indent=1)
+    if str(json_file) == "-":
+        print(text)
+    else:
+        if json_file is not None:
+            base.save(json_file, "--json", text + "\n")
+        base.console().print(compiled.renderable(found))
+    if not found["communicates"]:
+        raise typer.Exit(1)
+
+
+def explain(
+    file: options.PlanFile,
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="An argument's path or its last keys (layers/3/ffn/up/kernel, ffn/up/kernel), an operation, "
+            "or a source line.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Explain why something is sharded as it is, and what would make another choice win."""
+    from alpa_lite.plan import Plan
+
+    base.console().print(Plan.load(file).explain(path))
+
+
+def diff(before: options.PlanFile, after: options.PlanFile) -> None:
+    """Compare two plans: mesh, shardings, collectives, memory, times."""
+    from alpa_lite.plan import Plan
+
+    base.console().print(Plan.load(before).diff(Plan.load(after)))
