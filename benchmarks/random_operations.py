@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from benchmarks import random_wider
-from benchmarks.random_programs import Builder, Program, Value, is_float
+from benchmarks.random_programs import Builder, Program, Value, entered, is_float
 
 FLOATS = ("float32",)
 REAL = ("float32", "bfloat16")
@@ -20,15 +20,7 @@ INTEGERS = ("int32", "uint8", "int8")
 KINDS: dict[str, Callable[[Builder], object]] = {}
 LAYERS: dict[str, Callable[[Builder, Value], Value | None]] = {}
 
-
-def _kind(function: Callable[[Builder], object]) -> Callable[[Builder], object]:
-    KINDS[function.__name__] = function
-    return function
-
-
-def _layer(function: Callable[[Builder, Value], Value | None]) -> Callable[[Builder, Value], Value | None]:
-    LAYERS[function.__name__] = function
-    return function
+_kind, _layer = entered(KINDS), entered(LAYERS)
 
 
 def general(seed: int, wider: bool = False) -> Program:

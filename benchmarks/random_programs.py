@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from benchmarks.random_prelude import PRELUDE
 
 SIZES = (8, 16, 4, 8, 16, 6, 3, 5, 12, 2, 1, 24)
 LARGEST = 8192
+
+Kind = TypeVar("Kind", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,15 @@ def renamed(line: Line, old: str, new: str) -> Line:
 
     reads = tuple(new if n == old else n for n in line.reads)
     return dataclasses.replace(line, source=re.sub(rf"\b{old}\b", new, line.source), reads=reads)
+
+
+def entered(book: dict[str, Kind]) -> Callable[[Kind], Kind]:
+    """A decorator that puts functions into a book, under their names."""
+
+    def enter(function: Kind) -> Kind:
+        return book.setdefault(function.__name__, function)
+
+    return enter
 
 
 def is_float(dtype: str) -> bool:

@@ -11,22 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from benchmarks.random_programs import Builder, Value
+from benchmarks.random_programs import Builder, Value, entered
 
 FLOATS = ("float32",)
 NUMBERS = ("float32", "bfloat16", "int32")
 KINDS: dict[str, Callable[[Builder], object]] = {}
 LAYERS: dict[str, Callable[[Builder, Value], Value | None]] = {}
 
-
-def _kind(function: Callable[[Builder], object]) -> Callable[[Builder], object]:
-    KINDS[function.__name__] = function
-    return function
-
-
-def _layer(function: Callable[[Builder, Value], Value | None]) -> Callable[[Builder, Value], Value | None]:
-    LAYERS[function.__name__] = function
-    return function
+_kind, _layer = entered(KINDS), entered(LAYERS)
 
 
 def _axis(b: Builder, v: Value) -> int:
