@@ -25,10 +25,11 @@ from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
 from alpa_lite.passes.layers import assignment
 from alpa_lite.passes.layers.division import Divided
 from alpa_lite.passes.layers.types import Layering
-from alpa_lite.passes.tokens import beyond, expansion, states
+from alpa_lite.passes.tokens import beyond, expansion, states, unrolling
 from alpa_lite.passes.tokens.opening import opened
 from alpa_lite.passes.tokens.statics import Statics
 from alpa_lite.paths import shown
+from alpa_lite.strategy import Rule
 
 
 def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
@@ -60,15 +61,28 @@ class _Slicer:
         self.graph = self.traced.graph
         self.rewriter = Rewriter(self.graph)
         self.scan, self.view = layers.scan_op, ScanView(layers.scan_op)
-        self.body, self.part_of = opened(self.rewriter, layers.body)
-        self.forward = layers.forward | {i for i, whole in self.part_of.items() if whole in layers.forward}
+        self.rules: dict[object, Rule] = {}
         top = self.graph.block.ops
         self.early = top[: top.index(self.scan)]
         self.values = self.rewriter.values
-        self.rules = factors.rules_of([*self.early, *walk(self.body)], self.values)
         inputs = self.graph.block.inputs
-        constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
-        outer = Statics(self.early, self.values, constants)
+        self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
+        self._afresh()
+
+    def _afresh(self) -> None:
+        """The tables of the body as it is, its loops in place."""
+        self.part_of: dict[int, int] = {}
+        self.free, self.forward = set(self.layers.free), self.layers.forward
+        self.has_loops = True
+        self._study(self.layers.body)
+
+    def _study(self, body: Block) -> None:
+        """What is known of the body, with attention in operations."""
+        self.body, part_of = opened(self.rewriter, body)
+        self._parts(part_of)
+        new = [op for op in (*self.early, *walk(self.body)) if op.key not in self.rules]
+        self.rules.update(factors.rules_of(new, self.values))
+        outer = Statics(self.early, self.values, self.constants)
         before = beyond.known(self.early, self.rules, outer)
         inner = {i: o for o, i in self.view.consts if isinstance(o, int)}
         held = {i: array for i, o in inner.items() if outer.has(o) and (array := outer.of(o)) is not None}
@@ -76,11 +90,43 @@ class _Slicer:
         given = {i: before[o] for i, o in inner.items() if o in before}
         self.known = beyond.known(self.body.ops, self.rules, self.statics, given)
 
+    def _parts(self, part_of: Mapping[int, int]) -> None:
+        """Notes which operations, by index, of the step before others are a part of."""
+        self.forward = self.forward | {i for i, whole in part_of.items() if whole in self.forward}
+        self.part_of.update((i, self.part_of.get(whole, whole)) for i, whole in part_of.items())
+
+    def _without_loops(self, found: states.States, sequence: Mapping[int, int]) -> states.States:
+        """The states once loops that do not run along the sequence are written out.
+
+        Raises:
+          OptionError: they would become too many operations.
+        """
+        while loops := [op for op in self.body.ops if found.ways[op.index].reason == states.ACROSS]:
+            count = sum(map(unrolling.operations, loops))
+            if count > unrolling.MOST:
+                raise OptionError(
+                    f"token_slices={list(self.lengths)}: the loop at {_where(loops[0])} does not run along the "
+                    f"sequence, and loops like it would be {count:,} operations once written out, of at most "
+                    f"{unrolling.MOST:,}; leave token_slices out"
+                )
+            self.has_loops = False
+            wanted = {op.index for op in loops}
+            flat = unrolling.unrolled(self.rewriter, self.body, lambda op, wanted=wanted: op.index in wanted)
+            self._parts(flat.part_of)
+            whole = {value for _, value in self.view.consts}
+            whole |= {v for op in self.body.ops if op.index in self.free for v in op.results}
+            self.free |= {index for index, stack in flat.rows.items() if stack in whole}
+            self._study(flat.block)
+            found = self._states(sequence)
+        return found
+
     def sliced(self) -> tuple[Layering, Mapping[int, int]]:
         """The layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
         for sequence in self._candidates():
-            found = self._states(sequence)
+            if not self.has_loops:
+                self._afresh()
+            found = self._without_loops(self._states(sequence), sequence)
             tokens = _tokens(found)
             if tokens != sum(self.lengths):
                 if tokens:
@@ -151,7 +197,9 @@ class _Slicer:
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
             return tuple(place[i] for op in ops for i in parts.get(op, ()) if i in forward)
 
+        cuts = self.free - layers.free  # what an iteration takes of stacked parameters
         free = {place[i] for op in layers.free for i in parts.get(op, ())}
+        free |= {place[i] for i, owner in made.owner.items() if owner in cuts and i in place}
         free |= {place[op.index] for op in self.graph.block.ops if op.index in layers.free and op.index in place}
         layering = replace(
             layers,

@@ -86,6 +86,9 @@ SHIFTS = frozenset({"slice", "pad", "concatenate", "split"})
 _CHEAP = primitives.ELEMENTWISE | primitives.REARRANGED | primitives.CUMULATIVE | {"iota", "reduce_max", "reduce_min"}
 _WHOLE = Way("whole")
 
+ACROSS = "a loop that does not run along the sequence"
+"""The reason of loops over layers and the like, which have to be written out to be cut (`unrolling`)."""
+
 
 def states(
     block: Block,
@@ -307,7 +310,7 @@ class _Walk:
         live = [s for s in given if s is not None and not s.free]
         along = all((s.dim, s.outer, s.inner, s.column) == (0, 1, 1, None) for s in xs)
         if not xs or not along or any(s is not None for s in (*parts.consts, *parts.carry) if s and not s.free):
-            return Way("whole", reason="a loop that does not run along the sequence")
+            return Way("whole", reason=ACROSS if live else "")
         offset = self._joined(op, [s.offset for s in live]) if live else 0
         for value in view.given(op.results).ys:
             self.of[value] = State(0, view.length, offset)

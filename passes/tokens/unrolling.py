@@ -1,0 +1,145 @@
+"""Loops that do not run along the sequence, such as a scan over layers, as the operations of their iterations.
+
+Slices cut operations, and a loop's body is one for all iterations: a slice of it would have to leave keys and values
+of every iteration for the slices behind it. Written out, iterations are layers like any others. What an iteration
+stacks, and the same iteration of another loop takes from the stack (residuals), goes there directly; only other readers
+see the stack, which is then put together once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from alpa_lite.graph import Atom, Block, Op
+from alpa_lite.passes.ir.flow import reads, values_in
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
+
+MOST = 20_000
+"""Operations that loops may become; more would take longer to plan and to compile than slices can save."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """A block without some of its loops.
+
+    Attributes:
+      part_of: index of an op that a loop became -> the loop's.
+      rows: index of an op that cuts an iteration's row out of a stack -> the stack, made outside of these loops.
+    """
+
+    block: Block
+    part_of: Mapping[int, int]
+    rows: Mapping[int, int]
+
+
+def operations(op: Op) -> int:
+    """How many operations a loop becomes."""
+    view = ScanView(op)
+    return view.length * (len(view.body.ops) + 2 * len(view.inputs.xs))
+
+
+def unrolled(rewriter: Rewriter, block: Block, wanted: Callable[[Op], bool]) -> Unrolled:
+    """The block with the wanted scans written out."""
+    walk = _Unrolling(rewriter)
+    for op in block.ops:
+        if op.name == "scan" and wanted(op):
+            walk.scan(op)
+        else:
+            for value in reads(op):
+                walk.whole(value)
+            walk.out.append(renamed_op(op, walk.names))
+    for value in values_in(block.outputs):
+        walk.whole(value)
+    outputs = tuple(renamed_atom(a, walk.names) for a in block.outputs)
+    return Unrolled(Block(block.inputs, tuple(walk.out), outputs), walk.part_of, walk.cuts)
+
+
+class _Unrolling:
+    """One block, its operations taken in order.
+
+    Attributes:
+      names: what a value that a loop ended with is called.
+      stacks: stacked result -> the loop, and what each of its iterations gives.
+    """
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rw = rewriter
+        self.out: list[Op] = []
+        self.part_of: dict[int, int] = {}
+        self.cuts: dict[int, int] = {}
+        self.names: dict[int, Atom] = {}
+        self.stacks: dict[int, tuple[Op, list[Atom]]] = {}
+        self.made: set[int] = set()  # stacks that exist whole
+        self.rows: dict[tuple[int, int], int] = {}  # (stack, iteration) -> what was cut out of it
+
+    def scan(self, op: Op) -> None:
+        """Writes a loop out."""
+        view = ScanView(op)
+        consts = [renamed_atom(a, self.names) for a in view.operands.consts]
+        carry = [renamed_atom(a, self.names) for a in view.operands.carry]
+        for value in values_in((*view.operands.consts, *view.operands.carry)):
+            self.whole(value)
+        given: list[list[Atom]] = [[] for _ in view.outputs.ys]
+        order = range(view.length)
+        for number in reversed(order) if op.params["reverse"] else order:
+            xs = [self.row(op, a, number) for a in view.operands.xs]
+            names: dict[int, Atom] = dict(zip(view.body.inputs, [*consts, *carry, *xs], strict=True))
+            for inner in view.body.ops:
+                made = self.rw.copy(inner, names)
+                names.update(zip(inner.results, made.results, strict=True))
+                self.out.append(made)
+                self.part_of[made.index] = op.index
+            carry = [renamed_atom(a, names) for a in view.outputs.carry]
+            for some, atom in zip(given, view.outputs.ys, strict=True):
+                some.append(renamed_atom(atom, names))
+        self.names.update(zip(view.results.carry, carry, strict=True))
+        for value, some in zip(view.results.ys, given, strict=True):
+            self.stacks[value] = op, some[::-1] if op.params["reverse"] else some
+
+    def row(self, op: Op, atom: Atom, number: int) -> Atom:
+        """What an iteration takes of a stack."""
+        assert isinstance(atom, int)
+        if atom in self.stacks:
+            return self.stacks[atom][1][number]
+        if (atom, number) not in self.rows:
+            before = self.rw.values[atom]
+            shape = before.shape
+            cut = self.rw.shaped(atom, (1, *shape[1:]))
+            row = self.rw.shaped(atom, shape[1:])
+            rest = len(shape) - 1
+            params = {
+                "start_indices": (number, *(0,) * rest), "limit_indices": (number + 1, *shape[1:]), "strides": None,
+            }  # fmt: skip
+            self.cuts[self._write(lax.slice_p, params, [self.names.get(atom, atom)], cut, op)] = atom
+            self.cuts[self._write(lax.squeeze_p, {"dimensions": (0,)}, [cut], row, op)] = atom
+            self.rows[atom, number] = row
+        return self.rows[atom, number]
+
+    def whole(self, value: int) -> None:
+        """Makes sure that a stack exists whole."""
+        if value not in self.stacks or value in self.made:
+            return
+        self.made.add(value)
+        op, rows = self.stacks[value]
+        shape = self.rw.values[value].shape
+        params = {"shape": (1, *shape[1:]), "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
+        parts = []
+        for row in rows:
+            part = self.rw.shaped(value, (1, *shape[1:]))
+            self._write(lax.broadcast_in_dim_p, params, [row], part, op)
+            parts.append(part)
+        self._write(lax.concatenate_p, {"dimension": 0}, parts, value, op)
+
+    def _write(
+        self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Atom], result: int, scan: Op
+    ) -> int:  # fmt: skip
+        """Writes an operation that is a part of a loop; its index."""
+        made = self.rw.op(primitive, params, operands, [result], scan.source)
+        self.out.append(made)
+        self.part_of[made.index] = scan.index
+        return made.index
