@@ -19,6 +19,7 @@ def main() -> None:
         blocks = worker.train(ours, step, args, case.style)
         meshes = [stage.mesh_shape for stage in ours.plans[0].stages]
         worker.say(name, "agrees in", blocks, "blocks, meshes", meshes)
+        worker.say(name, "slices", list(ours.plans[0].division.token_slices))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,14 @@ def test_models():
 
 
 @pytest.mark.slow
+def test_slices_of_the_sequence():
+    """Keys, values and their cotangents stay in the process of their stage; what crosses does so slice by slice."""
+    method = {"kind": "Pipeline", "submesh_shapes": [2, 2], "microbatches": 2, "schedule": "1f1b"}
+    texts = driver.agreed("models.py", 2, 2, json.dumps(method | {"token_slices": [9, 7]}), "linen_gpt_scan")
+    assert all("linen_gpt_scan agrees in" in text and "slices [9, 7]" in text for text in texts)
+
+
+@pytest.mark.slow
 def test_state_is_born_evaluated_and_moved_where_it_belongs():
     for text in driver.agreed("state.py", 2, 2, "[2, 2]", "[1, 2]", seconds=240):
         for line in ("born in", "trained", "evaluated at", "short batch", "moved"):
