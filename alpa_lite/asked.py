@@ -66,7 +66,7 @@ class Asked:
     @property
     def pipeline(self) -> Pipeline:
         """The constraints on pipelines."""
-        return self.base if isinstance(self.base, Pipeline) else Pipeline()
+        return self.base if isinstance(self.base, Pipeline) else Pipeline(token_slices="auto")
 
     @property
     def budget(self) -> float:

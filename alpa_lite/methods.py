@@ -140,14 +140,15 @@ class Pipeline(Method):
         "selective" (all but the results of matrix products and convolutions), or "auto".
       token_slices: the tokens of each slice that the sequence is cut into, such as (768, 640, 640): later tokens are in
         earlier stages while earlier tokens are in later stages. For steps in which no token depends on later ones.
-        None leaves sequences whole.
+        None leaves sequences whole. "auto" takes the lengths and the number of micro-batches that are predicted to be
+        fastest, or whole sequences where these are, or where a token depends on later ones; the plan's notes say which.
     """
 
     num_stages: int | None = None
     schedule: str = "auto"
     submesh_shapes: tuple[int | MeshShape, ...] | None = None
     remat: str = "auto"
-    token_slices: tuple[int, ...] | None = None
+    token_slices: tuple[int, ...] | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         from alpa_lite.schedules import NAMES
@@ -158,11 +159,12 @@ class Pipeline(Method):
         if self.schedule not in ("auto", *NAMES):
             raise OptionError(f'Pipeline schedule={self.schedule!r}: use "auto" or one of {", ".join(NAMES)}')
         _check_remat("Pipeline", self.remat)
-        if self.token_slices is not None:
+        if self.token_slices is not None and self.token_slices != "auto":
             given = self.token_slices
             if not isinstance(given, list | tuple) or not given or any(type(n) is not int or n < 1 for n in given):
                 raise OptionError(
-                    f"Pipeline token_slices={given!r}: give the tokens of each slice, such as (512, 512), or None"
+                    f"Pipeline token_slices={given!r}: give the tokens of each slice, such as (512, 512), "
+                    '"auto", or None'
                 )
             object.__setattr__(self, "token_slices", tuple(given))
             if self.schedule == "zb-h1":
@@ -183,6 +185,11 @@ class Pipeline(Method):
                 )
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """`token_slices` where they are given; none where they are chosen, or sequences are whole."""
+        return self.token_slices if isinstance(self.token_slices, tuple) else ()
+
+    @property
     def mesh_shapes(self) -> tuple[MeshShape, ...] | None:
         """`submesh_shapes`, numbers as shapes of one axis."""
         shapes = self.submesh_shapes
@@ -195,14 +202,15 @@ class Pipeline(Method):
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["on " + ", ".join(map(by, shapes))] if shapes is not None else []
         parts += [f"remat {self.remat}"] if self.remat != "auto" else []
-        parts += [f"slices of {', '.join(map(str, self.token_slices))} tokens"] if self.token_slices else []
+        parts += [f"slices of {', '.join(map(str, self.lengths))} tokens"] if self.lengths else []
+        parts += ["slices of the sequence: auto"] if self.token_slices == "auto" else []
         return "pipeline" + (": " + ", ".join(parts) if parts else "")
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
         shapes = None if self.mesh_shapes is None else [list(shape) for shape in self.mesh_shapes]
         fields = {"num_stages": self.num_stages, "schedule": self.schedule, "submesh_shapes": shapes}
-        slices = None if self.token_slices is None else list(self.token_slices)
+        slices = list(self.lengths) if self.lengths else self.token_slices
         return super().to_json() | fields | {"remat": self.remat, "token_slices": slices}
 
 

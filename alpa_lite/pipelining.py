@@ -12,11 +12,12 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from alpa_lite import schedules
+from alpa_lite import schedules, token_slicing
 from alpa_lite.asked import Asked, Step
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.one_mesh import MAX_LAYERS
@@ -27,8 +28,8 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes, noted
-from alpa_lite.passes.sharding.deadline import Deadline
-from alpa_lite.passes.stages import planning, submeshes
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.stages import Slower, planning, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
@@ -66,6 +67,22 @@ CERTAIN = 0.02
 """By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
+@dataclass(frozen=True, eq=False)
+class Layered:
+    """What stages are chosen from.
+
+    Attributes:
+      counts: numbers of micro-batches, rising. kinds: numbers of devices of submeshes.
+      cut: the step in layers with a number of micro-batches.
+      price: the costs of layers with a number of micro-batches on some kinds of submeshes.
+    """
+
+    counts: Sequence[int]
+    kinds: tuple[int, ...]
+    cut: Callable[[int], Divisible]
+    price: Callable[[int, tuple[int, ...]], Priced]
+
+
 def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, must: bool = True) -> Staged:
     """Stages on submeshes. What the plan predicts is the simulation of its program, not the estimate that chose it.
 
@@ -88,22 +105,73 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
     given = asked.num_microbatches
     counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
-    least = LEAST * asked.options.search_time_limit if must else 0.0
-    pricing = asked.within(asked.deadline.left - reserve(run), least)
     cut = functools.cache(functools.partial(in_layers, run, step, asked))
     price = functools.cache(functools.partial(priced_layers, run, asked, cut, {}))
+    layers = Layered(counts, kinds, cut, price)
+    refusal = token_slicing.refusal(step.traced, asked, counts)
+    try:
+        staged, chosen = of_whole_sequences(run, asked, layers, below=below, must=must)
+    except Slower:
+        if refusal is not None:
+            raise
+        return fitting(in_slices_alone(run, asked, layers, below), asked)
+    if refusal is None:
+        stages_for = for_slices(run, asked, layers, chosen)
+        staged = token_slicing.best(run, asked, staged, stages_for, counts, cut, realised) or staged
+    elif refusal:
+        staged = noted(staged, refusal)
+    return fitting(staged, asked)
+
+
+def in_slices_alone(run: Passes, asked: Asked, layers: Layered, below: float) -> Staged:
+    """A pipeline in slices, where none of whole sequences takes less than `below`.
+
+    Raises:
+      Slower: none in slices does, either.
+    """
+    count = layers.counts[-1]
+    try:
+        costs = layers.price(count, layers.kinds)
+        runs = [n * token_slicing.SLICES for n in layers.counts]
+        chosen = sliced(run, costs, token_slicing.without_split(asked), runs, asked.budget, below, must=False)
+    except (InfeasibleError, OutOfTime):
+        raise Slower(below) from None
+    if chosen.seconds >= below:
+        raise Slower(chosen.seconds)
+    found = token_slicing.best(run, asked, None, chosen, layers.counts, layers.cut, realised)
+    if found is None:
+        raise Slower(below)
+    return found
+
+
+def for_slices(run: Passes, asked: Asked, layers: Layered, whole: Sliced) -> Sliced:
+    """Stages that suit slices, of which each is a run like a micro-batch; those of whole sequences without time."""
+    runs = [n * token_slicing.SLICES for n in layers.counts]
+    try:
+        return sliced(run, whole.priced, token_slicing.without_split(asked), runs, asked.budget, must=False)
+    except (InfeasibleError, OutOfTime):
+        return token_slicing.as_runs(whole)
+
+
+def of_whole_sequences(
+    run: Passes, asked: Asked, layers: Layered, *, below: float, must: bool
+) -> tuple[Staged, Sliced]:  # fmt: skip
+    """A pipeline in the slices that are given, if any; with the stages as they were chosen. As `pipeline`."""
+    least = LEAST * asked.options.search_time_limit if must else 0.0
+    pricing = asked.within(asked.deadline.left - reserve(run), least)
 
     def chosen_in(room: float) -> Sliced:
         def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
             return sliced(run, costs, pricing, some, room, limit, must=must)
 
         try:
-            return stages.best(counts, kinds, price, choose, cut, pricing.deadline, below)
+            return stages.best(layers.counts, layers.kinds, layers.price, choose, layers.cut, pricing.deadline, below)
         except InfeasibleError as error:
             return chosen_in(sparest(error, asked))
 
     chosen = chosen_in(asked.budget)
-    staged = realised(run, chosen, asked)
+    tokens = asked.pipeline.lengths
+    staged, at = realised(run, chosen, asked, tokens), chosen
     room = asked.budget
     for _ in range(SLICINGS - 1):
         over = staged.needed - asked.budget
@@ -115,11 +183,11 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
             chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
         except (InfeasibleError, stages.Slower):
             break
-        other = realised(run, chosen, asked)
-        staged = min(staged, other, key=lambda one: max(one.needed, asked.budget))
+        other = realised(run, chosen, asked, tokens)
+        staged, at = min((staged, at), (other, chosen), key=lambda one: max(one[0].needed, asked.budget))
     if chosen.unfinished:
         staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
-    return fitting(staged, asked)
+    return staged, at
 
 
 def reserve(run: Passes) -> float:
@@ -176,15 +244,14 @@ def sliced(
     return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must)
 
 
-def realised(run: Passes, chosen: Sliced, asked: Asked) -> Staged:
-    """The chosen stages planned whole, their program written and simulated.
+def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = ()) -> Staged:
+    """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
 
     Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
     """
     slices = chosen.slices
     firsts = [stage.first for stage in slices.stages]
     remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
-    tokens = asked.pipeline.token_slices or ()
     cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
     if tokens:
         cut = run("slices", in_slices, cut, tokens)

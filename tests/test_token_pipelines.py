@@ -110,7 +110,7 @@ def test_lengths_must_add_up():
         piped(step, 2, num_stages=2, token_slices=(6, 7)).plan(*args)
 
 
-@pytest.mark.parametrize("given", [(), (0, 4), 4, "auto", (4.0, 8.0)])
+@pytest.mark.parametrize("given", [(), (0, 4), 4, "every", (4.0, 8.0)])
 def test_slices_are_lengths(given):
     with pytest.raises(OptionError, match="token_slices="):
         Pipeline(token_slices=given)

@@ -165,7 +165,7 @@ def beside(staged: Staged, name: str, other: Staged | str) -> Staged:
     else:
         shape = other.stages[0].found.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
         compared = Comparison(name, shape, other.seconds, other.needed)
-    return replace(staged, verdict=replace(staged.verdict, others=(compared,)))
+    return replace(staged, verdict=replace(staged.verdict, others=(*staged.verdict.others, compared)))
 
 
 def does_not_fit(error: InfeasibleError) -> str:

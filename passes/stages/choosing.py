@@ -250,7 +250,7 @@ def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: floa
     """
     shapes = method.mesh_shapes
     names = ROUGHLY if rough else schedules.NAMES
-    if method.token_slices:  # whose gradients of parameters are not computed apart
+    if method.lengths:  # whose gradients of parameters are not computed apart
         names = tuple(name for name in names if name != "zb-h1")
     options = SliceOptions(
         budget=budget,

@@ -57,7 +57,7 @@ class TokenSlices:
 
 
 def cut(
-    times: Mapping[int, np.ndarray], batch: int, stages: int, *, step: int = 1, gap: float = 0.0
+    times: Mapping[int, np.ndarray], batch: int, stages: float, *, step: int = 1, gap: float = 0.0
 ) -> TokenSlices:  # fmt: skip
     """The fastest cutting.
 
@@ -65,7 +65,7 @@ def cut(
       times: for each number of examples that a part may have, [n, n] seconds of a slice of (i + 1) * step tokens behind
         j * step others, where the sequence has n * step; what is longer than the sequence (i + 1 + j > n) is not read,
         and infinity stands for what is not allowed.
-      batch: examples of a step. stages: K.
+      batch: examples of a step. stages: K; not whole where others than the slowest take less.
       step: the lengths of slices are multiples of so many tokens.
       gap: seconds by which the result may exceed the least.
 

@@ -134,6 +134,8 @@ class _Slicer:
                         f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}"
                     )
                 continue
+            if not self._products(found):
+                continue
             made = expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, self.lengths)
             late = self._late(made)
             if late is None:
@@ -174,6 +176,11 @@ class _Slicer:
             if state is not None and state.dim:
                 inner[value] = state.dim - 1
         return states.states(self.body, self.rules, self.values, self.known, self.forward, inner)
+
+    def _products(self, found: states.States) -> bool:
+        """Whether a product of the forward pass goes slice by slice; where none does, slices are of no use."""
+        forward = (op for op in self.body.ops if op.index in self.forward and op.name in primitives.COMPUTE_INTENSIVE)
+        return any(found.ways[op.index].kind != "whole" for op in forward)
 
     def _late(self, made: expansion.Expanded) -> expansion.Late | None:
         """What a product of the forward pass waits for, if one waits."""

@@ -1,0 +1,226 @@
+"""Whether a pipeline's sequences are cut into slices, and how: `Pipeline(token_slices="auto")`.
+
+    chosen stages ──a few slices──▶ planned, simulated ──latency──▶ seconds of any slice ──choice──▶ proposals
+         ──▶ planned, simulated ──▶ the fastest that fits, whole sequences among them
+
+The pipeline of whole sequences is planned in any case. What is proposed follows from a model, but what is taken is what
+the simulator says of programs, so that a plan is never predicted to be slower than without slices.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from alpa_lite.asked import Asked
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.graph import Traced
+from alpa_lite.options import Auto
+from alpa_lite.passes.layers.division import Divisible
+from alpa_lite.passes.plans.comparing import beside
+from alpa_lite.passes.programs.staged import Staged, noted
+from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.tokens import choice, latency
+from alpa_lite.passes.tokens.choice import Proposal
+from alpa_lite.passes.tokens.latency import Sample
+from alpa_lite.program import Program
+from alpa_lite.runner import Passes
+
+logger = logging.getLogger(__name__)
+
+WAITING = 0.03
+"""Slices are searched if the devices wait, together, for more than this fraction of the step."""
+
+FEW = 16
+"""`Auto` searches slices if the batch has at most so many micro-batches: with more, a pipeline waits for little."""
+
+SLICES = 8
+"""In so many slices a sequence is for choosing the stages: these balance better, the more runs they are chosen for."""
+
+ATTEMPTS = 4
+"""How many slicings are planned and simulated at most, after the first, which says what slices take."""
+
+DOUBT = 0.04
+"""A proposal is planned if it may be the fastest when it takes less than the model says, by this share of it."""
+
+Realise = Callable[[Passes, Sliced, Asked, tuple[int, ...]], Staged]
+"""Plans chosen stages in slices of some lengths."""
+
+
+@dataclass
+class _Search:
+    """What has been planned.
+
+    Attributes:
+      best: the fastest that fits; None if none does.
+      samples: of every slice that was planned.
+      program: of the slices that were planned last.
+      took: seconds that planning one slice took, of the slicing where that was most.
+      tried: micro-batches and lengths.
+    """
+
+    run: Passes
+    asked: Asked
+    realise: Realise
+    best: Staged | None
+    samples: list[Sample] = field(default_factory=list)
+    program: Program | None = None
+    took: float = 0.0
+    tried: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+
+
+def refusal(traced: Traced, asked: Asked, counts: Sequence[int]) -> str | None:
+    """Why no slices are searched: None if they are, a note, or an empty one where nobody has asked for them."""
+    if asked.pipeline.token_slices != "auto":
+        return ""
+    sizes = choice.sizes(traced)
+    tile = choice.TILE.get(asked.cluster.platform, choice.TILE_ELSEWHERE)
+    if isinstance(asked.base, Auto) and (counts[-1] > FEW or max(sizes, default=0) < choice.FEWEST * tile):
+        return ""
+    if asked.pipeline.schedule == "zb-h1":
+        return f"{_WHOLE}: zb-h1 computes gradients of parameters apart, which slices do not"
+    return None if sizes else f"{_WHOLE}: no argument of the batch has a sequence"
+
+
+_WHOLE = "token_slices: whole sequences"
+
+
+def without_split(asked: Asked) -> Asked:
+    """The same for stages in slices, whose gradients of parameters are not computed apart."""
+    method = asked.pipeline
+    method = replace(method, schedule="1f1b") if method.schedule == "auto" else method
+    return replace(asked, options=replace(asked.options, method=method))
+
+
+def as_runs(chosen: Sliced) -> Sliced:
+    """Stages for whole sequences as if they had been chosen for slices."""
+    slices = chosen.slices
+    name = "1f1b" if slices.schedule == "zb-h1" else slices.schedule
+    count = slices.num_microbatches * SLICES
+    return replace(chosen, slices=replace(slices, schedule=name, num_microbatches=count))
+
+
+def best(
+    run: Passes, asked: Asked, whole: Staged | None, chosen: Sliced, counts: Sequence[int],
+    cut: Callable[[int], Divisible], realise: Realise,
+) -> Staged | None:  # fmt: skip
+    """The pipeline in the fastest slices that are found in the time, or in whole sequences; its notes say why.
+
+    Args:
+      whole: the pipeline of whole sequences, if one was planned; then the answer is not None.
+      chosen: stages for slices, of which `SLICES` make up a micro-batch.
+      counts: the numbers of micro-batches that there may be.
+      cut: the step in layers with a number of micro-batches.
+    """
+    waiting = 1.0 if whole is None else _waiting(whole, asked)
+    if whole is not None and waiting < WAITING:
+        return noted(whole, f"{_WHOLE}: devices wait for {waiting:.1%} of the step")
+    search = _Search(run, asked, realise, whole)
+    count = chosen.slices.num_microbatches // SLICES
+    tokens, reason = _begin(search, _with_microbatches(chosen, count, cut))
+    if not tokens:
+        return None if whole is None else noted(whole, f"{_WHOLE}: {reason}")
+    step = choice.step_of(tokens, asked.cluster.platform)
+    fewer = [number for number in counts if number <= count]
+    assert search.program is not None
+    dispatch = choice.dispatch_seconds(search.program, asked.cluster)
+    error = 0.0
+    for _ in range(ATTEMPTS):
+        model = run("slices", latency.fitted, search.samples)
+        error = model.error
+        proposal = _next(search, run("slices", choice.proposed, model, tokens, fewer, step, dispatch))
+        if proposal is None:
+            break
+        search.tried.add((proposal.microbatches, proposal.lengths))
+        try:
+            _plan(search, _with_microbatches(chosen, proposal.microbatches, cut), proposal.lengths)
+        except (InfeasibleError, MicrobatchError, OptionError) as refused:
+            logger.info("slices %s: %s", proposal, refused)
+    return _said(search.best, whole, error)
+
+
+def _waiting(staged: Staged, asked: Asked) -> float:
+    """The fraction of a step for which devices do not compute, those that are idle included."""
+    pairs = zip(staged.timeline.busy, staged.program.submeshes, strict=True)
+    return 1 - sum(busy * submesh.mesh.size for busy, submesh in pairs) / (asked.cluster.num_devices * staged.seconds)
+
+
+def _begin(search: _Search, chosen: Sliced) -> tuple[int, str]:
+    """Plans the first slices, which say how many tokens there are; 0 and a reason if the step cannot be sliced."""
+    reasons: list[str] = []
+    asked = search.asked
+    for tokens in choice.sizes(chosen.priced.step.accumulated.traced):
+        lengths = choice.first(tokens, choice.step_of(tokens, asked.cluster.platform))
+        if len(lengths) < 2:
+            continue
+        if asked.deadline.over:
+            return 0, f"{asked.ran_out}: slices were not searched"
+        try:
+            _plan(search, chosen, lengths)
+        except (InfeasibleError, OptionError) as error:
+            logger.info("slices of %s tokens: %s", lengths, error)
+            reasons.append(str(error).split("]: ", 1)[-1].rsplit(";", 1)[0])
+            continue
+        search.tried.add((chosen.slices.num_microbatches, lengths))
+        return tokens, ""
+    late = [reason for reason in reasons if "waits for" in reason]
+    return 0, (late or reasons or ["no argument of the batch has a sequence"])[0]
+
+
+def _plan(search: _Search, chosen: Sliced, lengths: tuple[int, ...]) -> None:
+    """Plans stages in slices, and takes them if they are the fastest that fit."""
+    start = time.perf_counter()
+    staged = search.realise(search.run, chosen, search.asked, lengths)
+    search.took = max(search.took, (time.perf_counter() - start) / len(lengths))
+    search.samples += latency.samples(staged.program, lengths)
+    search.program, before = staged.program, search.best
+    fits = staged.needed <= max(search.asked.budget, 0 if before is None else before.needed)
+    logger.info("slices of %s tokens: %.4g s%s", lengths, staged.seconds, "" if fits else ", which do not fit")
+    if fits and (before is None or staged.seconds < before.seconds):
+        search.best = staged
+
+
+def _next(search: _Search, found: Sequence[Proposal]) -> Proposal | None:
+    """The fastest proposal that was not tried, may be faster than all that were, and is planned in the time."""
+    left = search.asked.deadline.left
+    for proposal in found:
+        if search.best is not None and (1 - DOUBT) * proposal.seconds >= search.best.seconds:
+            return None
+        known = (proposal.microbatches, proposal.lengths) in search.tried
+        if not known and search.took * len(proposal.lengths) <= left:
+            return proposal
+    return None
+
+
+def _with_microbatches(chosen: Sliced, count: int, cut: Callable[[int], Divisible]) -> Sliced:
+    """The same stages with another number of micro-batches.
+
+    Raises:
+      MicrobatchError: the step has other layers then.
+    """
+    step = cut(count)
+    if len(step.layering.layers) != len(chosen.priced.layers):
+        raise MicrobatchError(f"with {count} micro-batches the step has other layers")
+    return replace(
+        chosen, priced=chosen.priced.rescaled(step), slices=replace(chosen.slices, num_microbatches=count)
+    )  # fmt: skip
+
+
+def _said(staged: Staged | None, whole: Staged | None, error: float) -> Staged | None:
+    """The pipeline, with what was gained in its notes and beside it."""
+    if staged is None:
+        return None
+    model = f"the model of seconds that proposed them misses planned slices by {error:.1%} at most"
+    if whole is None:
+        return noted(
+            staged, f"token_slices: chosen, since no pipeline of whole sequences is faster than one mesh; {model}"
+        )
+    count = whole.program.num_microbatches
+    before = f"{whole.seconds:.4g} s with {count} micro-batch{'es' if count > 1 else ''} of whole sequences"
+    if staged is whole:
+        return noted(whole, f"{_WHOLE}: no slices were found that take less than {before}")
+    gain = f"{whole.seconds / staged.seconds:.2f} times as fast"
+    note = f"token_slices: chosen for {staged.seconds:.4g} s instead of {before}, {gain}; {model}"
+    return beside(noted(staged, note), "whole sequences", whole)

@@ -1,0 +1,110 @@
+"""Seconds of a slice of the sequence on each stage, by its length and by the tokens before it.
+
+Problem. The lengths that a pipeline should have depend on the seconds of slices that nobody has planned yet. Given
+planned pipelines of the same stages in a few slices (`Sample`), say what any slice takes.
+
+Model. A slice of l tokens behind c others, of a part r of the batch, takes on one stage, forward and backward, with
+what is sent behind it and comes back,
+
+    t(r, l, c) = a + r (b l + d (c + l) + e l (c + l)),        a, b, d, e >= 0
+
+a: what every slice costs whatever its length: latencies, and parameters that are held sharded, gathered again. b: its
+tokens. d: what is done once for each token that it sees, such as adding to the cotangents of their keys and values.
+e: attention. The coefficients are those with the least sum of squared errors (non-negative least squares, Lawson and
+Hanson, 1974), each as a share of what the slowest stage takes for the same slice: it alone sets the pace. Prices of
+operations are not exactly of this form (short slices are computed less well), so `error` says by what share the model
+misses a sample at most. What follows from it is a proposal, and is simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize
+
+from alpa_lite.passes.programs.simulation import producers
+from alpa_lite.program import Program, Send
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Planned seconds of one slice on one stage: forward and backward, and what is sent both ways behind the stage.
+
+    Attributes:
+      part: of the batch, such as 1/2 for two micro-batches.
+    """
+
+    stage: int
+    part: float
+    length: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Latency:
+    """The model of each stage.
+
+    Attributes:
+      coefficients: [stages, 4]: a, b, d, e.
+      error: the largest error of a sample, as a share of what the slowest stage takes for the same slice.
+    """
+
+    coefficients: np.ndarray
+    error: float
+
+    def seconds(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """[stages, ...] t(part, length, context)."""
+        return np.tensordot(self.coefficients, _terms(part, length, context), 1)
+
+
+def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
+    """What a planned pipeline in slices of these lengths says: one sample for each stage and slice."""
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    for executable in program.executables:
+        if executable.slice >= 0 and executable.kind in ("forward", "backward"):
+            seconds[executable.stage, executable.slice] += executable.seconds
+    makers = producers(program)
+    for items in program.lists:
+        for item in items:
+            transfer = program.transfers[item.transfer] if isinstance(item, Send) else None
+            maker = makers.get(transfer.sent[0]) if transfer is not None and transfer.sent else None
+            if transfer is None or maker is None or maker.slice < 0:
+                continue
+            before = maker.stage if maker.kind == "forward" else maker.stage - 1
+            if (before, maker.slice) in seconds:
+                seconds[before, maker.slice] += transfer.seconds / program.num_microbatches
+    starts = [0, *itertools.accumulate(lengths)]
+    part = 1 / program.num_microbatches
+    return tuple(Sample(s, part, lengths[i], starts[i], total) for (s, i), total in sorted(seconds.items()))
+
+
+def fitted(known: Sequence[Sample]) -> Latency:
+    """The model of samples; stages without any are of no seconds."""
+    slowest: dict[tuple[float, int, int], float] = defaultdict(float)
+    of_stage: dict[int, list[Sample]] = defaultdict(list)
+    for sample in known:
+        key = sample.part, sample.length, sample.context
+        slowest[key] = max(slowest[key], sample.seconds)
+        of_stage[sample.stage].append(sample)
+    out = np.zeros((max(of_stage, default=-1) + 1, 4))
+    error = 0.0
+    for stage, some in of_stage.items():
+        weights = np.array([1 / max(slowest[s.part, s.length, s.context], 1e-12) for s in some])
+        columns = np.array([_terms(s.part, np.array(s.length), np.array(s.context)) for s in some])
+        seconds = np.array([s.seconds for s in some])
+        scale = columns.max(0)  # of one size: tokens squared are many
+        found, _ = optimize.nnls(columns / scale * weights[:, None], seconds * weights)
+        out[stage] = found / scale
+        error = max(error, float(np.abs((columns @ out[stage] - seconds) * weights).max()))
+    return Latency(out, error)
+
+
+def _terms(part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """[4, ...] what a, b, d and e are multiplied by."""
+    seen = length + context
+    return np.stack([np.ones_like(length, float), part * length, part * seen, part * length * seen])

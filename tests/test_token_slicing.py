@@ -1,0 +1,88 @@
+"""`Pipeline(token_slices="auto")`: slices where they are predicted to be faster, and whole sequences elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite
+from alpa_lite.methods import Pipeline
+from tests.comparing import compare
+from tests.test_token_pipelines import TOKENS, language_model
+
+
+def cluster(devices: int, dispatch: float = 1e-6) -> alpa_lite.Cluster:
+    """CPU devices that compute slowly, in pieces of any size: what a model of this size waits for is its pipeline."""
+    here = alpa_lite.Cluster.local(jax.devices()[:devices])
+    return replace(here, peak_flops={"f32": 1e9}, memory_bandwidth=1e12, tile=1, dispatch=dispatch)
+
+
+def piped(step: Any, on: alpa_lite.Cluster, microbatches: int = 1, **method: Any) -> Any:
+    return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=on, num_microbatches=microbatches)
+
+
+def test_slices_are_chosen():
+    step, args = language_model()
+    plan = piped(step, cluster(2), num_stages=2, token_slices="auto").plan(*args)
+    assert len(plan.division.token_slices) > 1
+    assert sum(plan.division.token_slices) == TOKENS
+    (whole,) = [row for row in plan.comparisons if row.name == "whole sequences"]
+    assert plan.step_seconds < 0.85 * whole.step_seconds
+    (note,) = [note for note in plan.notes if note.startswith("token_slices: chosen")]
+    assert f"{whole.step_seconds / plan.step_seconds:.2f} times as fast" in note
+    assert "slices of the sequence: auto" in plan.method
+    assert "token_slices: chosen" in str(plan)
+    assert "slices of the sequence" in str(plan)
+    again = alpa_lite.Plan.from_json(plan.to_json())
+    assert (again.division, again.notes) == (plan.division, plan.notes)
+
+
+def test_whole_sequences_where_dispatching_takes_long():
+    step, args = language_model()
+    plan = piped(step, cluster(2, dispatch=1e-2), num_stages=2, token_slices="auto").plan(*args)
+    assert plan.division.token_slices == ()
+    assert any("token_slices: whole sequences: no slices were found" in note for note in plan.notes)
+
+
+def test_a_model_that_cannot_be_sliced_says_why():
+    step, args = language_model(causal=False)
+    plan = piped(step, cluster(2), num_stages=2, token_slices="auto").plan(*args)
+    assert plan.division.token_slices == ()
+    (note,) = [note for note in plan.notes if note.startswith("token_slices")]
+    assert note.startswith("token_slices: whole sequences: dot_general at ")
+    assert "waits for later tokens" in note
+    assert __file__.replace("token_slicing", "token_pipelines").rsplit("/", 1)[1] in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "microbatches"), [(3, 1)])
+def test_none_of_some_lengths_are_faster(stages, microbatches):
+    """Through the simulator: every cutting at multiples of three tokens, planned and simulated."""
+    step, args = language_model()
+    on = cluster(stages)
+    auto = piped(step, on, microbatches, num_stages=stages, schedule="1f1b", token_slices="auto").plan(*args)
+    parts = [c for n in range(1, 5) for c in itertools.product(range(1, 5), repeat=n) if sum(c) == 4]
+    cuttings = [tuple(3 * part for part in some) for some in parts]
+    fixed = {"num_stages": stages, "schedule": "1f1b"}
+    seconds = {c: piped(step, on, microbatches, **fixed, token_slices=c).plan(*args).step_seconds for c in cuttings}
+    assert auto.step_seconds <= 1.02 * min(seconds.values())
+    assert auto.step_seconds < seconds[12,]
+
+
+@pytest.mark.slow
+def test_fewer_micro_batches_in_more_slices():
+    """The number of micro-batches is chosen with the slices, and what is chosen computes what one device does."""
+    step, args = language_model()
+    on = cluster(2, dispatch=5e-5)
+    options = {"method": Pipeline(num_stages=2, schedule="1f1b", token_slices="auto"), "cluster": on}
+    sliced = alpa_lite.parallelize(step, **options)
+    plan = sliced.plan(*args)
+    whole = alpa_lite.parallelize(step, **{**options, "method": Pipeline(num_stages=2, schedule="1f1b")}).plan(*args)
+    assert len(plan.division.token_slices) > 1
+    assert plan.num_microbatches < whole.num_microbatches
+    assert plan.step_seconds < whole.step_seconds
+    compare(sliced(*args), jax.jit(step)(*args))
