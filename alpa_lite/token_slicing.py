@@ -20,11 +20,13 @@ from alpa_lite.graph import Traced
 from alpa_lite.options import Auto
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.plans.comparing import beside
+from alpa_lite.passes.programs import token_samples
 from alpa_lite.passes.programs.staged import Staged, noted
+from alpa_lite.passes.stages import token_choice as choice
+from alpa_lite.passes.stages import token_latency as latency
 from alpa_lite.passes.stages.choosing import Sliced
-from alpa_lite.passes.tokens import choice, latency
-from alpa_lite.passes.tokens.choice import Proposal
-from alpa_lite.passes.tokens.latency import Sample
+from alpa_lite.passes.stages.token_choice import Proposal
+from alpa_lite.passes.stages.token_latency import Sample
 from alpa_lite.program import Program
 from alpa_lite.runner import Passes
 
@@ -125,7 +127,7 @@ def best(
     step = choice.step_of(tokens, asked.cluster.platform)
     fewer = [number for number in counts if number <= count]
     assert search.program is not None
-    dispatch = choice.dispatch_seconds(search.program, asked.cluster)
+    dispatch = token_samples.dispatch_seconds(search.program, asked.cluster)
     error = 0.0
     for _ in range(ATTEMPTS):
         model = run("slices", latency.fitted, search.samples)
@@ -174,7 +176,7 @@ def _plan(search: _Search, chosen: Sliced, lengths: tuple[int, ...]) -> None:
     start = time.perf_counter()
     staged = search.realise(search.run, chosen, search.asked, lengths)
     search.took = max(search.took, (time.perf_counter() - start) / len(lengths))
-    search.samples += latency.samples(staged.program, lengths)
+    search.samples += token_samples.samples(staged.program, lengths)
     search.program, before = staged.program, search.best
     fits = staged.needed <= max(search.asked.budget, 0 if before is None else before.needed)
     logger.info("slices of %s tokens: %.4g s%s", lengths, staged.seconds, "" if fits else ", which do not fit")

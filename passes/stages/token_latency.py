@@ -18,16 +18,12 @@ misses a sample at most. What follows from it is a proposal, and is simulated.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize
-
-from alpa_lite.passes.programs.simulation import producers
-from alpa_lite.program import Program, Send
 
 
 @dataclass(frozen=True)
@@ -60,27 +56,6 @@ class Latency:
     def seconds(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
         """[stages, ...] t(part, length, context)."""
         return np.tensordot(self.coefficients, _terms(part, length, context), 1)
-
-
-def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
-    """What a planned pipeline in slices of these lengths says: one sample for each stage and slice."""
-    seconds: dict[tuple[int, int], float] = defaultdict(float)
-    for executable in program.executables:
-        if executable.slice >= 0 and executable.kind in ("forward", "backward"):
-            seconds[executable.stage, executable.slice] += executable.seconds
-    makers = producers(program)
-    for items in program.lists:
-        for item in items:
-            transfer = program.transfers[item.transfer] if isinstance(item, Send) else None
-            maker = makers.get(transfer.sent[0]) if transfer is not None and transfer.sent else None
-            if transfer is None or maker is None or maker.slice < 0:
-                continue
-            before = maker.stage if maker.kind == "forward" else maker.stage - 1
-            if (before, maker.slice) in seconds:
-                seconds[before, maker.slice] += transfer.seconds / program.num_microbatches
-    starts = [0, *itertools.accumulate(lengths)]
-    part = 1 / program.num_microbatches
-    return tuple(Sample(s, part, lengths[i], starts[i], total) for (s, i), total in sorted(seconds.items()))
 
 
 def fitted(known: Sequence[Sample]) -> Latency:

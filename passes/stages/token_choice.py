@@ -21,12 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.cluster import Cluster
 from alpa_lite.graph import Traced
-from alpa_lite.passes.programs.simulation import Dispatching
+from alpa_lite.passes.stages.token_latency import Latency
 from alpa_lite.passes.stages.token_slices import cut
-from alpa_lite.passes.tokens.latency import Latency
-from alpa_lite.program import Program, Run, Send
 
 MOST = 32
 """The most slices that are proposed: each is two executables of every stage, which are planned and compiled."""
@@ -113,20 +110,6 @@ def proposed(
                 seconds = float(count * taken.sum() + (stages - 1) * taken.max())
                 out.append(Proposal(count, _lengths(parts, step, tokens), seconds))
     return tuple(sorted(out, key=lambda one: one.seconds))
-
-
-def dispatch_seconds(program: Program, cluster: Cluster) -> float:
-    """Seconds that the busiest process spends on dispatching one slice of one micro-batch to all of its stages."""
-    hosts, last = Dispatching(program, cluster), 0.0
-    for mesh, items in enumerate(program.lists):
-        for item in items:
-            if isinstance(item, Run):
-                last = max(last, hosts.dispatch(mesh))
-            elif isinstance(item, Send):
-                transfer = program.transfers[item.transfer]
-                last = max(last, hosts.dispatch(transfer.source, transfer.destination))
-    slices = max((executable.slice for executable in program.executables), default=0) + 1
-    return last / (program.num_microbatches * max(slices, 1))
 
 
 def sizes(traced: Traced) -> tuple[int, ...]:

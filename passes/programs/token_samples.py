@@ -1,0 +1,47 @@
+"""What a planned pipeline in slices of the sequence says of the seconds of a slice."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.passes.programs.simulation import Dispatching, producers
+from alpa_lite.passes.stages.token_latency import Sample
+from alpa_lite.program import Program, Run, Send
+
+
+def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
+    """What a planned pipeline in slices of these lengths says: one sample for each stage and slice."""
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    for executable in program.executables:
+        if executable.slice >= 0 and executable.kind in ("forward", "backward"):
+            seconds[executable.stage, executable.slice] += executable.seconds
+    makers = producers(program)
+    for items in program.lists:
+        for item in items:
+            transfer = program.transfers[item.transfer] if isinstance(item, Send) else None
+            maker = makers.get(transfer.sent[0]) if transfer is not None and transfer.sent else None
+            if transfer is None or maker is None or maker.slice < 0:
+                continue
+            before = maker.stage if maker.kind == "forward" else maker.stage - 1
+            if (before, maker.slice) in seconds:
+                seconds[before, maker.slice] += transfer.seconds / program.num_microbatches
+    starts = [0, *itertools.accumulate(lengths)]
+    part = 1 / program.num_microbatches
+    return tuple(Sample(s, part, lengths[i], starts[i], total) for (s, i), total in sorted(seconds.items()))
+
+
+def dispatch_seconds(program: Program, cluster: Cluster) -> float:
+    """Seconds that the busiest process spends on dispatching one slice of one micro-batch to all of its stages."""
+    hosts, last = Dispatching(program, cluster), 0.0
+    for mesh, items in enumerate(program.lists):
+        for item in items:
+            if isinstance(item, Run):
+                last = max(last, hosts.dispatch(mesh))
+            elif isinstance(item, Send):
+                transfer = program.transfers[item.transfer]
+                last = max(last, hosts.dispatch(transfer.source, transfer.destination))
+    slices = max((executable.slice for executable in program.executables), default=0) + 1
+    return last / (program.num_microbatches * max(slices, 1))
