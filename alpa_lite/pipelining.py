@@ -32,7 +32,7 @@ from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import Slower, planning, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
@@ -270,7 +270,7 @@ def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] 
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
     mesh_of = [stage.mesh for stage in slices.stages]
-    known: dict[Any, DecidedStage] = {}
+    known: dict[Any, PlannedStage] = {}
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
@@ -290,12 +290,13 @@ def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] 
 
 def solve_stages(
     run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
-    known: dict[Any, DecidedStage],
+    known: dict[Any, PlannedStage],
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
     """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
 
-    Which mesh shape suits a stage has been weighed for its layers. `known` gathers what has been solved: identical
-    stages take over the choices of the first.
+    Which mesh shape suits a stage has been weighed for its layers. `known` gathers what has been planned: identical
+    stages take over the choices of the first and what they cost, and a stage at another attempt with the same price of
+    memory is the one of the attempt before.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
     most = min(LEAST_OF_STAGE, asked.options.solver_time_limit)
@@ -311,14 +312,16 @@ def solve_stages(
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
         key = planning.digest(graph, asked.wishes), devices, method, prices[number]
         if (number, *key) not in known:
-            known[(number, *key)] = run(
+            like = known.get(key)
+            decided = run(
                 "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=max(asked.time_limit, most), wishes=asked.wishes, like=known.get(key),
+                price=prices[number], time_limit=max(asked.time_limit, most), wishes=asked.wishes, like=like,
             )  # fmt: skip
-        decided = known[(number, *key)]
-        known.setdefault(key, decided)
-        shapes[stage.mesh] = decided.found.mesh.shape
-        out.append(run("lowering", planning.lowered, decided, split_weights=split))
+            known[(number, *key)] = run("lowering", planning.lowered, decided, split_weights=split, like=like)
+        planned = known[(number, *key)]
+        known.setdefault(key, planned)
+        shapes[stage.mesh] = planned.found.mesh.shape
+        out.append(planned)
     run.count("stages planned", len(graphs), len(graphs), lasting=True)
     return tuple(out)
 

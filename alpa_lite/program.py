@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -341,31 +341,41 @@ def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     What a transfer brings takes memory from its send on: it may arrive at any time from then, wanted or not.
     """
     held = [0] * len(program.submeshes)
+    for number in _given(program):
+        held[program.buffers[number].mesh] += program.buffers[number].bytes
+    for (mesh, position), changed in zip(order(program), _changes(program), strict=True):
+        for where, size in changed:
+            held[where] += size
+        yield mesh, position, tuple(held)
 
-    def add(buffers: Iterable[int], sign: int) -> None:
-        for number in buffers:
-            held[program.buffers[number].mesh] += sign * program.buffers[number].bytes
 
-    add(_given(program), 1)
+def _changes(program: Program) -> Iterator[list[tuple[int, int]]]:
+    """For every instruction in `order`: (submesh, bytes per device) of the buffers that begin, or end if negative."""
+    where = [(buffer.mesh, buffer.bytes) for buffer in program.buffers]
+    gone = [(buffer.mesh, -buffer.bytes) for buffer in program.buffers]
     for mesh, position in order(program):
         match program.lists[mesh][position]:
             case Run() as item:
-                add(item.outputs, 1)
-                add(program.consumed(item), -1)
+                yield [*(where[b] for b in item.outputs), *(gone[b] for b in program.consumed(item))]
             case Send(transfer=number):
-                add(program.transfers[number].received, 1)
+                yield [where[b] for b in program.transfers[number].received]
             case Free(buffers=buffers):
-                add(buffers, -1)
-        yield mesh, position, tuple(held)
+                yield [gone[b] for b in buffers]
+            case _:
+                yield []
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
     """For each submesh the most bytes per device that buffers take between two instructions of `order`."""
-    peaks = [0] * len(program.submeshes)
+    held = [0] * len(program.submeshes)
     for number in _given(program):
-        peaks[program.buffers[number].mesh] += program.buffers[number].bytes
-    for _, _, held in live_bytes(program):
-        peaks = list(map(max, peaks, held))
+        held[program.buffers[number].mesh] += program.buffers[number].bytes
+    peaks = held.copy()
+    for changed in _changes(program):
+        for mesh, size in changed:
+            held[mesh] += size
+        for mesh, _ in changed:
+            peaks[mesh] = max(peaks[mesh], held[mesh])
     return tuple(peaks)
 
 

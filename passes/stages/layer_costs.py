@@ -48,6 +48,8 @@ class LayerCost:
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs in addition.
       apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
+      shared: the leading dim of what comes from or goes to other layers, the examples of a micro-batch, and into how
+        many parts it is cut.
     """
 
     mesh_shape: tuple[int, ...]
@@ -61,6 +63,7 @@ class LayerCost:
     entering: float
     temporary: float
     apart: float = 0.0
+    shared: tuple[int, int] = (1, 1)
 
     def spread(self, devices: int, factor: float = 1.0) -> LayerCost:
         """Of a layer on one device: the least that it costs on so many.
@@ -71,7 +74,7 @@ class LayerCost:
         fields = {name: value / devices for name, value in vars(self).items() if isinstance(value, float | int)}
         for name in ("forward", "backward", "again"):
             fields[name] *= factor
-        return LayerCost(mesh_shape=(), **fields)
+        return LayerCost(mesh_shape=(), shared=(1, 1), **fields)
 
 
 class Layer:
@@ -154,7 +157,23 @@ def _cost(planned: PlannedStage) -> LayerCost:
         entering=held.entering,
         temporary=max(planned.temporary.values(), default=0),
         apart=_apart(planned),
+        shared=_shared(planned),
     )
+
+
+def _shared(planned: PlannedStage) -> tuple[int, int]:
+    """The leading dim of the values that cross, and into how many parts it is cut: of the one in the most parts."""
+    found = [(1, 1)]
+    segment = planned.segments.of("forward")
+    if segment is None:
+        return 1, 1
+    for output, wires in ((False, segment.inputs), (True, segment.outputs)):
+        for position, wire in enumerate(wires):
+            if wire.kind == "crossing":
+                shape, _, layout = planned.segments.type_of(segment, position, output=output)
+                if shape:
+                    found.append((shape[0], planned.found.mesh.product(layout.dims[0])))
+    return max(found, key=lambda pair: pair[1])
 
 
 def _apart(planned: PlannedStage) -> float:

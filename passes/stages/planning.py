@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
+from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
@@ -22,7 +22,7 @@ from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.lowering.lowering import lower
 from alpa_lite.passes.lowering.overlap import Overlap, Overlapping
 from alpa_lite.passes.lowering.prices import Prices, prices
-from alpa_lite.passes.lowering.program import LocalProgram
+from alpa_lite.passes.lowering.program import LocalProgram, reads, writes
 from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
@@ -33,6 +33,8 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.program import Submesh, buffer
 from alpa_lite.strategy import Rule
+
+T = TypeVar("T")
 
 GAP = 5e-3
 """(objective - bound) / objective at which the sharding of a stage counts as optimal."""
@@ -80,11 +82,14 @@ class PlannedStage(DecidedStage):
       program: what each device does.
       segments: what a schedule runs; of a step that is not divided, one that is all of it.
       communication: "explicit", or "compiler" where the collectives are left to it.
+      twin: an identical stage on an identical submesh, with the same choices, cut at the same places; what it costs is
+        what this one costs.
     """
 
     program: LocalProgram
     segments: Segments
     communication: str = "explicit"
+    twin: PlannedStage | None = None
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -101,6 +106,8 @@ class PlannedStage(DecidedStage):
     @cached_property
     def seconds(self) -> dict[Segment, float]:
         """Predicted seconds of one run of each segment. Reading arguments belongs to the last segment."""
+        if self.twin is not None:
+            return self._of_twin(self.twin.seconds)
         out = {}
         for segment in self.segments.items:
             if segment.kind == "step":  # what its prices add up to, without their rounding
@@ -117,22 +124,30 @@ class PlannedStage(DecidedStage):
         """What of the communication of one run of each segment hides behind its computing."""
         if not self.cluster.overlaps:
             return dict.fromkeys(self.segments.items, Overlap())
+        if self.twin is not None:
+            return self._of_twin(self.twin.overlap)
         streams = Overlapping(self.prices)
         return {segment: streams.of(segment.instructions) for segment in self.segments.items}
 
     @cached_property
     def communication_seconds(self) -> dict[Segment, float]:
         """Seconds of the collectives of one run of each segment, those that hide included."""
+        if self.twin is not None:
+            return self._of_twin(self.twin.communication_seconds)
         return {s: sum(cost for _, cost in self.prices.collectives(s.instructions)) for s in self.segments.items}
 
     @cached_property
     def temporary(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs beyond inputs and outputs."""
+        if self.twin is not None:
+            return self._of_twin(self.twin.temporary)
         return {s: temporaries.temporary_bytes(self.segments, s, self.cluster.platform) for s in self.segments.items}
 
     @cached_property
     def held(self) -> Held:
         """Bytes of the buffers between runs."""
+        if self.twin is not None:
+            return self.twin.held
         fixed = saved = entering = apart = 0
         seen: set[Wire] = set()  # of what one slice of the sequence saves, several may read
         for segment in self.segments.items:
@@ -150,6 +165,10 @@ class PlannedStage(DecidedStage):
             if port.kind in ("argument", "copy"):
                 fixed += bytes_of(self.found.mesh, *self.segments.register_type(register))
         return Held(fixed, saved, entering, apart)
+
+    def _of_twin(self, table: Mapping[Segment, T]) -> dict[Segment, T]:
+        """What the twin has of each of its segments, for those of this stage."""
+        return dict(zip(self.segments.items, table.values(), strict=True))
 
     def runs(self, segment: Segment) -> int:
         """How often a step runs a segment."""
@@ -205,16 +224,37 @@ def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -
     return all(like.rules.get(before.key) == rules.get(op.key) for before, op in pairs)
 
 
-def lowered(stage: DecidedStage, *, split_weights: bool) -> PlannedStage:
+def lowered(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | None = None) -> PlannedStage:
     """A solved stage, lowered and cut into segments.
 
     Args:
       split_weights: as for `cutting.cut`.
+      like: the planned stage whose choices this one has taken over, if it has.
     """
     program = _program(stage)
     cut = cutting.cut(stage.graph, program, split_weights=split_weights)
     cut = packing.packed(cut, packing.limit(stage.cluster.memory_bandwidth))
-    return PlannedStage(stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut)
+    twin = None if like is None or like.found is not stage.found or not _same_parts(like.segments, cut) else like
+    return PlannedStage(
+        stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, twin=twin
+    )  # fmt: skip
+
+
+def _same_parts(before: Segments, after: Segments) -> bool:
+    """Whether two identical programs are cut at the same places: their segments then cost the same, one by one.
+
+    Identical operations may belong to other rounds of the update.
+    """
+
+    def parts(segments: Segments) -> list[tuple[Any, ...]]:
+        return [
+            (s.kind, s.round, s.binds, [w.kind for w in s.inputs], [w.kind for w in s.outputs],
+             [-1 if isinstance(operand, Lit) else operand for operand in s.reads],
+             [(reads(item), writes(item)) for item in s.instructions])
+            for s in segments.items
+        ]  # fmt: skip
+
+    return parts(before) == parts(after)
 
 
 def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:

@@ -4,7 +4,8 @@ A distinct layer can be planned as a stage of its own on every kind of submesh, 
 two prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
 begin as bounds, and only those that the best stages by these bounds use are worked out, until the best stages use no
 bound (`choosing.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
-numbers of micro-batches are scaled by the size of a micro-batch.
+numbers of micro-batches are scaled by the size of a micro-batch; where that has fewer examples than devices share them,
+several devices are taken to do the same (`Priced.costs`).
 
 Bounds. On one device a layer has nothing to choose, and costs little to plan. Of its seconds and bytes, each of n
 devices has an n-th at least. Two more are assumed: more devices do not spend fewer device-seconds on a layer (they
@@ -32,7 +33,7 @@ from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
 
-_ONCE = ("update", "fixed")  # tables of what does not depend on the size of a micro-batch
+_ONCE = ("update", "fixed", "leading", "parts")  # tables of what does not depend on the size of a micro-batch
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -57,7 +58,8 @@ class Priced:
       known: the costs that were worked out.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
       tables: name -> [layers, kinds, variants]: `forward`, `backward`, `update` in seconds, `fixed`, `inflight`,
-        `split` (in flight with a split backward pass), `temporary` in bytes per device.
+        `split` (in flight with a split backward pass), `temporary` in bytes per device; `leading` and `parts`, both of
+        `LayerCost.shared`.
     """
 
     step: Divisible
@@ -102,9 +104,20 @@ class Priced:
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
         return _with(replace(self, step=step, scale=scale), self.known)
 
+    def repeated(self, scale: float) -> np.ndarray:
+        """[layers, kinds, variants] how many devices do the same with micro-batches of another size.
+
+        A layer that was planned with 16 examples on 8 devices cuts them into 8 parts of 2; of 4 examples there are 4
+        parts, each on 2 devices.
+        """
+        leading = np.maximum(np.rint(self.tables["leading"] * self.scale * scale), 1.0).astype(np.int64)
+        parts = self.tables["parts"].astype(np.int64)
+        return parts / np.gcd(parts, leading)
+
     def costs(self, count: int) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch."""
         scale = self.num_microbatches / count
+        shared = scale * self.repeated(scale)
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
@@ -114,18 +127,18 @@ class Priced:
                 boundary[:, a, b] = _link_seconds(self.cluster, crossing, first, second)
         return ranges.from_layers(
             count,
-            forward=self.tables["forward"] * scale,
-            backward=self.tables["backward"] * scale,
+            forward=self.tables["forward"] * shared,
+            backward=self.tables["backward"] * shared,
             update=self.tables["update"],
             fixed_bytes=self.tables["fixed"],
-            inflight_bytes=self.tables["inflight"] * scale,
-            split_bytes=self.tables["split"] * scale,
+            inflight_bytes=self.tables["inflight"] * shared,
+            split_bytes=self.tables["split"] * shared,
             boundary_seconds=boundary,
             boundary_bytes=crossing / max(1, max(self.devices)),
             devices=self.devices,
             total_devices=self.cluster.num_devices,
             devices_per_node=self.cluster.devices_per_node,
-            temporary_bytes=self.tables["temporary"] * scale,
+            temporary_bytes=self.tables["temporary"] * shared,
         )
 
 
@@ -232,7 +245,7 @@ def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.ndarray]:
     shape = len(layers), len(layers[0]), len(VARIANTS)
-    names = "forward", "backward", "update", "fixed", "inflight", "split", "temporary"
+    names = "forward", "backward", "update", "fixed", "inflight", "split", "temporary", "leading", "parts"
     out = {name: np.zeros(shape) for name in names}
     for n, kinds in enumerate(layers):
         for k, offers in enumerate(kinds):
@@ -245,6 +258,7 @@ def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.nda
                 out["inflight"][n, k, v] = cost.entering + saved
                 out["split"][n, k, v] = max(cost.entering + saved, cost.apart)
                 out["temporary"][n, k, v] = cost.temporary + cost.saved - saved
+                out["leading"][n, k, v], out["parts"][n, k, v] = cost.shared
     return out
 
 

@@ -130,19 +130,9 @@ class Problem:
 
     def bytes(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """[points] bytes live at each program point under a choice."""
-        return self.base + self._bytes(self.items, choice)
-
-    def bytes_of(self, nodes: Iterable[int], edges: Iterable[int], choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[points] the bytes of some nodes and edges alone under a choice."""
-        owners = [*nodes, *(self.links.nodes + e for e in edges)]
-        first = self._items_at
-        which = [np.arange(first[o], first[o + 1]) for o in owners]
-        return self._bytes(self.items.of(np.concatenate([np.zeros(0, dtype=np.int64), *which])), choice)
-
-    def _bytes(self, items: Items, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        links, choice = self.links, np.asarray(choice, dtype=np.int64)
+        items, links, choice = self.items, self.links, np.asarray(choice, dtype=np.int64)
         if not len(items.owner):
-            return np.zeros(len(self.base))
+            return self.base
         cells = links.cells_of(choice)
         edge = np.searchsorted(links.cell, cells, side="right") - 1
         counts = np.concatenate([np.ones(links.nodes, dtype=np.int64), np.bincount(edge, minlength=len(links.src))])
@@ -151,7 +141,24 @@ class Problem:
         times = counts[items.owner]
         where = np.repeat(items.at[:-1], times) + taken[ranges(first[items.owner], times)]
         start, end = np.repeat(items.start, times), np.repeat(items.end, times)
-        return timeline(len(self.base), start, end, items.size[where])
+        return self.base + timeline(len(self.base), start, end, items.size[where])
+
+    def bytes_of(self, nodes: Iterable[int], edges: Iterable[int], choice: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[points] the bytes of some nodes and edges alone under a choice."""
+        spans, sizes = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
+        for i in nodes:
+            memory = self.nodes[i].memory
+            spans.append(memory.span)
+            sizes.append(memory.size[:, choice[i]])
+        for e in edges:
+            edge = self.edges[e]
+            if edge.memory:
+                made = edge.memory.size[:, edge.src_class[choice[edge.src]]]
+                for wanted in edge.wanted(choice):
+                    spans.append(edge.memory.span)
+                    sizes.append(made[:, wanted])
+        span = np.concatenate(spans)
+        return timeline(len(self.base), span[:, 0], span[:, 1], np.concatenate(sizes))
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""

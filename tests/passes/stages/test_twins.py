@@ -1,0 +1,69 @@
+"""Identical stages: what one costs is what the others cost, and it is worked out once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.options import Sharded
+from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from tests import pipeline_driver
+
+WIDTH, LAYERS = 64, 8
+
+
+def step(params: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def loss(params: list[jax.Array]) -> jax.Array:
+        x = batch
+        for weight in params:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [weight - 0.1 * grad for weight, grad in zip(params, grads, strict=True)], value
+
+
+@pytest.fixture(scope="module")
+def graphs() -> tuple[Any, Any]:
+    """Two identical stages."""
+    args = [jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((64, WIDTH))
+    found: dict[str, Any] = {}
+    for graph in pipeline_driver.staged(step, args, LAYERS, 2).graphs:
+        other = found.setdefault(planning.digest(graph), graph)
+        if other is not graph:
+            return other, graph
+    raise AssertionError("no two stages are identical")
+
+
+def decided(graph: Any, price: float = 0.0, like: DecidedStage | None = None) -> DecidedStage:
+    part = Cluster.preset("a100").part(4)
+    return planning.decide(graph, part, Sharded((4,)), price=price, time_limit=60.0, like=like)
+
+
+def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> None:
+    first = planning.lowered(decided(graphs[0]), split_weights=False)
+    second = decided(graphs[1], like=first)
+    shared = planning.lowered(second, split_weights=False, like=first)
+    alone = planning.lowered(second, split_weights=False)
+    assert shared.twin is first and alone.twin is None
+    for name in ("seconds", "communication_seconds", "temporary", "overlap"):
+        assert costs(shared, name) == costs(alone, name)
+        assert sum(map(bool, costs(alone, name))) or name == "overlap"
+    assert shared.held == alone.held
+
+
+def test_stages_that_differ_are_no_twins(graphs: tuple[Any, Any]) -> None:
+    first = planning.lowered(decided(graphs[0]), split_weights=False)
+    other = planning.lowered(decided(graphs[1]), split_weights=False, like=first)  # solved by itself
+    split = planning.lowered(decided(graphs[1], like=first), split_weights=True, like=first)
+    assert other.twin is None and split.twin is None
+
+
+def costs(planned: PlannedStage, name: str) -> list[Any]:
+    table = getattr(planned, name)
+    return [table[segment] for segment in planned.segments.items]
