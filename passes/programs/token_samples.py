@@ -15,6 +15,7 @@ from alpa_lite.program import Program, Run, Send
 def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
     """What a planned pipeline in slices of these lengths says: one sample for each stage and slice."""
     seconds: dict[tuple[int, int], float] = defaultdict(float)
+    sent: dict[tuple[int, int], float] = defaultdict(float)
     for executable in program.executables:
         if executable.slice >= 0 and executable.kind in ("forward", "backward"):
             seconds[executable.stage, executable.slice] += executable.seconds
@@ -26,11 +27,10 @@ def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
             if transfer is None or maker is None or maker.slice < 0:
                 continue
             before = maker.stage if maker.kind == "forward" else maker.stage - 1
-            if (before, maker.slice) in seconds:
-                seconds[before, maker.slice] += transfer.seconds / program.num_microbatches
+            sent[before, maker.slice] += transfer.seconds / program.num_microbatches
     starts = [0, *itertools.accumulate(lengths)]
     part = 1 / program.num_microbatches
-    return tuple(Sample(s, part, lengths[i], starts[i], total) for (s, i), total in sorted(seconds.items()))
+    return tuple(Sample(s, part, lengths[i], starts[i], total, sent[s, i]) for (s, i), total in sorted(seconds.items()))
 
 
 def dispatch_seconds(program: Program, cluster: Cluster) -> float:

@@ -6,10 +6,12 @@ before it in one piece, and waits for dispatching and latencies more often, whil
 
 Answer. For each m the lengths with the least
 
-    T = sum_i t_i + (S' - 1) max_i t_i,      t = max over stages of t_s(1/m, l, c),      S' = sum_s T_s / max_s T_s
+    T = sum_i t_i + (S' - 1) max_i (t_i + c_i),     t, c = max over stages of t_s(1/m, l, c), of transfers both ways
+                                                    S' = sum_s T_s / max_s T_s
 
 by the exact dynamic programme (`stages.token_slices.cut`), where T_s is what stage s takes for whole sequences in its
-model, so that S' = S where all stages take equally long. A slice takes a process at least the seconds that it spends on
+model, so that S' = S where all stages take equally long. The transfer of a slice hides behind the next one unless it
+takes longer; in passing all stages it is waited for. A slice takes a process at least the seconds that it spends on
 dispatching it to all of its stages. Lengths are multiples of a number of tokens that suits the hardware; the last slice
 has what is left.
 """
@@ -98,16 +100,18 @@ def proposed(
         times = latency.seconds(1 / count, lengths, contexts)
         whole = latency.seconds(1 / count, np.array(tokens), np.array(0))
         stages = float(whole.sum() / whole.max()) if whole.max() > 0 else float(len(whole))
-        table = np.maximum(times.max(0), dispatch)
+        sent = latency.transfers(1 / count, lengths, contexts).max(0)
+        table = np.maximum(np.maximum(times.max(0), sent / 2), dispatch)
         table[: shortest - 1] = np.inf
-        found = cut({1: table}, count, stages, step=step)
+        paced = np.maximum(times.max(0) + sent, dispatch)
+        found = cut({1: table}, count, stages, step=step, passing={1: np.where(np.isinf(table), np.inf, paced)})
         best = [n // step for n in found.parts[0].lengths]
         equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 2 * len(best))]
         for parts in dict.fromkeys((tuple(best), *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):
                 at = np.cumsum([0, *parts[:-1]])
-                taken = table[np.array(parts) - 1, at]
-                seconds = float(count * taken.sum() + (stages - 1) * taken.max())
+                taken, longest = table[np.array(parts) - 1, at].sum(), paced[np.array(parts) - 1, at].max()
+                seconds = float(count * taken + (stages - 1) * longest)
                 out.append(Proposal(count, _lengths(parts, step, tokens), seconds))
     return tuple(sorted(out, key=lambda one: one.seconds))
 

@@ -3,8 +3,7 @@
 Problem. The lengths that a pipeline should have depend on the seconds of slices that nobody has planned yet. Given
 planned pipelines of the same stages in a few slices (`Sample`), say what any slice takes.
 
-Model. A slice of l tokens behind c others, of a part r of the batch, takes on one stage, forward and backward, with
-what is sent behind it and comes back,
+Model. A slice of l tokens behind c others, of a part r of the batch, takes on one stage, forward and backward,
 
     t(r, l, c) = a + r (b l + d (c + l) + e l (c + l)),        a, b, d, e >= 0
 
@@ -13,7 +12,8 @@ tokens. d: what is done once for each token that it sees, such as adding to the 
 e: attention. The coefficients are those with the least sum of squared errors (non-negative least squares, Lawson and
 Hanson, 1974), each as a share of what the slowest stage takes for the same slice: it alone sets the pace. Prices of
 operations are not exactly of this form (short slices are computed less well), so `error` says by what share the model
-misses a sample at most. What follows from it is a proposal, and is simulated.
+misses a sample at most. What is sent behind a stage, and comes back, has a model of the same form. What follows from
+both is a proposal, and is simulated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from scipy import optimize
 
 @dataclass(frozen=True)
 class Sample:
-    """Planned seconds of one slice on one stage: forward and backward, and what is sent both ways behind the stage.
+    """Planned seconds of one slice on one stage.
 
     Attributes:
       part: of the batch, such as 1/2 for two micro-batches.
+      seconds: forward and backward. sent: of transfers behind the stage, both ways.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class Sample:
     length: int
     context: int
     seconds: float
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +48,21 @@ class Latency:
     """The model of each stage.
 
     Attributes:
-      coefficients: [stages, 4]: a, b, d, e.
+      coefficients: [stages, 4]: a, b, d, e. sent: likewise, of transfers.
       error: the largest error of a sample, as a share of what the slowest stage takes for the same slice.
     """
 
     coefficients: np.ndarray
+    sent: np.ndarray
     error: float
 
     def seconds(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
         """[stages, ...] t(part, length, context)."""
         return np.tensordot(self.coefficients, _terms(part, length, context), 1)
+
+    def transfers(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """[stages, ...] seconds of transfers behind each stage, both ways."""
+        return np.tensordot(self.sent, _terms(part, length, context), 1)
 
 
 def fitted(known: Sequence[Sample]) -> Latency:
@@ -66,17 +73,17 @@ def fitted(known: Sequence[Sample]) -> Latency:
         key = sample.part, sample.length, sample.context
         slowest[key] = max(slowest[key], sample.seconds)
         of_stage[sample.stage].append(sample)
-    out = np.zeros((max(of_stage, default=-1) + 1, 4))
+    out, sent = np.zeros((2, max(of_stage, default=-1) + 1, 4))
     error = 0.0
     for stage, some in of_stage.items():
         weights = np.array([1 / max(slowest[s.part, s.length, s.context], 1e-12) for s in some])
         columns = np.array([_terms(s.part, np.array(s.length), np.array(s.context)) for s in some])
-        seconds = np.array([s.seconds for s in some])
+        seconds, transfers = (np.array([getattr(s, name) for s in some]) for name in ("seconds", "sent"))
         scale = columns.max(0)  # of one size: tokens squared are many
-        found, _ = optimize.nnls(columns / scale * weights[:, None], seconds * weights)
-        out[stage] = found / scale
+        out[stage] = optimize.nnls(columns / scale * weights[:, None], seconds * weights)[0] / scale
+        sent[stage] = optimize.nnls(columns / scale * weights[:, None], transfers * weights)[0] / scale
         error = max(error, float(np.abs((columns @ out[stage] - seconds) * weights).max()))
-    return Latency(out, error)
+    return Latency(out, sent, error)
 
 
 def _terms(part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:

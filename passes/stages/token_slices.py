@@ -5,14 +5,16 @@ sequence after another: l tokens that attend to themselves and to the c tokens b
 seconds on a stage, forward and backward, with what is sent to the next stage. As in every pipeline whose stages take as
 long as one another, the first slice passes all stages and the slowest one sets the pace of the rest:
 
-    T = sum_i t_i + (K - 1) max_i t_i,     over parts of B examples in all, each cut into slices of L tokens in all.
+    T = sum_i t_i + (K - 1) max_i p_i,     over parts of B examples in all, each cut into slices of L tokens in all,
+
+where p_i = t_i, or what a slice takes to pass a stage if that is more: of sending, only the last slice's is waited for.
 
 Method. With no slice above m, the least sum splits: over prefixes of the sequence, and then over examples,
 
-    F_m(b, e) = min over l of F_m(b, e - l) + t(b, l, e - l), where t <= m,      F_m(b, 0) = 0
+    F_m(b, e) = min over l of F_m(b, e - l) + t(b, l, e - l), where p <= m,      F_m(b, 0) = 0
     G_m(n)    = min over b of G_m(n - b) + F_m(b, L),                            G_m(0) = 0
 
-so that T is the least G_m(B) + (K - 1) m over the values m that t takes. TeraPipe tries these in order, at steps of
+so that T is the least G_m(B) + (K - 1) m over the values m that p takes. TeraPipe tries these in order, at steps of
 some epsilon, which costs at most (K - 1) epsilon (Li et al., ICML 2021, section 3.3). Here they are bisected, since G
 falls as m grows: between two values a < m <= z nothing is less than G_z(B) + (K - 1) (the value after a), and an
 interval that holds nothing below the best so far, less `gap`, is not searched further. With `gap` 0 that is exact.
@@ -46,7 +48,7 @@ class TokenSlices:
 
     Attributes:
       parts: in the order in which they run.
-      seconds: T, predicted. slowest: of the slowest slice on a stage.
+      seconds: T, predicted. slowest: p of the slowest slice.
       bound: no cutting at these lengths is faster, in seconds.
     """
 
@@ -57,7 +59,8 @@ class TokenSlices:
 
 
 def cut(
-    times: Mapping[int, np.ndarray], batch: int, stages: float, *, step: int = 1, gap: float = 0.0
+    times: Mapping[int, np.ndarray], batch: int, stages: float, *, step: int = 1, gap: float = 0.0,
+    passing: Mapping[int, np.ndarray] | None = None,
 ) -> TokenSlices:  # fmt: skip
     """The fastest cutting.
 
@@ -68,12 +71,16 @@ def cut(
       batch: examples of a step. stages: K; not whole where others than the slowest take less.
       step: the lengths of slices are multiples of so many tokens.
       gap: seconds by which the result may exceed the least.
+      passing: p, as `times`, which it is where it is not given.
 
     Raises:
       OptionError: no parts add up to the batch, or no slices that are allowed to the sequence.
     """
-    tables = {examples: _ends(np.asarray(seconds, float)) for examples, seconds in sorted(times.items())}
-    values = np.unique(np.concatenate([np.concatenate(rows) for rows in tables.values()]))
+    passing = times if passing is None else passing
+    tables = {
+        b: _ends(np.asarray(seconds, float), np.asarray(passing[b], float)) for b, seconds in sorted(times.items())
+    }
+    values = np.unique(np.concatenate([paced for rows in tables.values() for _, paced in rows]))
     values = values[np.isfinite(values)]
     known: dict[int, float] = {}
 
@@ -106,21 +113,28 @@ def cut(
                 best, at = found, middle
             open_ += [(low, middle), (middle, high)]
     parts = _parts(tables, batch, values[at], step)
-    taken = [
-        tables[part.examples][end // step - 1][length // step - 1]
-        for part in parts
-        for length, end in zip(part.lengths, np.cumsum(part.lengths).tolist(), strict=True)
-    ]
-    seconds = sum(taken) + (stages - 1) * max(taken)
-    return TokenSlices(parts, float(seconds), float(max(taken)), float(min(bound, seconds)))
+    taken, paced = np.array(
+        [
+            [row[length // step - 1] for row in tables[part.examples][end // step - 1]]
+            for part in parts
+            for length, end in zip(part.lengths, np.cumsum(part.lengths).tolist(), strict=True)
+        ]
+    ).T
+    seconds = taken.sum() + (stages - 1) * paced.max()
+    return TokenSlices(parts, float(seconds), float(paced.max()), float(min(bound, seconds)))
 
 
-def _ends(seconds: np.ndarray) -> list[np.ndarray]:
-    """[i] seconds of slices of 1 ... i + 1 steps that end behind step i."""
-    return [seconds[np.arange(end + 1), end - np.arange(end + 1)] for end in range(len(seconds))]
+Rows = list[tuple[np.ndarray, np.ndarray]]
+"""[i] t and p of slices of 1 ... i + 1 steps that end behind step i."""
 
 
-def _least(tables: Mapping[int, list[np.ndarray]], batch: int, limits: np.ndarray) -> np.ndarray:
+def _ends(seconds: np.ndarray, passing: np.ndarray) -> Rows:
+    """The rows of tables by length and context."""
+    at = [(np.arange(end + 1), end - np.arange(end + 1)) for end in range(len(seconds))]
+    return [(seconds[i], passing[i]) for i in at]
+
+
+def _least(tables: Mapping[int, Rows], batch: int, limits: np.ndarray) -> np.ndarray:
     """[limits] G(batch) with no slice above each limit."""
     whole = {examples: _prefixes(rows, limits)[:, -1] for examples, rows in tables.items()}
     total = np.full((batch + 1, len(limits)), np.inf)
@@ -132,16 +146,16 @@ def _least(tables: Mapping[int, list[np.ndarray]], batch: int, limits: np.ndarra
     return total[batch]
 
 
-def _prefixes(rows: list[np.ndarray], limits: np.ndarray) -> np.ndarray:
+def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
     """[limits, n + 1] F of each prefix of the sequence."""
     out = np.zeros((len(limits), len(rows) + 1))
-    for end, seconds in enumerate(rows):
+    for end, (seconds, paced) in enumerate(rows):
         before = out[:, end::-1] + seconds  # the shortest slice follows the longest prefix
-        out[:, end + 1] = np.where(seconds <= limits[:, None], before, np.inf).min(1)
+        out[:, end + 1] = np.where(paced <= limits[:, None], before, np.inf).min(1)
     return out
 
 
-def _parts(tables: Mapping[int, list[np.ndarray]], batch: int, limit: float, step: int) -> tuple[Part, ...]:
+def _parts(tables: Mapping[int, Rows], batch: int, limit: float, step: int) -> tuple[Part, ...]:
     """The cutting behind G(batch)."""
     limits = np.array([limit])
     prefixes = {examples: _prefixes(rows, limits)[0] for examples, rows in tables.items()}
@@ -156,8 +170,8 @@ def _parts(tables: Mapping[int, list[np.ndarray]], batch: int, limit: float, ste
         examples = chosen[batch]
         rows, prefix, lengths, end = tables[examples], prefixes[examples], [], len(tables[examples])
         while end:
-            seconds = rows[end - 1]
-            steps = int(np.where(seconds <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1
+            seconds, paced = rows[end - 1]
+            steps = int(np.where(paced <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1
             lengths.append(steps * step)
             end -= steps
         parts.append(Part(examples, tuple(reversed(lengths))))

@@ -98,3 +98,19 @@ def test_what_is_not_allowed_is_not_taken():
         cut({2: times}, 3, 4)
     with pytest.raises(OptionError, match="no parts of 1 examples"):
         cut({1: np.full((4, 4), np.inf)}, 1, 4)
+
+
+@given(tables(5), tables(5), STAGES)
+def test_what_passing_a_stage_takes_longer(times, more, stages):
+    """The slowest slice is the one that passes a stage last, which need not be the one that computes longest."""
+    passing = {1: times[1] + more[1]}
+    found = cut({1: times[1]}, 2, stages, passing=passing)
+
+    def both(lengths: tuple[int, ...]) -> tuple[float, float]:
+        at = [(length - 1, sum(lengths[:i])) for i, length in enumerate(lengths)]
+        return sum(times[1][place] for place in at), max(passing[1][place] for place in at)
+
+    every = [(both(a), both(b)) for a, b in itertools.combinations_with_replacement(list(compositions(5)), 2)]
+    assert found.seconds == min(a[0] + b[0] + (stages - 1) * max(a[1], b[1]) for a, b in every)
+    assert found.bound == found.seconds
+    assert found.slowest == max(both(part.lengths)[1] for part in found.parts)
