@@ -1,11 +1,20 @@
-"""One mesh: the whole step as one executable on all devices, with a loop over micro-batches in it where that pays."""
+"""One mesh: the whole step as one executable on all devices, with a loop over micro-batches in it where that pays.
+
+Where nothing but the fastest plan is asked for, textbook plans are evaluated first (`textbook_first`): the search
+begins with the best of them, so that its plan is never slower than any, however little time there is.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from alpa_lite import textbook_first
+from alpa_lite.analysed import Analyse, Analysed
 from alpa_lite.asked import Asked, Step
+from alpa_lite.cluster import Cluster
 from alpa_lite.passes import factors, microbatches, programs, sharding
 from alpa_lite.passes.layers.division import divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
@@ -16,9 +25,11 @@ from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.programs.ways import Chosen, Outcome, Way
 from alpa_lite.passes.sharding import search, worth
 from alpa_lite.passes.sharding.lessons import Lessons
+from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.runner import Passes
+from alpa_lite.textbook_first import TextbookPlans
 
 MAX_LAYERS = 72
 """The most layers that a forward pass is cut into: 64 parts of repeated blocks, and what is before and behind them."""
@@ -57,45 +68,88 @@ def best(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Staged:
 
 def chosen(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Chosen[Decided]:
     """The best way, not lowered yet. As `best`."""
+    analyse = functools.cache(functools.partial(analysed, run, step, asked))
+    known = textbook_first.evaluated(run, step, asked, analyse) if textbook_first.applies(asked) else None
+    plans = {} if known is None else known.plans
+    start = None if known is None else begun(run, asked, analyse, known)
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
     return ways.best(
-        functools.partial(decided, run, step, asked), asked.remat, asked.num_microbatches,
-        floor=floor, budget=asked.budget, deadline=asked.deadline, must=must,
+        functools.partial(decided, run, asked, analyse, plans), asked.remat, asked.num_microbatches,
+        floor=floor, budget=asked.budget, deadline=asked.deadline, must=must, start=start,
     )  # fmt: skip
 
 
-def decided(run: Passes, step: Step, asked: Asked, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Decided]:
+def analysed(run: Passes, step: Step, asked: Asked, way: Way) -> Analysed:
+    """The step as a way runs it, grouped.
+
+    Raises:
+      MicrobatchError: it cannot be cut into as many micro-batches.
+    """
+    loop, layers = looped(run, step, asked, way)
+    traced, rules = loop.traced, step.rules
+    if traced is not step.traced:
+        rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+    groups = run("grouping", sharding.group, traced, rules)
+    return Analysed(way, loop, layers, rules, groups, Shared(traced, groups))
+
+
+def begun(run: Passes, asked: Asked, analyse: Analyse, known: TextbookPlans) -> ways.Start[Decided]:
+    """The best textbook plan, as what the search of ways begins with."""
+    way = known.best
+    about = analyse(way)
+    found = run(
+        "sharding", search.unsearched, about.loop.traced, about.groups, asked.cluster, asked.method,
+        budget=asked.budget, known=known.plans[way], shared=about.shared, settled=about.settled(asked.cluster),
+    )  # fmt: skip
+
+    def go_on() -> Outcome[Decided]:
+        return decided(run, asked, analyse, known.plans, way, math.inf, Lessons())
+
+    return way, outcome(about, asked.cluster, found, go_on)
+
+
+def decided(
+    run: Passes, asked: Asked, analyse: Analyse, plans: Mapping[Way, Sequence[search.Plain]], way: Way, cutoff: float,
+    lessons: Lessons,
+) -> Outcome[Decided]:  # fmt: skip
     """The layouts of the whole step as one stage, on the best mesh of all devices within the budget.
+
+    Args:
+      plans: those that are known, by their ways.
 
     Raises:
       InfeasibleError: no mesh fits. Beaten: with a cutoff, no plan below it was found.
       MicrobatchError: the step cannot be cut into as many micro-batches.
     """
-    loop, layers = looped(run, step, asked, way)
-    traced = loop.traced
-    rules = step.rules
-    if traced is not step.traced:
-        rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-    groups = run("grouping", sharding.group, traced, rules)
+    about = analyse(way)
 
-    settled = functools.partial(planning.settled, traced, groups, rules, asked.cluster)
-
-    def outcome(found: search.Found) -> Outcome[Decided]:
-        stage = DecidedStage(staging.whole(traced, loop.scan), rules, groups, found, asked.cluster)
+    def going_on(found: search.Found) -> Outcome[Decided]:
         rest = None if found.rest is None else functools.partial(go_on, found.rest)
-        value, seconds = Decided(way, loop, stage), settled(found)
-        return Outcome(value, seconds, found.free, layers, found.mesh, found.bounds, rest)
+        return outcome(about, asked.cluster, found, rest)
 
     def go_on(rest: search.Rest) -> Outcome[Decided]:
-        return outcome(run("sharding", rest, asked.deadline))
+        return going_on(run("sharding", rest, asked.deadline))
 
-    return outcome(
+    return going_on(
         run(
-            "sharding", search.search, traced, groups, rules, asked.cluster, asked.method,
+            "sharding", search.search, about.loop.traced, about.groups, about.rules, asked.cluster, asked.method,
             budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
-            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, progress=run.count, settled=settled,
+            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, known=plans.get(way, ()), shared=about.shared,
+            progress=run.count, settled=about.settled(asked.cluster),
         )
     )  # fmt: skip
+
+
+def outcome(
+    about: Analysed, cluster: Cluster, found: search.Found, rest: Callable[[], Outcome[Decided]] | None
+) -> Outcome[Decided]:  # fmt: skip
+    """What was found of a way, with what is left to be searched of it."""
+    stage = DecidedStage(
+        staging.whole(about.loop.traced, about.loop.scan), about.rules, about.groups, found, cluster
+    )  # fmt: skip
+    seconds = about.settled(cluster)(found)
+    value = Decided(about.way, about.loop, stage)
+    return Outcome(value, seconds, found.free, about.layers, found.mesh, found.bounds, rest)
 
 
 def lowered(run: Passes, asked: Asked, way: Decided) -> Staged:

@@ -16,6 +16,9 @@ a gain. The best seconds so far are the cutoff of each, and it is tried as long 
 the time allows. Where time is short, ways are compared on the first mesh alone, and the other meshes are searched for
 the best way. Where all layers computed again is the best, fewer of them are tried by bisection: the first k of n layers
 (Chen et al. 2016 compute all again; k trades seconds for bytes one layer at a time).
+
+The search may begin with a plan that is known, such as that of a textbook method: whatever the time, what it returns is
+no slower.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ GAIN = 0.02
 
 FAILURES = 2
 """After so many doublings in a row without a gain, no more micro-batches are tried."""
+
+_EQUAL = 1e-9  # relative difference of seconds that is rounding
 
 HALVINGS = 3
 """How often the number of layers that are computed again is bisected."""
@@ -103,6 +108,9 @@ class Chosen(Generic[T]):
     late: tuple[Way, ...]
 
 
+Start = tuple[Way, Outcome[T]]
+"""A way, and its best plan that is known."""
+
 Solve = Callable[[Way, float, Lessons], Outcome[T]]
 """The best plan of a way below a cutoff of seconds; `inf` for none. What other ways have shown is given.
 
@@ -120,6 +128,7 @@ def best(
     budget: float,
     deadline: Deadline,
     must: bool = True,
+    start: Start[T] | None = None,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -129,13 +138,15 @@ def best(
       floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
       deadline: after which nothing more is tried, once something has been.
       must: whether to go on without time until something fits. Else what follows the first misfit is tried where any
-        time is left: textbook plans are of one mesh, and this one is mostly faster than all of them.
+        time is left: this mesh is mostly faster than any pipeline where links are.
+      start: a plan that is known.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
       OutOfTime: without `must`, nothing that fits was found in the time.
     """
     search = _Search(solve, given, floor, budget, deadline, must)
+    search.best = search.start = start
     search.columns([Remat(remat) for remat in remats])
     search.wider()
     if search.best is None:
@@ -145,6 +156,28 @@ def best(
         search.fewer_layers()
     assert search.best is not None
     return Chosen(search.best[1].value, search.notes(), tuple(dict.fromkeys(search.skipped)))
+
+
+def quickest(
+    solve: Solve[T], given: int | None, *, floor: float, budget: float, below: float
+) -> Start[T] | None:  # fmt: skip
+    """The way that `best` finds where nothing is computed again, all of the time is there, and few choices are open.
+
+    Args:
+      below: seconds; ways that cannot undercut them are not tried. None is returned where all others do not fit.
+
+    Raises:
+      MicrobatchError: the step cannot be cut into the given number.
+    """
+    search = _Search(solve, given, floor, budget, Deadline(), True)
+    search.below = below
+    search.columns([NOTHING])
+    return search.best
+
+
+def _is_less(one: Way, other: Way) -> bool:
+    """Whether a way has no more micro-batches than another, and computes nothing again that the other does not."""
+    return one.count <= other.count and _is_within(one.remat, other.remat)
 
 
 def _is_within(less: Remat, more: Remat) -> bool:
@@ -159,8 +192,9 @@ class _Search(Generic[T]):
         self, solve: Solve[T], given: int | None, floor: float, budget: float, deadline: Deadline, must: bool
     ) -> None:
         self.solve, self.given, self.floor, self.budget, self.deadline = solve, given, floor, budget, deadline
-        self.must = must
+        self.must, self.below = must, math.inf
         self.best: tuple[Way, Outcome[T]] | None = None
+        self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
         self.slowest = 0.0  # seconds that trying a way took
         self.misfits: list[Way] = []
@@ -169,14 +203,18 @@ class _Search(Generic[T]):
         self.bounds: dict[Way, Bounds] = {}
         self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
 
-    @property
-    def cutoff(self) -> float:
-        """Seconds below which another way is a gain."""
-        return ANY if self.best is None else self.best[1].seconds * (1 - GAIN)
+    def cutoff(self, way: Way) -> float:
+        """Seconds below which a way is taken."""
+        if self.best is None:
+            return ANY
+        best, found = self.best
+        if way == best:
+            return found.seconds * (1 + _EQUAL)
+        return found.seconds if _is_less(way, best) else found.seconds * (1 - GAIN)
 
     def is_open(self, way: Way) -> bool:
-        """Whether a way may be a gain, and the time allows to try it; notes it where the time alone does not."""
-        if min(self.known(way).values(), default=0.0) >= self.cutoff:
+        """Whether a way may be taken, and the time allows to try it; notes it where the time alone does not."""
+        if min(self.known(way).values(), default=0.0) >= min(self.cutoff(way), self.below):
             return False
         if self.best is not None and self.slowest > self.deadline.left:
             self.skipped.append(way)
@@ -193,16 +231,16 @@ class _Search(Generic[T]):
 
     def attempt(self, way: Way, *, quick: bool = False) -> Outcome[T] | Beaten:
         """What comes of a way; it is kept if it is the best."""
-        before = self.deadline.spent
+        before, cutoff = self.deadline.spent, self.cutoff(way)
         first = None if self.best is None else self.best[1].mesh
         found: Outcome[T] | Beaten
         try:
-            found = self.solve(way, self.cutoff, Lessons(self.known(way), first, quick))
+            found = self.solve(way, cutoff, Lessons(self.known(way), first, quick))
         except Beaten as beaten:
             found = beaten
         self.slowest = max(self.slowest, self.deadline.spent - before)
         self.bounds[way] = found.bounds
-        if isinstance(found, Outcome) and found.seconds < self.cutoff:
+        if isinstance(found, Outcome) and found.seconds < cutoff:
             self.first = self.first or (way, found)
             self.best = way, found
         return found
@@ -217,11 +255,17 @@ class _Search(Generic[T]):
             )
             count, failures = waiting.pop(remat)
             way = Way(count, remat)
-            if self.is_open(way) or not self.bounds:
+            if self.is_open(way) or (self.best is None and not self.bounds):
                 more = self.step(way)
-                failures = failures + 1 if self.best is not None and self.best[0] != way else 0
+                failures = failures + 1 if self.fails(way) else 0
                 if more is not None and failures < FAILURES:
                     waiting[remat] = more, failures
+
+    def fails(self, way: Way) -> bool:
+        """Whether a way that was tried was no gain. With less than in a plan that is known, nothing need fit."""
+        if self.best is None or self.best[0] == way:
+            return False
+        return self.best is not self.start or not _is_less(way, self.best[0])
 
     def step(self, way: Way) -> int | None:
         """Tries a way: how many micro-batches of its column are next; None if no more may be a gain."""
@@ -232,7 +276,7 @@ class _Search(Generic[T]):
         try:
             found = self.attempt(way, quick=may_fit)
         except MicrobatchError as refusal:
-            if self.given or not self.bounds:
+            if self.best is None and (self.given or not self.bounds):
                 raise
             self.refused = self.refused or refusal
             return None
@@ -254,7 +298,8 @@ class _Search(Generic[T]):
         """The meshes on which the best way was not tried yet."""
         assert self.best is not None
         way, found = self.best
-        if found.rest is not None and not self.deadline.over:
+        untried = self.best is not self.start or way not in self.bounds
+        if found.rest is not None and untried and not self.deadline.over:
             other = found.rest()
             if other.seconds <= found.seconds:
                 self.best = way, other
@@ -291,11 +336,11 @@ class _Search(Generic[T]):
 
     def notes(self) -> tuple[str, ...]:
         """Why this way."""
-        assert self.best is not None and self.first is not None
+        assert self.best is not None
         way, found = self.best
         memory = f"memory_per_device={units.exact_bytes(self.budget)}"
         out = []
-        if way != self.first[0]:
+        if self.first is not None and way != self.first[0]:
             seconds = self.first[1].seconds
             out.append(f"{way}: {self.first[0]} would take {seconds:.4g} s within {memory}, this {found.seconds:.4g} s")
         elif self.misfits:

@@ -26,9 +26,10 @@ from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import CONSTRAINT
+from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import state_kinds, update_groups
+from alpa_lite.passes.sharding.kinds import update_groups
 from alpa_lite.passes.sharding.textbook import (
     Operations,
     parameters_of_products,
@@ -129,9 +130,12 @@ Admitted = tuple[tuple[LogicalMesh, Limits], ...]
 
 def admitted(
     traced: Traced, grouping: Grouping, cluster: Cluster, method: Any, wishes: Wishes = NO_WISHES,
-    pins: Pins = NO_PINS, max_axes: int = 3,
+    pins: Pins = NO_PINS, max_axes: int = 3, facts: Facts | None = None,
 ) -> Admitted:  # fmt: skip
     """The meshes of a cluster on which a method can do what is asked, and what is allowed there.
+
+    Args:
+      facts: of the grouped step, to work them out once for several methods.
 
     Raises:
       OptionError: there is none; says why of the first.
@@ -140,7 +144,7 @@ def admitted(
     errors: list[OptionError] = []
     for mesh in tuple(mesh for mesh, _ in pins.meshes) or meshes(cluster, method, max_axes, wishes):
         try:
-            found.append((mesh, limits(traced, grouping, method, mesh, wishes, pins)))
+            found.append((mesh, limits(traced, grouping, method, mesh, wishes, pins, facts)))
         except OptionError as error:
             errors.append(error)
     if not found:
@@ -149,8 +153,9 @@ def admitted(
 
 
 def limits(
-    traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES, pins: Pins = NO_PINS
-) -> Limits:
+    traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES,
+    pins: Pins = NO_PINS, facts: Facts | None = None,
+) -> Limits:  # fmt: skip
     """What is allowed on a mesh; see the module.
 
     - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
@@ -162,7 +167,7 @@ def limits(
       OptionError: if a batch argument does not divide over the devices, or a spec does not fit an argument.
     """
     out: Layouts = {}
-    rest = base(method)
+    rest, facts = base(method), facts or Facts(traced, grouping)
     for op in traced.graph.ops():
         if op.name == CONSTRAINT and op.params["mesh"] is None:  # of the option `constrain`
             shape = traced.graph.values[op.results[0]].shape
@@ -180,10 +185,10 @@ def limits(
     if isinstance(rest, DataParallel | Zero | TensorParallel):
         named = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
         free = tuple(a for a in mesh.axis_names if a not in named)
-        out |= _textbook(traced, grouping, rest, mesh, free or mesh.axis_names, wishes)
+        out |= _textbook(facts, rest, mesh, free or mesh.axis_names, wishes)
         if free and not pins:
             said = frozenset(i for i, a in enumerate(traced.arguments) if wishes.names_leaf(a.path))
-            operations = textbook(traced, grouping, rest, mesh, free, said)
+            operations = textbook(facts, rest, mesh, free, said)
             _check_pieces(grouping, operations, mesh.product(free))
     for number, argument in enumerate(traced.arguments):
         if wishes.names_leaf(argument.path):
@@ -229,14 +234,14 @@ def _put(out: Layouts, traced: Traced, grouping: Grouping, mesh: LogicalMesh, nu
 
 
 def _textbook(
-    traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes,
-    wishes: Wishes,
-) -> Layouts:  # fmt: skip
+    facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes, wishes: Wishes
+) -> Layouts:
     """What a textbook method fixes of arguments, with data parallelism over some axes. Frozen weights are parameters.
 
     Raises:
       OptionError: the batch does not divide, or there is none that data parallelism could shard.
     """
+    traced, grouping = facts.traced, facts.grouping
     if isinstance(method, DataParallel) and not traced.state and all(a.role != "batch" for a in traced.arguments):
         raise OptionError(
             "method=DataParallel() shards the batch, but no argument was taken as the batch; name it with "
@@ -244,9 +249,9 @@ def _textbook(
         )
     out: Layouts = {}
     count = mesh.product(axes)
-    kinds = state_kinds(traced)
+    kinds = facts.state
     cut_by_loops = _stacked(grouping)
-    in_blocks = parameters_of_products(traced, grouping) if isinstance(method, TensorParallel) else set()
+    in_blocks = parameters_of_products(facts) if isinstance(method, TensorParallel) else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from alpa_lite.errors import MicrobatchError, OptionError
+import numpy as np
+
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.methods import Method
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.deadline import FEW, Deadline, worthwhile
 from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons
@@ -52,6 +52,9 @@ class Found:
         nodes, choice = self.space.nodes, self.solution.choice
         return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
 
+
+Plain = tuple[str, Found]
+"""A plan that is known before a race, and the name of its method."""
 
 LATE = "not searched"
 """The status of candidates for which there was no time, or that could not save enough to repay solving them."""
@@ -97,6 +100,13 @@ class Race:
         self._rows: dict[tuple[str, tuple[int, ...]], Candidate] = {}
         self._chosen: tuple[str, tuple[int, ...]] | None = None
         self._solved: set[LogicalMesh] = set()
+        self._known: tuple[Found, ...] = ()
+
+    def begin_with(self, known: Sequence[Plain]) -> None:
+        """Takes the best of some plans that are known, if it is below the cutoff, and notes all."""
+        self._known = tuple(plan for _, plan in known)
+        for name, plan in known:
+            self._put(name, plan.mesh, plan.space, plan.solution)
 
     def is_beaten(self, mesh: LogicalMesh) -> bool:
         """Whether the bound of a shape reaches what it must undercut; noted if so."""
@@ -110,6 +120,8 @@ class Race:
         started = time.perf_counter()
         space = problem.build()
         bound = solve.Bound(space.program)
+        others = [translated(plan, space) for plan in self._known if plan.mesh == problem.mesh]
+        bound.known.choices += [np.array(choice) for choice in others if choice is not None]
         if several:
             bound.improve()
         if not self.tried:
@@ -142,8 +154,8 @@ class Race:
         """Solves the last shape that was entered: the status of its solution."""
         bound, problem, space = self.tried[-1]
         seconds = max(deadline.left, _GRACE)
-        given = self.speedup * self._given
-        mine, solution, least = solved(problem, space, self.budget, given, seconds, bound.known)
+        cutoff = self._cutoff(problem.mesh)
+        mine, solution, least = solved(problem, space, self.budget, cutoff, seconds, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
@@ -175,26 +187,6 @@ class Race:
         wider = self.least is not None and not tried_all and not self.hopeless
         return Beaten(dict(self.bounds), least, wider)
 
-    def consider(self, methods: Sequence[Method], problems: Callable[..., list[Problem]], deadline: Deadline) -> None:
-        """Evaluates the plans of textbook methods, as far as there is time: only what is better is then searched.
-
-        The free program admits whatever such a method does: where that is solved, none of them is better.
-        """
-        for method in methods:
-            if deadline.over:
-                return
-            try:
-                (problem,) = problems(method)
-            except (OptionError, MicrobatchError):  # the batch, or a micro-batch, does not divide
-                continue
-            if self.bounds.get(problem.mesh, 0.0) >= self._cutoff(problem.mesh):
-                return  # all of them are of this mesh
-            limit, cutoff = deadline.share(2), self._cutoff(problem.mesh)
-            built = problem.build()
-            space, solution, _ = solved(problem, built, self.budget, cutoff, limit, solve.Known(built.program))
-            if solution.choice:
-                self._put(type(method).__name__, problem.mesh, space, solution)
-
     def run(
         self, deadline: Deadline, progress: Callable[[str, int, int], None] = lambda what, done, total: None
     ) -> None:
@@ -217,7 +209,8 @@ class Race:
                 self._put(self.method, problem.mesh, None, "cutoff" if bound.seconds >= cutoff else LATE)
                 self._note(problem.mesh, bound.seconds, bound.seconds)
                 continue
-            progress("mesh shapes solved", len(self._rows), len(self.tried))
+            own = sum(name == self.method for name, _ in self._rows)
+            progress("mesh shapes solved", own, len(self.tried))
             space, solution, least = solved(problem, space, self.budget, cutoff, limit, bound.known)
             self._note(problem.mesh, max(solution.bound, bound.seconds), max(least, bound.seconds))
             self._put(self.method, problem.mesh, space, solution)
@@ -250,11 +243,14 @@ class Race:
         return self.speedup * self._limit(mesh)
 
     def _limit(self, mesh: LogicalMesh) -> float:
-        """Seconds that a plan on a mesh must undercut: of equals, the mesh of fewer axes is better."""
-        if self.best is None:
+        """Seconds that a plan on a mesh must undercut.
+
+        Of equals, the mesh of fewer axes is better, and a plan that was searched, whose program has all alternatives.
+        """
+        if self.best is None or self._chosen is None:
             return self._given
         fewer = len(mesh.shape) < len(self.best[0].shape)
-        return self.seconds * (1 + _EQUAL if fewer else 1.0)
+        return self.seconds * (1 + _EQUAL if fewer or self._chosen[0] != self.method else 1.0)
 
     def _seconds(self, mesh: LogicalMesh, space: Space | None, found: Solution) -> float:
         """Seconds of a plan."""
@@ -282,6 +278,17 @@ class Race:
         before = self._rows.get(key)
         if before is None or before.step_seconds is None or (key == self._chosen and row.step_seconds is not None):
             self._rows[key] = row
+
+
+def translated(plan: Found, space: Space) -> tuple[int, ...] | None:
+    """The choice of a plan in another program of the same groups and mesh; None if that does not have it."""
+    out = []
+    for node in space.nodes:
+        strategy = plan.choice[node.members[0]]
+        if strategy not in node.strategies or any(plan.choice[member] != strategy for member in node.members):
+            return None
+        out.append(node.strategies.index(strategy))
+    return tuple(out)
 
 
 def choice_of(space: Space, solution: Solution) -> tuple[Strategy, ...]:

@@ -3,15 +3,16 @@
 For every logical mesh shape that the method admits, the integer program is built, and what it can reach is bounded
 from below, quickly (`sharding.solver.solve.Bound`). Shapes are then solved in the order of their bounds, first without
 the memory budget and, if that does not fit, within it; one that is proven no better than the best found so far is cut
-off. The best objective wins. Textbook methods are the same program with the layouts of arguments fixed, so the free
-program is never worse than a textbook plan on the same mesh.
+off. The best objective wins. Textbook methods are the same program with operations fixed, so the free program is never
+worse than a textbook plan on the same mesh where it is solved; where time is short it may not be, and so a search may
+begin with plans that are known (`one_mesh`): what it returns is never worse.
 
 Under a binding memory budget the program is also solved with state gathered again for late uses
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
 
 Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where building
-alone would take a tenth of it or more, the mesh of one axis and textbook plans are solved first, so that there is
-something good to return, and to undercut, and what exceeds the budget by far is told at once. The time limit is one
+alone would take a tenth of it or more, the first mesh is solved at once, so that there is something good to return, and
+to undercut, and what exceeds the budget by far is told at once. The time limit is one
 for all solving: a shape gets a third of what is left, or an equal share of it if fewer than three wait, and divides
 that over its attempts, and no more than what can still be won repays (`STEPS` steps of the difference to the bound),
 but for a few seconds. Until something fits, a quarter of the limit is kept back for finding the smallest budget that
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,21 +32,21 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
+from alpa_lite.methods import Method
 from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import Lessons, ordered
 from alpa_lite.passes.sharding.overlapped import OverlappedRace
-from alpa_lite.passes.sharding.race import LATE, Found, Problem, Race, Rest
+from alpa_lite.passes.sharding.race import LATE, Found, Plain, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-__all__ = ["LATE", "Found", "Rest", "search"]
+__all__ = ["LATE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
 
 
 def search(
@@ -62,6 +63,8 @@ def search(
     deadline: Deadline | None = None,
     cutoff: float = math.inf,
     lessons: Lessons | None = None,
+    known: Sequence[Plain] = (),
+    shared: tables.Shared | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     settled: Callable[[Found], float] = lambda found: found.solution.objective,
 ) -> Found:
@@ -75,6 +78,8 @@ def search(
       deadline: until when all of it is to be done; none if it is left out. One mesh shape is tried in any case.
       cutoff: seconds; only a plan below it is of interest.
       lessons: what searches of the same step with fewer micro-batches found out.
+      known: plans that the method admits: the best of them is what is to be undercut.
+      shared: what the programs of several searches of the grouped step have in common, to make it once.
       progress: told what is counted, how many are done, and of how many.
       settled: seconds of a plan that was found, where communication hides behind computing.
 
@@ -85,43 +90,104 @@ def search(
       OptionError: if the method cannot be applied to these arguments or this number of devices.
     """
     deadline, lessons = deadline or Deadline(), lessons or Lessons()
-    shared = tables.Shared(traced, grouping)
-    problems = functools.partial(_problems, traced, grouping, rules, cluster, budget=budget, shared=shared)
-    waiting = ordered(problems(method, pins=pins, wishes=wishes), cluster.nodes, lessons.first)
-    entry = type(method).__name__, budget, cutoff, [problem.mesh for problem in waiting], lessons
-    race = Race(*entry)
-    if cluster.overlaps:
-        race = OverlappedRace(*entry, settled, Hiding(traced, cluster.hides))
+    shared = shared or tables.Shared(traced, grouping)
+    waiting = ordered(
+        _problems(traced, grouping, rules, cluster, method, budget=budget, pins=pins, wishes=wishes, shared=shared),
+        cluster.nodes, lessons.first,
+    )  # fmt: skip
+    race = _race(shared, cluster, method, [problem.mesh for problem in waiting], budget, cutoff, lessons, settled)
+    race.begin_with(known)
     count, waiting = len(waiting), [problem for problem in waiting if not race.is_beaten(problem.mesh)]
     if not waiting:
-        raise race.beaten()
+        return _nothing_left(race)
     race.enter(waiting.pop(0), several=count > 1)
     short = race.slowest * count > _SHORT * deadline.left
-    anything = not (pins or wishes.leaves or wishes.forbidden or wishes.mesh) and method in (Auto(), Sharded())
-    known = short or cluster.overlaps
-    textbook = functools.partial(race.consider, TEXTBOOK, problems) if known and anything else None
-    rest = functools.partial(_all, traced, race, waiting, textbook, cluster, cutoff, time_limit, progress)
+    rest = functools.partial(_all, traced, race, waiting, cluster, cutoff, time_limit, progress)
     if short:
         is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[0] if waiting else None)
         waiting[:] = [problem for problem in waiting if all(problem is not one for _, one, _ in race.tried)]
-        if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and (race.least is not None or is_beaten))):
-            raise race.beaten(tried_all=count == 1)
-        if race.hopeless and race.least is not None:
-            raise _too_small(traced, cluster, budget, race.least.peak, race.least.mesh)
-        if lessons.quick and waiting and race.best is not None:
+        if race.best is None:
+            if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and (race.least is not None or is_beaten))):
+                raise race.beaten(tried_all=count == 1)
+            if race.hopeless and race.least is not None:
+                raise _too_small(traced, cluster, budget, race.least.peak, race.least.mesh)
+        elif lessons.quick and waiting:
             return race.found(rest)
     return rest(deadline)
 
 
-def _all(
-    traced: Traced, race: Race, waiting: list[Problem], textbook: Callable[[Deadline], None] | None, cluster: Cluster,
-    cutoff: float, time_limit: float, progress: Callable[[str, int, int], None], deadline: Deadline,
+def restricted(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Method, *, budget: float,
+    shared: tables.Shared, time_limit: float, cutoff: float, below: float, settled: Callable[[Found], float],
 ) -> Found:  # fmt: skip
-    """The rest of a search: textbook plans where time is short, and all meshes. Raises as `search`."""
-    if textbook is not None:
-        if waiting and race.best is not None and len(waiting[0].mesh.shape) == 1:
-            race.enter(waiting.pop(0), several=True)  # the mesh of textbook plans: its bound may exclude them
-        textbook(deadline.within(_TEXTBOOK * deadline.left))
+    """The best plan of a method of one mesh and few choices, such as a textbook method, below a cutoff.
+
+    Nothing but the solver keeps to the time, so that there is a plan whatever the machine.
+
+    Args:
+      below: seconds that the method is to undercut, if need be in another way to run the step: where no plan of any
+        memory does, none is looked for.
+
+    Raises:
+      Beaten: no plan within the budget was found below the cutoff.
+      OptionError: if the method cannot be applied.
+    """
+    (problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
+    race = _race(shared, cluster, method, [problem.mesh], budget, cutoff, Lessons(), settled)
+    race.enter(problem, several=math.isfinite(below))
+    if race.free >= race.speedup * below:
+        raise race.beaten()
+    race.run(Deadline(time_limit))
+    if race.best is None:
+        if race.free < cutoff:
+            race.weigh([problem], Deadline(time_limit))
+        raise race.beaten()
+    return race.found()
+
+
+def unsearched(
+    traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, *, budget: float, known: Sequence[Plain],
+    shared: tables.Shared, settled: Callable[[Found], float],
+) -> Found:  # fmt: skip
+    """The best of some known plans of a method, where its meshes are not searched.
+
+    Its bound is that of all devices computing at their peak.
+    """
+    meshes = [mesh for mesh, _ in limits.admitted(traced, grouping, cluster, method)]
+    race = _race(shared, cluster, method, meshes, budget, math.inf, Lessons(), settled)
+    race.begin_with(known)
+    _, first = known[0]
+    race.at_peak = computing.at_peak(shared, MeshCost(cluster, first.mesh), first.space)
+    return race.found()
+
+
+def _race(
+    shared: tables.Shared, cluster: Cluster, method: Any, meshes: Sequence[LogicalMesh], budget: float, cutoff: float,
+    lessons: Lessons, settled: Callable[[Found], float],
+) -> Race:  # fmt: skip
+    """A race of some meshes, by the seconds of two streams where communication hides behind computing."""
+    entry = type(method).__name__, budget, cutoff, meshes, lessons
+    if cluster.overlaps:
+        return OverlappedRace(*entry, settled, Hiding(shared.traced, cluster.hides))
+    return Race(*entry)
+
+
+def _nothing_left(race: Race) -> Found:
+    """What is known, where no mesh can undercut it or the cutoff.
+
+    Raises:
+      Beaten: nothing is.
+    """
+    if race.best is None:
+        raise race.beaten()
+    return race.found()
+
+
+def _all(
+    traced: Traced, race: Race, waiting: list[Problem], cluster: Cluster, cutoff: float, time_limit: float,
+    progress: Callable[[str, int, int], None], deadline: Deadline,
+) -> Found:  # fmt: skip
+    """The rest of a search: all meshes. Raises as `search`."""
     bounding, count = deadline.within(_BOUNDING * deadline.left), len(race.meshes)
     while waiting and not bounding.over:
         problem = waiting.pop(0)
@@ -140,7 +206,6 @@ def _all(
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
 _FIRST = 0.15  # of the time, for the first shape where time is short
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
-_TEXTBOOK = 0.3  # of the time, for textbook plans
 
 
 def _problems(
@@ -149,16 +214,12 @@ def _problems(
 ) -> list[Problem]:  # fmt: skip
     """The programs of a method on each mesh shape, yet to be built."""
     banned, out = bans.bans(traced, grouping, wishes.forbidden), []
-    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins):
+    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
         cost, known = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **known))
         at_peak = functools.partial(computing.at_peak, shared, cost)
         out.append(Problem(mesh, cluster.platform, build, at_peak))
     return out
-
-
-TEXTBOOK: tuple[Method, ...] = (Zero(stage=3), TensorParallel(), DataParallel())
-"""Methods whose plans the search begins with where time may run out, in the order of what memory they need."""
 
 
 def _take_least(traced: Traced, race: Race, cluster: Cluster, deadline: Deadline) -> None:

@@ -16,6 +16,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.sharding import kinds
+from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
 from alpa_lite.passes.sharding.points import compressed, needed_points, tally
 from alpa_lite.passes.sharding.solver.problem import timeline
@@ -83,6 +84,11 @@ class Shared:
     tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict)
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What methods ask."""
+        return Facts(self.traced, self.grouping)
 
     @functools.cached_property
     def moved(self) -> dict[int, fusion.Moved]:

@@ -35,6 +35,7 @@ from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import CONSTRAINT, DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
+from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
 from alpa_lite.passes.sharding.space import Strategy
 
@@ -203,8 +204,8 @@ class OverFeatures(_Textbook):
 
 
 def textbook(
-    traced: Traced, grouping: Grouping, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh,
-    axes: Sequence[str], named: frozenset[int] = frozenset(),
+    facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Sequence[str],
+    named: frozenset[int] = frozenset(),
 ) -> Operations | None:  # fmt: skip
     """What a method allows of the operations; None where no argument is the batch, and all of it is free.
 
@@ -212,20 +213,19 @@ def textbook(
       axes: of the mesh: those that the method is about.
       named: arguments, by number, that the user says something of.
     """
-    counts = connected.examples(traced, grouping)
+    traced, grouping, counts = facts.traced, facts.grouping, facts.examples
     over = frozenset(axis for axis in axes if mesh.axis_size(axis) > 1)
     if not counts or not over:
         return None
     block = traced.graph.block
-    start = kinds.parameters(traced)
-    forms = kinds.weights(block, start)
+    start, forms = facts.parameters, facts.forms
     if not isinstance(method, TensorParallel):
         stage = method.stage if isinstance(method, Zero) else 0
         ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
     read = start | forms
-    own, _ = kinds.value_kinds(traced, grouping)
+    own = facts.kinds
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
     gradients = {value for value, kind in own.items() if kind == "gradients"}
     if _updates_read_whole_values(traced, grouping, read, counts):
@@ -252,12 +252,12 @@ def _follows(grouping: Grouping, group: Group) -> bool:
     return op.name in UNFUSED - DECIDING and op.name != "fft"
 
 
-def parameters_of_products(traced: Traced, grouping: Grouping) -> set[int]:
+def parameters_of_products(facts: Facts) -> set[int]:
     """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack."""
-    counts, values, inputs = connected.examples(traced, grouping), traced.graph.values, traced.graph.block.inputs
-    origins = kinds.origins(traced.graph.block, kinds.parameters(traced))
+    traced, values, inputs = facts.traced, facts.traced.graph.values, facts.traced.graph.block.inputs
+    origins = kinds.origins(traced.graph.block, facts.parameters)
     found = set()
-    for demand in _reading(grouping, origins.keys(), counts):
+    for demand in _reading(facts.grouping, origins.keys(), facts.examples):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
         if sorted(shape) in (sorted(whole), sorted(whole[1:])):
             found.add(origins[demand.value])
@@ -275,11 +275,11 @@ def _reading(
 
 
 def _updates_read_whole_values(
-    traced: Traced, grouping: Grouping, read: set[int], counts: Mapping[int, Mapping[int, int]]
+    traced: Traced, grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
 ) -> bool:
     """Whether an update works on whole gradients, as decompositions and products of them do; they are gathered then."""
     values, inputs = traced.graph.values, set(traced.graph.block.inputs)
-    shapes = {values[v].shape for v in read & inputs if values[v].shape}
+    shapes = {values[v].shape for v in inputs.intersection(read) if values[v].shape}
     for demand in grouping.demands:
         home = grouping.homes[demand.value]
         if values[demand.value].shape not in shapes or counts.get(home.group, {}).keys() & {
@@ -292,7 +292,7 @@ def _updates_read_whole_values(
     return False
 
 
-def _features(grouping: Grouping, start: set[int]) -> dict[int, frozenset[int]]:
+def _features(grouping: Grouping, start: Collection[int]) -> dict[int, frozenset[int]]:
     """Group -> the factors that hang together with dims of parameters."""
     places = [(home.group, f) for v in start if (home := grouping.homes[v]).group for dim in home.dims for f in dim]
     found: dict[int, set[int]] = {}
@@ -302,7 +302,7 @@ def _features(grouping: Grouping, start: set[int]) -> dict[int, frozenset[int]]:
 
 
 def _readers(
-    grouping: Grouping, read: set[int], counts: Mapping[int, Mapping[int, int]]
+    grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
 ) -> dict[int, tuple[frozenset[int], ...]]:
     """Group -> what a product or a gather over examples is cut along that reads a parameter.
 
@@ -319,6 +319,20 @@ def _readers(
         looked = frozenset(some - kept) if op.name == "gather" else frozenset()
         out[group] = tuple(one for one in (looked, frozenset(some)) if one)
     return out
+
+
+def least_state(traced: Traced, method: DataParallel | Zero | TensorParallel, parts: int) -> float:
+    """Bytes per device of state and frozen weights that no plan of a method over so many devices has less of."""
+    values, stage = traced.graph.values, 3
+    if not isinstance(method, TensorParallel):
+        stage = method.stage if isinstance(method, Zero) else 0
+    of = kinds.state_kinds(traced)
+    total = 0.0
+    for number, (argument, value) in enumerate(zip(traced.arguments, traced.graph.block.inputs, strict=False)):
+        if argument.stays:
+            in_blocks = stage == 3 or (stage and of.get(number) == "optimizer")
+            total += values[value].nbytes / (parts if in_blocks else 1)
+    return total
 
 
 def share_in_pieces(grouping: Grouping, operations: Operations | None, parts: int) -> float:

@@ -12,7 +12,7 @@ import pytest
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
-from alpa_lite.passes.programs.ways import ANY, Outcome, Way, best
+from alpa_lite.passes.programs.ways import ANY, Outcome, Way, best, quickest
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 
@@ -214,3 +214,31 @@ def test_what_is_computed_again_is_read_as_it_is_written() -> None:
     for remat in (Remat(), Remat("layer"), Remat("selective", (3, 12))):
         assert Remat.parse(str(remat)) == remat
     assert Remat.parse("layer in the first 3 layers") is None and Remat.parse("all") is None
+
+
+def known(way: Way, seconds: float) -> tuple[Way, Outcome[Way]]:
+    return way, Outcome(way, seconds, 0.5, 0, MESH)
+
+
+def test_a_plan_that_is_known_is_returned_unless_a_faster_one_is_found() -> None:
+    for seconds, expected in ((1.05, Way(4)), (1.35, Way(2))):  # two take 1.1 s, and four 1.3 s
+        model = Model(budget=50.0, slower=0.0, missing=0.0)
+        chosen = model.best(start=known(Way(4), seconds))
+        assert chosen.value == expected
+    model = Model(budget=5.0, missing=0.0)  # nothing else fits
+    assert model.best(start=known(Way(4), 9.0)).value == Way(4)
+    assert Way(64) not in model.tried  # not even with twice, and four times as many
+
+
+def test_a_plan_that_is_known_is_returned_though_the_time_is_over() -> None:
+    model = Model(budget=30.0, slower=0.0, missing=0.0)
+    chosen = model.best(seconds=0.0, must=False, start=known(Way(4), 9.0))
+    assert chosen.value == Way(4) and len(model.tried) == 1 and Way(2) in chosen.late
+
+
+def test_what_cannot_undercut_a_method_is_not_tried() -> None:
+    """One micro-batch takes 1 s at least, and what more take is no less."""
+    model = Model(budget=30.0, slower=0.0, missing=0.0)
+    assert quickest(model, None, floor=10.0, budget=30.0, below=1.0) is None and model.tried == [Way(1)]
+    found = quickest(Model(budget=30.0, slower=0.0, missing=0.0), None, floor=10.0, budget=30.0, below=math.inf)
+    assert found is not None and found[0] == Way(4)

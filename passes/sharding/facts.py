@@ -1,0 +1,44 @@
+"""What methods ask of a grouped step, each fact worked out once for all methods and meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.graph import Traced
+from alpa_lite.passes.sharding import connected, kinds
+from alpa_lite.passes.sharding.groups import Grouping
+
+
+@dataclass(eq=False)
+class Facts:
+    """Facts of a step in its groups."""
+
+    traced: Traced
+    grouping: Grouping
+
+    @cached_property
+    def examples(self) -> Mapping[int, Mapping[int, int]]:
+        """As of `connected.examples`."""
+        return connected.examples(self.traced, self.grouping)
+
+    @cached_property
+    def state(self) -> Mapping[int, str]:
+        """As of `kinds.state_kinds`."""
+        return kinds.state_kinds(self.traced)
+
+    @cached_property
+    def parameters(self) -> frozenset[int]:
+        """As of `kinds.parameters`."""
+        return frozenset(kinds.parameters(self.traced))
+
+    @cached_property
+    def forms(self) -> frozenset[int]:
+        """The parameters in other forms, as of `kinds.weights`."""
+        return frozenset(kinds.weights(self.traced.graph.block, self.parameters))
+
+    @cached_property
+    def kinds(self) -> Mapping[int, str]:
+        """Value -> its kind, as the first of `kinds.value_kinds`."""
+        return kinds.value_kinds(self.traced, self.grouping)[0]
