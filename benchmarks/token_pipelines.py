@@ -30,7 +30,7 @@ from alpa_lite.runtime.pipeline import PipelineExecutable
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/token_pipelines.py"
 STAGES, EXAMPLES, TOKENS, ROUNDS = 4, 2, 256, 10
-SLICES = {"whole": None, "2 of 128": (128, 128), "4 of 64": (64,) * 4, "8 of 32": (32,) * 8}
+SLICES = {"whole": None, "2 of 128": (128, 128), "4 of 64": (64,) * 4, "8 of 32": (32,) * 8, "auto": "auto"}
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
         assert isinstance(executable, PipelineExecutable)
         rows.append(
             {
-                "slices": name,
+                "slices": name if slices != "auto" else f"auto: {', '.join(map(str, plan.division.token_slices))}",
                 "predicted": plan.step_seconds,
                 "executed": executed.seconds,
                 "buffers": max(plan.division.buffer_bytes),

@@ -81,9 +81,10 @@ def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
 def proposed(
     latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
 ) -> tuple[Proposal, ...]:  # fmt: skip
-    """The best slices for each number of micro-batches, as many equal ones, and twice as many; fastest first.
+    """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
 
-    Equal ones are no better by the model, but prices have steps, which the model has not. One slice is none.
+    Equal ones, as many and as the next power of two, are no better by the model, but prices have steps, which the model
+    has not.
 
     Args:
       latency: of slices on each stage.
@@ -106,7 +107,7 @@ def proposed(
         paced = np.maximum(times.max(0) + sent, dispatch)
         found = cut({1: table}, count, stages, step=step, passing={1: np.where(np.isinf(table), np.inf, paced)})
         best = [n // step for n in found.parts[0].lengths]
-        equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 2 * len(best))]
+        equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
         for parts in dict.fromkeys((tuple(best), *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):
                 at = np.cumsum([0, *parts[:-1]])
