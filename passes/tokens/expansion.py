@@ -17,9 +17,8 @@ Source: the schedule of TeraPipe (Li et al., ICML 2021), here found in the step'
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,16 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.tokens.along import Along
 from alpa_lite.passes.tokens.beyond import Known
 from alpa_lite.passes.tokens.extents import Extents, Range
-from alpa_lite.passes.tokens.pieces import Pieces
-from alpa_lite.passes.tokens.states import SHIFTS, State, States, Way, row_factor, shift_of
+from alpa_lite.passes.tokens.states import State, States, Way, row_factor
 from alpa_lite.strategy import Rule
 
 
@@ -85,7 +82,7 @@ def expand(
     return _Expansion(rewriter, block, rules, found, extents, forward).run()
 
 
-class _Expansion(Pieces):
+class _Expansion(Along):
     """The tables of one expansion."""
 
     def __init__(
@@ -97,10 +94,9 @@ class _Expansion(Pieces):
         extents: Extents,
         forward: frozenset[int],
     ) -> None:
-        super().__init__(rewriter, found, extents, block.inputs)
-        self.block, self.rules, self.forward = block, rules, forward
+        super().__init__(rewriter, found, extents, block, forward)
+        self.block, self.rules = block, rules
         self.late: list[Late] = []
-        self.again = _computed_again(block, forward)
 
     def run(self) -> Expanded:
         for op in self.block.ops:
@@ -127,13 +123,6 @@ class _Expansion(Pieces):
         return phase
 
     # -- operations -----------------------------------------------------------------------------------------------
-
-    def _begin(self, op: Op, piece: int) -> None:
-        """What is written from here on belongs to a piece of an operation."""
-        if op.index in self.again:  # as soon as the backward pass begins: it waits for its readers in the end
-            self._now = self.slices
-        else:
-            self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece
 
     def _operand(self, op: Op, number: int, extents: Mapping[int, Range]) -> Atom:
         """What one piece of an operation takes of an operand."""
@@ -179,7 +168,10 @@ class _Expansion(Pieces):
         elif way.kind in ("sum", "spread"):
             self._emit_sum(op, way)
         else:
-            {"shift": self._emit_shift, "running": self._emit_running, "loop": self._emit_loop}[way.kind](op)
+            {
+                "shift": self._emit_shift, "window": self._emit_window, "running": self._emit_running,
+                "loop": self._emit_loop,
+            }[way.kind](op)  # fmt: skip
         self._note(op, way)
 
     def _note(self, op: Op, way: Way) -> None:
@@ -300,163 +292,3 @@ class _Expansion(Pieces):
             return lax.pad(x, jnp.zeros((), x.dtype), config)
 
         return self._made(run, [atom], ("pad", dim, own[0], missing))
-
-    def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
-        first, stop = self.extents.held(state, piece)
-        if first == stop:
-            return None
-        shape = list(self.rw.values[value].shape)
-        shape[state.dim] = stop - first
-        dtype = self.rw.values[value].dtype
-        return self._made(lambda: jnp.zeros(shape, dtype), [], ("zeros", *shape, str(dtype)))
-
-    def _combined(self, op: Op, left: Atom, right: Atom) -> Atom:
-        join = {"reduce_max": lax.max, "reduce_min": lax.min}.get(op.name, lax.add)
-        return self._made(join, [left, right], ("combine", join.__name__))
-
-    # -- along the rows -------------------------------------------------------------------------------------------
-
-    def _emit_shift(self, op: Op) -> None:
-        start = 0
-        for value in op.results:  # of "split" several
-            state = self.found.of[value]
-            sizes = [self._extent(a, state.dim) for a in op.operands]
-            moved = shift_of(op, state.dim, sizes)
-            assert moved is not None and op.name in SHIFTS
-            self.pieces[value] = [None] * self.slices
-            for piece in range(self.slices):
-                rows = self.extents.held(state, piece)
-                if rows[0] < rows[1]:
-                    self._begin(op, piece)
-                    by = [n - start for n in moved]
-                    self.pieces[value][piece] = self._shifted(op, state, rows, by, sizes)
-            start += state.size
-
-    def _shifted(self, op: Op, state: State, rows: Range, moved: Sequence[int], sizes: Sequence[int]) -> Atom:
-        """One piece. `moved`: by how much an index of the result is greater than each operand's."""
-        parts: list[Atom] = []
-        for atom, by, size in zip(op.operands, moved, sizes, strict=False):
-            a, b = max(rows[0] - by, 0), min(rows[1] - by, size)
-            if a < b:
-                parts.append(self._rows(atom, state, (a, b)))
-        if op.name == "pad":
-            return self._pad(op, state, rows, moved[0], sizes[0], parts)
-        if op.name == "slice":
-            return self._slice(op, state, parts[0])
-        return parts[0] if len(parts) == 1 else self._join(parts, state)
-
-    def _extent(self, atom: Atom, dim: int) -> int:
-        shape = tuple(atom.aval.shape) if isinstance(atom, Lit) else self.rw.values[atom].shape
-        return shape[dim] if dim < len(shape) else 1
-
-    def _rows(self, atom: Atom, state: State, rows: Range) -> Atom:
-        if isinstance(atom, Lit) or atom in self.whole or atom not in self.pieces:
-            return self._cut(self._fetch(atom), state.dim, rows)
-        return self._fetch(atom, rows)
-
-    def _slice(self, op: Op, state: State, part: Atom) -> Atom:
-        """The cuts of other dims than the rows."""
-        starts, limits = list(op.params["start_indices"]), list(op.params["limit_indices"])
-        strides = op.params["strides"]
-        starts[state.dim], limits[state.dim] = 0, self._shape(part)[state.dim]
-        if tuple(limits) == self._shape(part) and not any(starts) and strides is None:
-            return part
-        steps = None if strides is None else tuple(strides)
-        return self._made(lambda x: lax.slice(x, starts, limits, strides), [part], ("slice", *starts, *limits, steps))
-
-    def _pad(self, op: Op, state: State, rows: Range, low: int, size: int, parts: Sequence[Atom]) -> Atom:
-        config = [tuple(c) for c in op.params["padding_config"]]
-        before = max(0, min(low, rows[1]) - rows[0])
-        after = max(0, rows[1] - max(low + size, rows[0]))
-        config[state.dim] = (before, after, 0)
-        filler = op.operands[1] if isinstance(op.operands[1], Lit) else self._fetch(op.operands[1])
-        given = isinstance(filler, Lit)
-        number: Any = filler.value if isinstance(filler, Lit) else None
-        if not parts:  # nothing but padding
-            (value,) = op.results
-            shape = list(self.rw.values[value].shape)
-            shape[state.dim] = rows[1] - rows[0]
-            if given:
-                dtype = self.rw.values[value].dtype
-                return self._made(lambda: jnp.full(shape, number, dtype), [], ("full", *shape, repr(number)))
-            return self._made(lambda y: jnp.broadcast_to(y, shape), [filler], ("full", *shape))
-        key = ("padding", tuple(config), repr(number))
-        if given:
-            return self._made(lambda x: lax.pad(x, jnp.asarray(number, x.dtype), config), [parts[0]], key)
-        return self._made(lambda x, y: lax.pad(x, y, config), [parts[0], filler], key)
-
-    def _emit_running(self, op: Op) -> None:
-        (value,) = op.results
-        state = self.found.of[value]
-        reverse, dim = op.params["reverse"], state.dim
-        joins = {"cumsum": lax.add, "cumprod": lax.mul, "cummax": lax.max, "cummin": lax.min}
-        join = joins.get(op.name, jnp.logaddexp)
-        self.pieces[value] = [None] * self.slices
-        before: Atom | None = None
-        for piece in reversed(range(self.slices)) if reverse else range(self.slices):
-            rows = self.extents.held(state, piece)
-            if rows[0] == rows[1]:
-                continue
-            self._begin(op, piece)
-            held = self._fetch(op.operands[0], rows)
-            assert isinstance(held, int)
-            made = self.rw.shaped(value, self._shape(held))
-            key = self.rw.keys.key(self.rw.keys.head(op.primitive, op.params), [self.rw.values[held]])
-            self._add(replace(self.rw.moved(op, [held], [made]), key=key))
-            result: Atom = made
-            if before is not None:
-                size = self._shape(before)[dim]
-                edge = self._cut(before, dim, (0, 1) if reverse else (size - 1, size))
-                result = self._made(functools.partial(_going_on, join), [made, edge], ("run", op.name))
-            self.pieces[value][piece] = before = result
-
-    def _emit_loop(self, op: Op) -> None:
-        view = ScanView(op)
-        parts, given = view.taken(op.operands), view.given(op.results)
-        reverse = op.params["reverse"]
-        consts = [a if isinstance(a, Lit) else self._fetch(a) for a in parts.consts]
-        carry: list[Atom] = [a if isinstance(a, Lit) else self._fetch(a) for a in parts.carry]
-        for value in given.ys:
-            self.pieces[value] = [None] * self.slices
-        offset = next((self.found.of[v].offset for v in given.ys), None)
-        if offset is None:
-            live = [self.found.of[a] for a in values_in(parts.xs) if a in self.found.of]
-            offset = next((s.offset for s in live if not s.free), 0)
-        state = State(0, view.length, offset)
-        for piece in reversed(range(self.slices)) if reverse else range(self.slices):
-            rows = self.extents.held(state, piece)
-            if rows[0] == rows[1]:
-                continue
-            self._begin(op, piece)
-            xs = [self._rows(a, state, rows) for a in parts.xs]
-            ends = [self.rw.fresh(v) for v in given.carry]
-            ys = [self.rw.shaped(v, (rows[1] - rows[0], *self.rw.values[v].shape[1:])) for v in given.ys]
-            params = {**op.params, "length": rows[1] - rows[0]}
-            made = self.rw.moved(op, [*consts, *carry, *xs], [*ends, *ys], params)
-            self._add(made)
-            carry = list(ends)
-            for value, y in zip(given.ys, ys, strict=True):
-                self.pieces[value][piece] = y
-        self.whole.update(zip(given.carry, carry, strict=True))
-
-
-def _going_on(join: Callable[[Any, Any], Any], x: jax.Array, edge: jax.Array) -> jax.Array:
-    """Running values of a slice that goes on where another one ended."""
-    return join(x, jnp.broadcast_to(edge, x.shape))
-
-
-def _computed_again(block: Block, forward: frozenset[int]) -> frozenset[int]:
-    """The backward operations that compute the forward pass again: they read no cotangent."""
-    of_cotangents: set[int] = set()
-    again = set()
-    for op in block.ops:
-        if op.index in forward:
-            continue
-        if op.name in primitives.PAIRWISE:  # what JAX puts between the passes holds cotangents and other values
-            pairs = zip(op.operands, op.results, strict=True)
-            of_cotangents.update(result for operand, result in pairs if operand in of_cotangents)
-        elif _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
-            again.add(op.index)
-        else:
-            of_cotangents.update(op.results)
-    return frozenset(again)

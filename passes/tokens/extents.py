@@ -49,10 +49,13 @@ class Extents:
 
     def held(self, state: State, piece: int) -> Range:
         """The rows of a piece. The first and the last also take what lies before and behind all tokens."""
-        first = 0 if piece == 0 else min(max(self.bounds[piece] - state.offset, 0), state.size)
-        last = piece == self.slices - 1
-        stop = state.size if last else min(max(self.bounds[piece + 1] - state.offset, 0), state.size)
+        first = 0 if piece == 0 else self._row(state, self.bounds[piece])
+        stop = state.size if piece == self.slices - 1 else self._row(state, self.bounds[piece + 1])
         return first, max(first, stop)
+
+    def _row(self, state: State, token: int) -> int:
+        """The first row of a token or of a later one."""
+        return min(max(-((state.offset - token) // state.stride), 0), state.size)
 
     def over(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
         """The pieces that some rows are in, and which of each piece's own rows these are."""
@@ -70,7 +73,8 @@ class Extents:
         rows = self.held(state, piece)
         if rows[0] == rows[1]:
             return None
-        assert way.rows is not None
+        if way.rows is None:  # a single row
+            return out
         out[way.rows] = rows
         for number, factor in enumerate(rule.factors):
             if number == way.rows:

@@ -2,7 +2,8 @@
 
 The sequence is cut into slices of consecutive tokens. A value that has the sequence among its dims is held in *pieces*,
 one for each slice. Its *rows* are the dim of the sequence; a matrix of attention has rows for queries and *columns* for
-keys, and a piece of it has the columns that its rows can see. Index x of the rows belongs to token x + `offset`.
+keys, and a piece of it has the columns that its rows can see. Index x of the rows belongs to token stride * x + offset;
+what that says decides when a piece is made, and not what it holds.
 
 An operation that has the rows as a parallel factor does one slice at a time. Its other factors decide the rest:
 
@@ -11,7 +12,8 @@ An operation that has the rows as a parallel factor does one slice at a time. It
     sum      the result has no sequence: a sum, or another reduction, of what each slice gives.
     spread   the rows are summed, and the columns are the result's rows: cotangents of keys and values, of which every
              slice gives its part to itself and to those before it.
-    shift    a slice, padding or concatenation along the rows.
+    shift    a slice, padding or concatenation along the rows, every second one perhaps (`lax.associative_scan`).
+    window   a convolution along the rows, or the gradient of its kernel (`windows`).
     running  cumulative along the rows: a slice goes on where the one before it ended.
     loop     a scan over the rows, whose carry passes from slice to slice.
     free     made of the batch alone, without a product: it is there from the start, whole, and is cut where it is used.
@@ -21,17 +23,19 @@ An operation that has the rows as a parallel factor does one slice at a time. It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.beyond import Known
+from alpa_lite.passes.tokens.windows import window
 from alpa_lite.strategy import Rule
 
-Kind = Literal["pieces", "sum", "spread", "shift", "running", "loop", "free", "whole"]
+Kind = Literal["pieces", "sum", "spread", "shift", "window", "running", "loop", "free", "whole"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class State:
 
     Attributes:
       dim, size: of the rows; the dim is `outer` times the rows times `inner`, major to minor.
-      offset: index x belongs to token x + offset.
+      offset, stride: index x belongs to token stride * x + offset.
       column, column_offset: of the columns of a matrix of attention; None if there are none.
       free: whether it is there from the start, whole.
     """
@@ -53,6 +57,7 @@ class State:
     column: int | None = None
     column_offset: int = 0
     free: bool = False
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Way:
     """How an operation is done.
 
     Attributes:
-      rows, column: the factors of the rows, and of the result's columns (of "spread": the result's rows).
+      rows, column: the factors of the rows, and of the result's columns (of "spread": the result's rows); a single row
+        has none.
       reason: of "whole" where an operand is in pieces: what stands in the way.
     """
 
@@ -106,7 +112,8 @@ def states(
       forward: indices of the forward operations.
       sequence: inputs of the block that have the sequence -> its dim.
     """
-    walk = _Walk(rules, values, forward, _orientation(block.ops, rules, known))
+    early = forward | computed_again(block, forward)
+    walk = _Walk(rules, values, forward, early, _orientation(block.ops, rules, known))
     walk.of = {value: State(dim, values[value].shape[dim], free=True) for value, dim in sequence.items()}
     for op in block.ops:
         walk.ways[op.index] = walk.visit(op)
@@ -140,11 +147,14 @@ class _Walk:
         rules: Mapping[object, Rule],
         values: Sequence[Value],
         forward: frozenset[int],
+        early: frozenset[int],
         orientation: Mapping[int, tuple[int, int]],
     ) -> None:
         self.rules, self.values, self.forward, self.orientation = rules, values, forward, orientation
+        self.early = early
         self.of: dict[int, State] = {}
         self.ways: dict[int, Way] = {}
+        self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
 
     def visit(self, op: Op) -> Way:
         """The way of one operation; the states of its results are filled in."""
@@ -152,8 +162,12 @@ class _Walk:
         if not any(given):
             return _WHOLE
         if op.name in primitives.PAIRWISE:
+            pairs = zip(op.operands, op.results, strict=True)
+            self.cotangents.update(result for operand, result in pairs if operand in self.cotangents)
             self.of.update((r, s) for r, s in zip(op.results, given, strict=True) if s is not None)
             return Way("pieces")
+        if op.index not in self.early:
+            self.cotangents.update(op.results)
         if op.name == "scan":
             return self._scan(op, given)
         rule = self.rules.get(op.key)
@@ -162,7 +176,7 @@ class _Walk:
         if all(s is None or s.free for s in given) and op.name in _CHEAP:
             self._label(op, rule, given)
             return Way("free")
-        for attempt in (self._shift, self._running, self._factors):
+        for attempt in (self._shift, self._window, self._running, self._single, self._factors):
             way = attempt(op, rule, given)
             if way is not None:
                 return way
@@ -174,16 +188,16 @@ class _Walk:
         live = [s is not None and not s.free for s in given]
         if not any(live):  # of the batch: here the sequence begins to be cut
             live = [s is not None for s in given]
-            given = [None if s is None else replace(s, offset=0, free=False) for s in given]
-        rows: dict[int, list[State]] = {}
+            given = [None if s is None else replace(s, offset=0, free=False, stride=1) for s in given]
+        rows: dict[int, list[tuple[Atom, State]]] = {}
         columns: dict[int, int] = {}
-        for dims, state, is_live in zip(rule.operands, given, live, strict=True):
+        for atom, dims, state, is_live in zip(op.operands, rule.operands, given, live, strict=True):
             if state is None or not is_live:
                 continue
             factor = row_factor(rule, dims, state)
             if factor is None or rule.factors[factor].kind in ("replicate", "special"):
                 return None
-            rows.setdefault(factor, []).append(state)
+            rows.setdefault(factor, []).append((atom, state))
             if state.column is not None:
                 at = dims[state.column]
                 column = at[0] if len(at) == 1 else None
@@ -213,16 +227,19 @@ class _Walk:
         return Way("spread", factor, column)
 
     def _pieces(
-        self, op: Op, rule: Rule, factor: int, rows: Mapping[int, list[State]], columns: Mapping[int, int]
+        self, op: Op, rule: Rule, factor: int, rows: Mapping[int, list[tuple[Atom, State]]], columns: Mapping[int, int]
     ) -> Way | None:
-        offset = self._joined(op, [s.offset for s in rows[factor]])
-        others = {f: some[0].offset for f, some in rows.items() if f != factor} | dict(columns)
+        others = {f: some[0][1].offset for f, some in rows.items() if f != factor} | dict(columns)
+        if others and any(s.stride != 1 for some in rows.values() for _, s in some):
+            return None
+        offset, stride = self._joined(op, [(a, s.offset, s.stride) for a, s in rows[factor]])
         found: Way | None = None
         made: list[tuple[int, State]] = []
         for value, dims in zip(op.results, rule.results, strict=True):
             state = self._made(rule, dims, factor, offset)
             if state is None:
                 return None
+            state = replace(state, stride=stride)
             column = next((f for f in others if (f,) in dims), None)
             if column is not None:
                 state = replace(state, column=dims.index((column,)), column_offset=others[column])
@@ -246,9 +263,16 @@ class _Walk:
                 return State(number, rule.factors[factor].size, offset, outer, inner)
         return None
 
-    def _joined(self, op: Op, offsets: Iterable[int]) -> int:
-        """The offset of a result: of the last token that it needs going forward, of the first going backward."""
-        return max(offsets) if op.index in self.forward else min(offsets)
+    def _joined(self, op: Op, tokens: Sequence[tuple[Atom, int, int]]) -> tuple[int, int]:
+        """The offset and stride of a result, given (operand, offset, stride): those of the last that it waits for.
+
+        Going backward the first tokens come last, and what the forward pass has made is there.
+        """
+        going = [(o, s) for atom, o, s in tokens if atom in self.cotangents]
+        choose = min if going and op.index not in self.early else max
+        pairs = going if choose is min else [(o, s) for _, o, s in tokens]
+        stride = choose(stride for _, stride in pairs)
+        return choose(offset for offset, own in pairs if own == stride), stride
 
     def _label(self, op: Op, rule: Rule, given: Sequence[State | None]) -> None:
         """Which dim of what is made of the batch is the sequence; the first operand that says so decides."""
@@ -276,28 +300,76 @@ class _Walk:
             return None
         if (state.outer, state.inner) != (1, 1):
             return None
-        offset = shift_of(op, state.dim, [_size(a, self.values, state.dim) for a in op.operands])
-        if offset is None:
-            return None
-        alive = [(s, o) for s, o in zip(given, offset, strict=False) if s is not None and not s.free]
-        if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for s, _ in alive):
+        moves = shift_of(op, state.dim, [_size(a, self.values, state.dim) for a in op.operands])
+        every = zip(op.operands, given, moves, strict=False)
+        alive = [(a, s, move) for a, s, move in every if s is not None and not s.free]
+        if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for _, s, _ in alive):
             return None
         if any(s is not None and s.column is not None for s in given) and op.name == "concatenate":
             return None
-        joined = self._joined(op, [s.offset - o for s, o in alive])
+        if state.column is not None and any((m.every, m.apart) != (1, 1) for _, _, m in alive):
+            return None
+        several = [one for one in alive if one[1].size > 1]  # of a single row, the stride says nothing
+        stride = max(s.stride * move.every for _, s, move in several or alive)
+        apart = alive[0][2].apart
+        if stride % apart:
+            return None
+        stride //= apart
+        tokens = [(a, s.offset + s.stride * move.start - stride * move.to, stride) for a, s, move in alive]
+        joined, _ = self._joined(op, tokens)
         at = 0
         for value in op.results:  # of "split" several
             size = self.values[value].shape[state.dim]
-            self.of[value] = replace(state, size=size, offset=joined + at)
+            self.of[value] = replace(state, size=size, offset=joined + stride * at, stride=stride)
             at += size
         return Way("shift")
+
+    def _single(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
+        """An elementwise operation on at most one row, which no factor stands for."""
+        del rule
+        live = [s for s in given if s is not None and not s.free]
+        if op.name not in primitives.ELEMENTWISE or not live or any(s.size > 1 for s in live):
+            return None
+        state = live[0]
+        if any((s.dim, s.size, s.column) != (state.dim, state.size, None) for s in live):
+            return None
+        if any(self.values[v].shape[state.dim] != state.size for v in op.results):
+            return None
+        pairs = zip(op.operands, given, strict=True)
+        offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in pairs if s is not None and not s.free])
+        stride = max(s.stride for s in live)
+        self.of.update((v, replace(state, offset=offset, stride=stride)) for v in op.results)
+        return Way("pieces")
+
+    def _window(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
+        """A convolution along the rows."""
+        del rule
+        if op.name != "conv_general_dilated":
+            return None
+        state, kernel = given
+        live = [s for s in given if s is not None and not s.free]
+        if state is None or any((s.outer, s.inner, s.stride, s.column) != (1, 1, 1, None) for s in live):
+            return None
+        shapes = [self._shape(a) for a in (op.operands[1], op.results[0])]
+        found = window(op, state.dim, shapes[0], shapes[1], summed=kernel is not None)
+        if found is None or (kernel is not None and (kernel.free or kernel.dim != found.kernel_dim)):
+            return None
+        if kernel is None:
+            last = op.index in self.early or op.operands[0] not in self.cotangents
+            offset = state.offset - found.low + (found.reach if last else 0)
+            self.of[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
+        return Way("window")
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.values[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
 
     def _running(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
         del rule
         (state, *_) = given
         if op.name not in primitives.CUMULATIVE or state is None or state.free:
             return None
-        if op.params["axis"] != state.dim or (state.outer, state.inner) != (1, 1) or state.column is not None:
+        plain = (state.outer, state.inner, state.stride, state.column) == (1, 1, 1, None)
+        if op.params["axis"] != state.dim or not plain:
             return None
         self.of[op.results[0]] = state
         return Way("running")
@@ -308,13 +380,32 @@ class _Walk:
         parts = view.taken(given)
         xs = [s for s in parts.xs if s is not None]
         live = [s for s in given if s is not None and not s.free]
-        along = all((s.dim, s.outer, s.inner, s.column) == (0, 1, 1, None) for s in xs)
+        along = all((s.dim, s.outer, s.inner, s.stride, s.column) == (0, 1, 1, 1, None) for s in xs)
         if not xs or not along or any(s is not None for s in (*parts.consts, *parts.carry) if s and not s.free):
             return Way("whole", reason=ACROSS if live else "")
-        offset = self._joined(op, [s.offset for s in live]) if live else 0
+        pairs = zip(op.operands, given, strict=True)
+        tokens = [(a, s.offset, 1) for a, s in pairs if s is not None and not s.free]
+        offset, _ = self._joined(op, tokens) if live else (0, 1)
         for value in view.given(op.results).ys:
             self.of[value] = State(0, view.length, offset)
         return Way("loop")
+
+
+def computed_again(block: Block, forward: frozenset[int]) -> frozenset[int]:
+    """The backward operations that compute the forward pass again: they read no cotangent."""
+    of_cotangents: set[int] = set()
+    again = set()
+    for op in block.ops:
+        if op.index in forward:
+            continue
+        if op.name in primitives.PAIRWISE:  # what JAX puts between the passes holds cotangents and other values
+            pairs = zip(op.operands, op.results, strict=True)
+            of_cotangents.update(result for operand, result in pairs if operand in of_cotangents)
+        elif _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
+            again.add(op.index)
+        else:
+            of_cotangents.update(op.results)
+    return frozenset(again)
 
 
 def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int | None:
@@ -327,24 +418,33 @@ def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int |
     return None
 
 
-def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[int] | None:
-    """For each operand, by how much an index of the result is greater than its own; None for strides and the like.
+@dataclass(frozen=True)
+class Move:
+    """Which row of a result each row of an operand is: row start + every * i is row to + apart * i, for every i."""
+
+    start: int = 0
+    every: int = 1
+    to: int = 0
+    apart: int = 1
+
+
+def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
+    """The move of each operand of one of `SHIFTS`.
 
     Args:
       sizes: of the operands along `dim`.
     """
     if op.name == "slice":
         strides = op.params["strides"]
-        return None if strides is not None and strides[dim] != 1 else [-op.params["start_indices"][dim]]
+        return [Move(int(op.params["start_indices"][dim]), 1 if strides is None else int(strides[dim]))]
     if op.name == "split":
-        return [0]
+        return [Move()]
     if op.name == "pad":
-        low, high, interior = op.params["padding_config"][dim]
-        del high
-        return None if interior else [low]
+        low, _, interior = op.params["padding_config"][dim]
+        return [Move(to=int(low), apart=1 + int(interior))]
     if op.params["dimension"] != dim:
-        return None
-    return [sum(sizes[:k]) for k in range(len(sizes))]
+        return [Move() for _ in sizes]
+    return [Move(to=sum(sizes[:k])) for k in range(len(sizes))]
 
 
 def _shifts(op: Op, state: State) -> bool:
@@ -354,7 +454,9 @@ def _shifts(op: Op, state: State) -> bool:
     if op.name == "pad":
         return tuple(op.params["padding_config"][state.dim]) != (0, 0, 0)
     size = state.outer * state.size * state.inner
-    return (op.params["start_indices"][state.dim], op.params["limit_indices"][state.dim]) != (0, size)
+    strides = op.params["strides"]
+    whole = (op.params["start_indices"][state.dim], op.params["limit_indices"][state.dim]) == (0, size)
+    return not whole or (strides is not None and strides[state.dim] != 1)
 
 
 def _size(atom: Atom, values: Sequence[Value], dim: int) -> int:

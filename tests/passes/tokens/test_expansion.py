@@ -193,6 +193,54 @@ def test_what_reads_later_tokens_is_named_and_still_right(attend):
     assert products(made)[0] < products(made)[2]  # the first slice cannot go on
 
 
+def state_space(tokens: jax.Array) -> tuple[Any, Any]:
+    """A block as in Griffin or Mamba: a causal convolution of each channel, then a gated linear recurrence."""
+    names = {"embed": (VOCAB, WIDE), "kernel": (3, 1, WIDE), "gate": (WIDE, WIDE), "out": (WIDE, VOCAB)}
+    draws = zip(names, jax.random.split(jax.random.key(0), len(names)), strict=True)
+    params = {name: 0.3 * jax.random.normal(key, names[name]) for name, key in draws}
+
+    def join(left: Any, right: Any) -> Any:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        x = x + jax.lax.conv_general_dilated(
+            x, params["kernel"], (1,), [(4, 0)], rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=WIDE,
+        )  # fmt: skip
+        decay = jax.nn.sigmoid(x @ params["gate"])
+        x = x + jax.lax.associative_scan(join, (decay, (1 - decay**2) * x), axis=1)[1]
+        return optax.softmax_cross_entropy_with_integer_labels((x @ params["out"])[:, :-1], tokens[:, 1:]).mean()
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return grads, value
+
+    return step, (params, tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths"),
+    [
+        (12, (5, 4, 3)),
+        pytest.param(16, (1, 6, 9), marks=pytest.mark.slow),
+        pytest.param(13, (1,) * 13, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("compiled_quickly")
+def test_state_space_blocks(tokens, lengths):
+    made, expected, actual = expanded(
+        *state_space(jax.random.randint(jax.random.key(1), (2, tokens), 0, VOCAB)), lengths
+    )
+    assert_equal(expected, actual)
+    assert not made.late
+    forward, backward = products(made)[: len(lengths)], products(made)[len(lengths) :]
+    assert len(set(forward[:-1])) == len(set(backward[1:])) == 1  # no slice waits; the last token has no loss
+    convolutions = Counter(made.phase[op.index] for op in made.block.ops if op.name == "conv_general_dilated")
+    assert set(convolutions.values()) <= {1, 2} and len(convolutions) >= 2 * len(lengths) - 1
+
+
 class Linen(nn.Module):
     """A mask that is made once and passed to every layer; learned positions."""
 

@@ -1,0 +1,58 @@
+"""Convolutions along the sequence: causal ones, whose padding is on the left, and their derivatives.
+
+With kernel k of K taps, dilation d and left padding p, and likewise for the gradient of the kernel,
+
+    y[t] = sum_j k[j] x[t - p + j d],          dk[j] = sum_t dy[t] x[t - p + j d],
+
+so rows r <= t < s of y or of dy take rows r - p to s - p + (K - 1) d of x. Row t of y waits for row t - p + (K - 1) d
+of x, which is t if the padding is (K - 1) d; the gradient of x is such a convolution whose padding is on the right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alpa_lite.graph import Op
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows of the first operand that rows of the result, or of the second operand, take.
+
+    Attributes:
+      dim: of the rows in the first operand. kernel_dim, out_dim: of the same spatial dim in the others.
+      spatial: its number among the spatial dims.
+      low: p. reach: (K - 1) d.
+    """
+
+    dim: int
+    kernel_dim: int
+    out_dim: int
+    spatial: int
+    low: int
+    reach: int
+
+    def taken(self, rows: tuple[int, int], size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows of the first operand, which has `size`, and the padding before and behind them."""
+        first, stop = rows[0] - self.low, rows[1] - self.low + self.reach
+        a, b = min(max(first, 0), size), max(min(stop, size), 0)
+        return (a, max(a, b)), (min(a, stop) - first, stop - max(b, first))
+
+
+def window(op: Op, dim: int, kernel: tuple[int, ...], out: tuple[int, ...], *, summed: bool) -> Window | None:
+    """The window of a convolution whose first operand has the rows at `dim`; None if they are no such spatial dim.
+
+    Args:
+      kernel, out: shapes of the second operand and of the result.
+      summed: whether the second operand has the rows too, so that the result is the gradient of a kernel.
+    """
+    numbers = op.params["dimension_numbers"]
+    if dim not in numbers.lhs_spec[2:]:
+        return None
+    spatial = numbers.lhs_spec[2:].index(dim)
+    kernel_dim, out_dim = numbers.rhs_spec[2 + spatial], numbers.out_spec[2 + spatial]
+    stride, dilation = op.params["window_strides"][spatial], op.params["rhs_dilation"][spatial]
+    if op.params["lhs_dilation"][spatial] != 1 or (dilation if summed else stride) != 1:
+        return None
+    reach = (out[out_dim] - 1) * stride if summed else (kernel[kernel_dim] - 1) * dilation
+    return Window(dim, kernel_dim, out_dim, spatial, int(op.params["padding"][spatial][0]), int(reach))
