@@ -34,6 +34,7 @@ from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule 
 from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
 from jax._src.lib import cuda_versions as _cuda_versions
+from jax._src.lib import xla_client as _xla_client
 from jax._src.nn import functions as _nn
 from jax._src.random import prng as _prng
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -521,6 +522,15 @@ def assembled(aval: Any, sharding: Any, blocks: list[Any]) -> Any:
       blocks: those of the devices that are here, in the order of the sharding.
     """
     return _array.ArrayImpl(aval, sharding, blocks, committed=True, _skip_checks=True)
+
+
+def relabelled(array: Any, sharding: Any) -> Any:
+    """The array with another sharding, of which each device here holds the same block as before.
+
+    `blocks_of` and `assembled` in one call, which makes no object for a block: 3 us against 20. Other processes need
+    not have a part of both. As `jax.device_put` calls it for a sharding with other devices in another order.
+    """
+    return _xla_client.reorder_shards(array, sharding, _xla_client.ArrayCopySemantics.REUSE_INPUT)
 
 
 def aval_of(shape: Sequence[int], dtype: Any) -> Any:

@@ -21,14 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges
-from alpa_lite.runtime import compiling, pacing
-
-AXIS = "all"
+from alpa_lite.runtime import compiling, pacing, relabelling
 
 
 @dataclass(frozen=True)
@@ -67,28 +65,33 @@ class Crossing:
         here = jax.process_index()
         mine = [device for device in union if device.process_index == here]
         given = {device: n for n, device in enumerate(d for d in sources if d.process_index == here)}
-        self._given = [given.get(device, -1) for device in mine]  # position among the blocks of an array; -1: zeros
-        goals = np.array(ways[0].landing.mesh.devices).flat
-        self._taken = [mine.index(device) for device in goals if device.process_index == here]
-        self.lands_here = bool(self._taken)
-        mesh = Mesh(np.array(list(union)), (AXIS,), axis_types=(AxisType.Auto,))
-        self._specs = [PartitionSpec(AXIS) if way.given else PartitionSpec() for way in ways]
-        landed = [PartitionSpec(AXIS) if way.taken else PartitionSpec() for way in ways]
-        self._operands = []
-        for way, spec in zip(ways, self._specs, strict=True):
-            absent = [
-                None if n >= 0 else _zeros(way, device, {} if zeros is None else zeros)
-                for n, device in zip(self._given, mine, strict=True)
-            ]
-            aval = _jax.aval_of(_global(way.given, len(union)), way.dtype)
-            self._operands.append((aval, NamedSharding(mesh, spec), absent))
-        self._results = [(_jax.aval_of(way.shape, way.dtype), way.landing) for way in ways]
-        local = functools.partial(_moved, ways)
-        region = jax.shard_map(local, mesh=mesh, in_specs=tuple(self._specs), out_specs=landed, check_vma=False)
-        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s, _ in self._operands]
-        out = [NamedSharding(mesh, spec) for spec in landed]
+        positions = [given.get(device, -1) for device in mine]  # among the blocks of an array; -1: zeros
+        goals = [device for device in np.array(ways[0].landing.mesh.devices).flat if device.process_index == here]
+        self.lands_here = bool(goals)
+        taken = [mine.index(device) for device in goals]
+        mesh = relabelling.mesh_over(union)
+        sent, landed = [], []
+        self._give, self._take = [], []
+        for way in ways:
+            one = relabelling.label(way.shape, way.given, way.dtype, mesh)
+            absent = [_zeros(way, d, {} if zeros is None else zeros) for d in mine if d not in given]
+            self._give.append(
+                relabelling.relabelling(one.aval, one.sharding, positions, same=one.same, stand_ins=absent)
+            )
+            sent.append(one)
+            one = relabelling.label(way.shape, way.taken, way.dtype, mesh)
+            if self.lands_here:
+                aval, same = _jax.aval_of(way.shape, way.dtype), one.same and len(goals) == len(mine)
+                self._take.append(relabelling.relabelling(aval, way.landing, taken, same=same))
+            landed.append(one)
+        region = jax.shard_map(
+            functools.partial(_moved, ways, mesh.axis_names, mesh.size), mesh=mesh, check_vma=False,
+            in_specs=tuple(one.sharding.spec for one in sent), out_specs=[one.sharding.spec for one in landed],
+        )  # fmt: skip
+        avals = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in sent]
+        jitted = jax.jit(region, out_shardings=[one.sharding for one in landed])
         with _jax.without_mesh():
-            compiled = compiling.compiled(jax.jit(region, out_shardings=out).lower(*avals), union)
+            compiled = compiling.compiled(jitted.lower(*avals), union)
         self._call = pacing.paced(compiled, union)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
@@ -97,19 +100,10 @@ class Crossing:
         Args:
           arrays: as planned; where this process has no device of the source, anything.
         """
-        operands = []
-        for array, (aval, sharding, absent) in zip(arrays, self._operands, strict=True):
-            blocks = _jax.blocks_of(array) if self._given and max(self._given) >= 0 else ()
-            held = [blocks[n] if n >= 0 else zero for n, zero in zip(self._given, absent, strict=True)]
-            operands.append(_jax.assembled(aval, sharding, held))
-        moved = self._call(*operands)
+        moved = self._call(*[give(array) for give, array in zip(self._give, arrays, strict=True)])
         if not self.lands_here:
             return [None] * len(arrays)
-        out = []
-        for array, (aval, sharding) in zip(moved, self._results, strict=True):
-            blocks = _jax.blocks_of(array)
-            out.append(_jax.assembled(aval, sharding, [blocks[n] for n in self._taken]))
-        return out
+        return [take(array) for take, array in zip(self._take, moved, strict=True)]
 
 
 def _zeros(way: Way, device: Any, known: dict[Any, Any]) -> Any:
@@ -120,50 +114,43 @@ def _zeros(way: Way, device: Any, known: dict[Any, Any]) -> Any:
     return known[key]
 
 
-def _global(block: Sequence[int], count: int) -> tuple[int, ...]:
-    """The shape of an array of `count` blocks along its first dim. One without dims is called replicated."""
-    return (count * block[0], *block[1:]) if block else ()
+def _moved(ways: Sequence[Way], axes: tuple[str, ...], size: int, *blocks: Any) -> list[Any]:
+    """What each of `size` devices does."""
+    return [_one(way, block, axes, size) for way, block in zip(ways, blocks, strict=True)]
 
 
-def _moved(ways: Sequence[Way], *blocks: Any) -> list[Any]:
-    """What each device does."""
-    return [_one(way, block) for way, block in zip(ways, blocks, strict=True)]
-
-
-def _one(way: Way, block: Any) -> Any:
+def _one(way: Way, block: Any, axes: tuple[str, ...], size: int) -> Any:
     receivers = {hop.destination for one in way.rounds for hop in one.hops}
+
+    def of_this_device(values: dict[int, Any], other: Any, dtype: Any) -> Any:
+        """Its entry of a table of all devices."""
+        table = np.stack([np.asarray(values.get(n, other), dtype) for n in range(size)])
+        return jnp.asarray(table)[lax.axis_index(axes)]
+
+    def starts(of: dict[int, tuple[int, ...]], rank: int) -> list[Any]:
+        """Where a device's piece begins; of a device that has none, at 0."""
+        if len(set(of.values())) == 1:
+            return list(next(iter(of.values())))
+        mine = of_this_device(of, (0,) * rank, np.int32)
+        return [mine[dim] for dim in range(rank)]
+
+    def chosen(devices: set[int], new: Any, old: Any) -> Any:
+        return jnp.where(of_this_device(dict.fromkeys(devices, True), False, np.bool_), new, old)
+
     out = None
     for one in way.rounds:
         piece = block
         if one.shape != way.given:
-            piece = lax.dynamic_slice(block, _starts({h.source: h.taken for h in one.hops}, len(way.given)), one.shape)
-        piece = lax.ppermute(piece, AXIS, one.pairs)
+            piece = lax.dynamic_slice(block, starts({h.source: h.taken for h in one.hops}, len(way.given)), one.shape)
+        piece = lax.ppermute(piece, axes, one.pairs)
         if one.shape == way.taken:  # whole blocks: each receiver gets one, in this round or in another
-            out = piece if out is None else jnp.where(_among({h.destination for h in one.hops}), piece, out)
+            out = piece if out is None else chosen({h.destination for h in one.hops}, piece, out)
             continue
         old = jnp.zeros(way.taken, way.dtype) if out is None else out
-        new = lax.dynamic_update_slice(old, piece, _starts({h.destination: h.put for h in one.hops}, len(way.taken)))
+        new = lax.dynamic_update_slice(old, piece, starts({h.destination: h.put for h in one.hops}, len(way.taken)))
         receive = {hop.destination for hop in one.hops}
-        out = new if receive == receivers else jnp.where(_among(receive), new, old)
+        out = new if receive == receivers else chosen(receive, new, old)
     return jnp.zeros(way.taken, way.dtype) if out is None else out
-
-
-def _starts(starts: dict[int, tuple[int, ...]], rank: int) -> list[Any]:
-    """Where a device's piece begins, from a table of all; of a device that has none, at 0."""
-    if len(set(starts.values())) == 1:
-        return list(next(iter(starts.values())))
-    table = np.zeros((lax.axis_size(AXIS), rank), np.int32)
-    for device, start in starts.items():
-        table[device] = start
-    mine = jnp.asarray(table)[lax.axis_index(AXIS)]
-    return [mine[dim] for dim in range(rank)]
-
-
-def _among(devices: set[int]) -> Any:
-    """Whether this device is one of some."""
-    table = np.zeros(lax.axis_size(AXIS), np.bool_)
-    table[list(devices)] = True
-    return jnp.asarray(table)[lax.axis_index(AXIS)]
 
 
 def way_between(

@@ -1,24 +1,46 @@
-"""Trains models of the zoo over all processes, and compares every step with one device. Arguments: method, names."""
+"""Trains models over all processes by several methods, and compares every step with one device. Argument: the cases.
 
+A case is [name, options]: a model of this project, one of them with "/nnx" for the step in NNX's own style, or one of
+the tests' zoo; and `kind` the method, `microbatches`, and the method's own options.
+"""
+
+import functools
 import json
 
 import worker
 
 import alpa_lite
+from alpa_lite import models
 from tests import zoo
+
+SMALL = {
+    "gpt": {"vocab": 64, "seq": 16, "hidden": 32, "heads": 4},
+    "moe": {"vocab": 64, "seq": 16, "hidden": 16, "heads": 4, "experts": 4, "group": 16},
+    "unet": {"image": 8, "channels": 8, "groups": 4, "attention": (4,)},
+}
+"""What of the "tiny" size is smaller still."""
+
+
+@functools.cache
+def made(name):
+    """A step, its arguments, and its style; one jitted reference then serves all methods."""
+    own, _, style = name.partition("/")
+    if own in SMALL:
+        build = models.get(own).build_nnx if style else models.get(own).build
+        return *build("tiny", 8, **SMALL[own]), style
+    case = zoo.get(name)
+    return *case.make(), case.style
 
 
 def main() -> None:
-    method, *names = worker.start()
-    for name in names:
-        case = zoo.get(name)
-        step, args = case.make()
-        options = json.loads(method)
-        kind = getattr(alpa_lite, options.pop("kind"))
-        ours = alpa_lite.parallelize(step, num_microbatches=options.pop("microbatches", "auto"), method=kind(**options))
-        blocks = worker.train(ours, step, args, case.style)
+    (cases,) = worker.start()
+    for name, options in json.loads(cases):
+        step, args, style = made(name)
+        kind, parts = getattr(alpa_lite, options.pop("kind")), options.pop("microbatches", "auto")
+        ours = alpa_lite.parallelize(step, num_microbatches=parts, method=kind(**options))
+        blocks = worker.train(ours, step, args, style)
         meshes = [stage.mesh_shape for stage in ours.plans[0].stages]
-        worker.say(name, "agrees in", blocks, "blocks, meshes", meshes)
+        worker.say(name, kind.__name__, "agrees in", blocks, "blocks, meshes", meshes)
         worker.say(name, "slices", list(ours.plans[0].division.token_slices))
 
 
