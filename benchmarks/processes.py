@@ -154,13 +154,16 @@ def timed_steps(steps: int) -> dict[str, Any]:
 def instrumented(executable: Any, clocks: Any) -> int:
     """Times the compiled executables of a pipeline, those of transfers included; returns the runs of this process."""
     from alpa_lite.runtime.across import MoverAcross
+    from alpa_lite.runtime.crossing import Crossing
     from benchmarks import pipeline_overhead
 
     pipeline_overhead.instrument(executable, clocks)
-    movers = {id(call): call for _, call, *_ in executable._steps if isinstance(call, MoverAcross)}
-    for mover in movers.values():
-        mover._crossing._call = clocks.timed(mover._crossing._call)
-        mover._reshard = mover._reshard and clocks.timed(mover._reshard)
+    for call in {id(call): call for _, call, *_ in executable._steps}.values():
+        if isinstance(call, MoverAcross):
+            call._reshard = call._reshard and clocks.timed(call._reshard)
+        if isinstance(call, MoverAcross | Crossing):
+            crossing = call if isinstance(call, Crossing) else call._crossing
+            crossing._call = clocks.timed(crossing._call)
     for told in executable._elsewhere._news if executable._elsewhere is not None else ():
         told._call = clocks.timed(told._call)
     return sum(is_run for is_run, *_ in executable._steps)

@@ -7,7 +7,7 @@ Arrays of random keys travel as the numbers that they are made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,12 @@ class MoverAcross:
         if self._resharded and self._crossing.lands_here:
             self._reshard = compile_reshard([plans[n] for n in self._resharded], end)
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+    @property
+    def call(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """What is called: the crossing itself where it is all there is to do."""
+        return self if self._keys or self._reshard is not None else self._crossing
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The arrays on the destination's submesh, each in its `dst` layout; None in a process without devices there.
 
         Args:
@@ -69,9 +74,10 @@ class MoverAcross:
         """
         if self._keys and self._starts_here:
             arrays = [jax.random.key_data(array) if n in self._keys else array for n, array in enumerate(arrays)]
-        out = self._crossing(arrays)
+        moved = self._crossing(arrays)
         if not self._crossing.lands_here:
-            return out
+            return moved
+        out = list(moved)
         for n, dtype in self._keys.items():
             out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
         if self._reshard is not None:

@@ -117,7 +117,7 @@ class Builder:
             for own, here in zip(program.lists, self.here, strict=True) for item in own
             if here and isinstance(item, Run) and made[item.executable][2]
         })  # fmt: skip
-        movers: dict[tuple[Any, ...], Mover | MoverAcross] = {}
+        movers: dict[tuple[Any, ...], Callable[..., Any]] = {}
         for mesh, position in ordering.issued(program, processes) if several else order(program):
             item = program.lists[mesh][position]
             match item:
@@ -151,12 +151,12 @@ class Builder:
         logger.info(sentences.compiled(self._traced.name, len(mine), time.perf_counter() - start))
         return made
 
-    def _mover(self, plans: tuple[Any, ...], source: int, destination: int) -> Mover | MoverAcross:
+    def _mover(self, plans: tuple[Any, ...], source: int, destination: int) -> Callable[..., Any]:
         """What moves arrays between two submeshes, of one process or of several."""
         here = jax.process_index()
         ends = (self.meshes[source].devices.flat, self.meshes[destination].devices.flat)
         alone = all(device.process_index == here for end in ends for device in end)
-        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices, self._zeros)
+        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices, self._zeros).call
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""

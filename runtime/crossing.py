@@ -68,6 +68,7 @@ class Crossing:
         positions = [given.get(device, -1) for device in mine]  # among the blocks of an array; -1: zeros
         goals = [device for device in np.array(ways[0].landing.mesh.devices).flat if device.process_index == here]
         self.lands_here = bool(goals)
+        self._nothing: list[Any] = [None] * len(ways)
         taken = [mine.index(device) for device in goals]
         mesh = relabelling.mesh_over(union)
         sent, landed = [], []
@@ -92,9 +93,9 @@ class Crossing:
         jitted = jax.jit(region, out_shardings=[one.sharding for one in landed])
         with _jax.without_mesh():
             compiled = compiling.compiled(jitted.lower(*avals), union)
-        self._call = pacing.paced(compiled, union)
+        self._call = pacing.paced(compiled, union, unread=True)
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The arrays where they land; None for each in a process that has no device there.
 
         Args:
@@ -102,7 +103,7 @@ class Crossing:
         """
         moved = self._call(*[give(array) for give, array in zip(self._give, arrays, strict=True)])
         if not self.lands_here:
-            return [None] * len(arrays)
+            return self._nothing
         return [take(array) for take, array in zip(self._take, moved, strict=True)]
 
 

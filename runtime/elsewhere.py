@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.program import Program
-from alpa_lite.runtime import compiling, presence
+from alpa_lite.runtime import compiling, pacing, presence
 
 SMALL = 1024
 """Bytes of a result that is told to all processes."""
@@ -92,6 +92,8 @@ class Elsewhere:
         """The results of a step, with absent arrays for what is not here and with what all are told."""
         for n, kept in self._outputs:
             outputs[n] = kept
+        if self._news:
+            pacing.settled(one for one in outputs if one.sharding.addressable_devices)
         for one in self._news:
             for n, array in zip(one.outputs, one.tell([outputs[n] for n in one.outputs]), strict=True):
                 outputs[n] = array

@@ -4,8 +4,13 @@ On CPUs, XLA admits 32 programs to a device that are not done. The launch of one
 that also runs the programs of all devices, and in JAX 0.10 that pool has no more threads than the process has devices
 or cores (stacks of a hung job: two devices' parts of a permutation wait for the other two, whose parts wait for the
 threads that wait for a place). If one process computes what another sends, such a wait never ends. So every few
-launches wait for what they launched. No process can then wait for ever: each issues its programs in one order of all,
-so that of the programs which are not done the first has been launched wherever it has to be.
+launches wait for what they launched (`paced`). No process can then wait for ever: each issues its programs in one order
+of all, so that of the programs which are not done the first has been launched wherever it has to be.
+
+Programs of several devices of a process start one after the other, each with a thread for every device. One of a single
+device starts beside them, and if it waits for another process, it holds a thread that an earlier one may need (stacks
+of a hung job of JAX 0.10: a process tells its loss while its backward pass, which comes before, lacks a thread for its
+second device; the other waits for that pass, and has not come to telling). It waits until those are done (`settled`).
 
 Accelerators queue programs on streams and need none of this; in one process, all devices go on together.
 """
@@ -22,9 +27,10 @@ AHEAD = 8
 """Launches of programs with several devices of this process, and of those of one device, between two waits."""
 
 _launched: Counter[Any] = Counter()
+_unread: dict[Any, Any] = {}  # by queue, the results of the last program of which nobody else may hold one
 
 
-def paced(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any]:
+def paced(call: Callable[..., Any], devices: Iterable[Any], *, unread: bool = False) -> Callable[..., Any]:
     """A compiled program that waits for its results, each `AHEAD`th time that one is called on these devices.
 
     Programs of several devices of a process run one after the other, whichever devices these are; so do programs that
@@ -33,6 +39,7 @@ def paced(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any
     Args:
       call: returns arrays.
       devices: of the program, of all processes.
+      unread: whether the results may be dropped at once, as those of a transfer are by its sender.
 
     Returns:
       `call` itself, except on CPU devices of several processes.
@@ -45,8 +52,22 @@ def paced(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any
     def launched(*arrays: Any) -> Any:
         results = call(*arrays)
         _launched[queue] += 1
+        if unread:
+            _unread[queue] = results
         if _launched[queue] % AHEAD == 0:
             jax.block_until_ready(results)
         return results
 
     return launched
+
+
+def settled(results: Iterable[Any]) -> None:
+    """Waits on CPU devices, if there are several here, until what a step has launched is done.
+
+    Args:
+      results: of the step, those that are here.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu" and jax.local_device_count() > 1:
+        unread = [one for last in _unread.values() for one in last if not one.is_deleted()]  # else a later run has it
+        jax.block_until_ready([*results, *unread])
+        _unread.clear()

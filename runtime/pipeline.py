@@ -275,11 +275,11 @@ class PipelineExecutable:
         if self._elsewhere is not None:
             groups = [one for one in groups if self._is_concerned(leaves[one[0]], one[1])]
         moved: list[tuple[Any, int]] = []
-        donated: list[list[tuple[Any, int]]] = [[] for _ in self._meshes]  # one executable copies on one submesh
+        donated: dict[int, list[tuple[Any, int]]] = {}  # one executable copies on one submesh
         for i, number in groups:
             leaf = leaves[i]
             if number in self._donated:
-                donated[self._program.buffers[number].mesh].append((leaf, number))
+                donated.setdefault(self._program.buffers[number].mesh, []).append((leaf, number))
             elif placement.is_placed(leaf, self._sharding(number)):
                 env[number] = leaf
             elif self._traced.arguments[i].role == "frozen" and self._held(leaf, number, env):
@@ -290,9 +290,10 @@ class PipelineExecutable:
             arrays = presence.put([leaf for leaf, _ in moved], [self._sharding(number) for _, number in moved])
             for (_, number), array in zip(moved, arrays, strict=True):
                 env[number] = array
-        read = Counter(id(leaf) for leaf in leaves)
-        for group in filter(None, donated):
-            self._settle(group, read, env)
+        if donated:
+            read = Counter(id(leaf) for leaf in leaves)
+            for _, group in sorted(donated.items()):
+                self._settle(group, read, env)
         return env
 
     def _is_concerned(self, leaf: Any, number: int) -> bool:
@@ -300,7 +301,7 @@ class PipelineExecutable:
         assert self._elsewhere is not None
         if number not in self._elsewhere.buffers:
             return True
-        return presence.is_of_all(leaf) and not placement.is_placed(leaf, self._sharding(number))
+        return not placement.is_placed(leaf, self._sharding(number)) and presence.is_of_all(leaf)
 
     def _warn_of_moves(self, leaves: Sequence[Any]) -> None:
         """Says what of the state does not lie where the program reads it first."""

@@ -80,7 +80,7 @@ def relabelling(
         made = _jax.assembled(aval, sharding, list(stand_ins))
         return lambda array: made
     if same and min(positions) >= 0:
-        return lambda array: _jax.relabelled(array, sharding)
+        return _jax.relabeller(sharding)
 
     def assembled(array: Any) -> Any:
         blocks, rest = _jax.blocks_of(array), iter(stand_ins)

@@ -14,9 +14,9 @@ from alpa_lite import models
 from tests import zoo
 
 SMALL = {
-    "gpt": {"vocab": 64, "seq": 16, "hidden": 32, "heads": 4},
+    "gpt": {"vocab": 64, "seq": 16, "hidden": 32, "heads": 4, "layers": 2},
     "moe": {"vocab": 64, "seq": 16, "hidden": 16, "heads": 4, "experts": 4, "group": 16},
-    "unet": {"image": 8, "channels": 8, "groups": 4, "attention": (4,)},
+    "unet": {"image": 8, "channels": 8, "factors": (1,), "groups": 4, "attention": ()},
 }
 """What of the "tiny" size is smaller still."""
 

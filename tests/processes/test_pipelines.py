@@ -39,13 +39,34 @@ def test_schedules_and_submeshes(processes, devices, cases):
         assert all(int(line.split()[1]) >= 3 for line in lines)  # the loss of each step at least
 
 
+def over(*shape, microbatches=2, **more):
+    return {"kind": "Pipeline", "submesh_shapes": shape, "microbatches": microbatches, **more}
+
+
+MODELS_ON_TWO = [
+    ["nnx_user_gpt", over(2, 2)],  # modules that are updated in place
+    ["linen_gpt_scan", over(2, 2)],  # parameters under a scan that unequal stages share
+    ["moe/nnx", {"kind": "DataParallel"}],
+    ["moe/nnx", over(2, 2, schedule="gpipe")],  # after the other, JAX 0.10 hung while the loss was told
+    ["unet", {"kind": "Zero", "stage": 2}],
+    ["unet", over(1, 1, 2, schedule="zb-h1")],
+]
+MODELS_ON_FOUR = [
+    ["linen_moe", {"kind": "Sharded"}],
+    ["linen_moe", over(1, 1, 2)],
+    ["gpt", {"kind": "TensorParallel"}],
+    ["gpt", {"kind": "Auto"}],
+    ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
+]
+
+
 @pytest.mark.slow
-def test_models():
-    """Parameters under a scan that unequal stages share, and modules that are updated in place."""
-    method = {"kind": "Pipeline", "submesh_shapes": [2, 2], "microbatches": 2}
-    names = ["nnx_user_gpt", "linen_gpt_scan"]
-    for text in driver.agreed("models.py", 2, 2, json.dumps(method), *names, seconds=240):
-        assert all(f"{name} agrees in" in text for name in names)
+@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 2, MODELS_ON_TWO), (4, 1, MODELS_ON_FOUR)])
+def test_models_and_methods(processes, devices, cases):
+    """GPT, mixture of experts and U-Net, of Linen and NNX, as functions and as modules."""
+    for text in driver.agreed("models.py", processes, devices, json.dumps(cases), seconds=240):
+        found = [line.split()[:2] for line in text.splitlines() if " agrees in " in line]
+        assert found == [[name, options["kind"]] for name, options in cases]
 
 
 @pytest.mark.slow
