@@ -24,6 +24,7 @@ from alpa_lite.api import ParallelStep
 from alpa_lite.errors import OptionError
 from alpa_lite.options import Off
 from alpa_lite.paths import shown
+from alpa_lite.processes import gathering
 from alpa_lite.runtime import comparing
 from alpa_lite.runtime.operations import Difference
 
@@ -105,6 +106,9 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     for, which compiles each kind of operation once and holds the values of the step that it compares in memory.
     Functions that the step calls on the host are called by both runs.
 
+    Of several processes all call it, with the same arguments. Each runs the step as written by itself and compares the
+    blocks that it has; the largest error of all counts in each. Operations are not compared then.
+
     Args:
       step: of `parallelize`.
       args, kwargs: of the step.
@@ -124,12 +128,14 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     planned = comparing.planned(executable, compiled.staged, args, kwargs)
     limit = comparing.coarsest(compiled.source) if rtol is None else rtol
     pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))
+    here = [comparing.error(b, a) for _, a, b in pairs]
+    worst = [max(errors) for errors in zip(*gathering.gathered(here, "alpa_lite.check"), strict=True)]
     leaves = tuple(
         LeafError(
-            path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=comparing.error(b, a),
+            path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=error,
             tolerance=comparing.tolerance(a, limit),
         )
-        for output, a, b in pairs
+        for (output, a, _), error in zip(pairs, worst, strict=True)
     )  # fmt: skip
     if not all(leaf.ok for leaf in leaves):
         changes = written.conditioning()

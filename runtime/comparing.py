@@ -20,7 +20,7 @@ from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.tracing import calls
-from alpa_lite.runtime import operations
+from alpa_lite.runtime import operations, presence
 from alpa_lite.runtime.loading import AnyExecutable
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.operations import Difference, error
@@ -79,7 +79,7 @@ class Written:
 
 def written(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
     """The step as written, with these arguments."""
-    leaves = [_alone(leaf) for leaf in flat(traced, args, kwargs)]
+    leaves = [_alone(presence.whole(leaf)) for leaf in flat(traced, args, kwargs)]
     return Written(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
 
 
@@ -92,19 +92,19 @@ def planned(executable: AnyExecutable, staged: Staged, args: Sequence[Any], kwar
     mesh = mesh_of(program.mesh)
     leaves = [*flat(traced, args, kwargs), *traced.graph.constants]
     shardings = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.inputs]
-    taken = [jax.device_put(_alone(leaf), sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    taken = presence.put([_alone(presence.whole(leaf)) for leaf in leaves], shardings)
     outputs = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.outputs]
     function = emission.function_of(program, traced, mesh, stage.communication)
     return jax.jit(lambda *leaves: list(function(*leaves)), out_shardings=outputs)(*taken)
 
 
 def _alone(leaf: Any) -> Any:
-    """A leaf whole on the first device, in a buffer of its own if it is a JAX array."""
+    """A leaf whole on the first device of this process, in a buffer of its own if it is a JAX array."""
     if not isinstance(leaf, jax.Array):
         leaf = jnp.asarray(leaf)
     if len(leaf.sharding.device_set) > 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = np.asarray(leaf)  # from any set of devices
-    return jax.device_put(leaf, jax.devices()[0])
+    return jax.device_put(leaf, jax.local_devices()[0])
 
 
 def coarsest(traced: Traced) -> float:
@@ -132,6 +132,8 @@ def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> 
     Raises:
       NotComparable: the collectives are left to the compiler, or a stage's inputs cannot be found.
     """
+    if jax.process_count() > 1:
+        raise NotComparable("the values between operations lie in several processes; check with the same plan in one")
     if staged.stages[0].communication != "explicit":
         raise NotComparable("communication='compiler' leaves the operations to it")
     leaves = [_alone(leaf) for leaf in arguments]

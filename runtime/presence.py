@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
 from alpa_lite.runtime import crossing, meshes
@@ -55,6 +55,18 @@ def _put(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf, _dtype_of(leaf))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def whole(leaf: Any) -> Any:
+    """A leaf with all its blocks in every process. All processes call it with the same leaves in the same order."""
+    if jax.process_count() == 1 or not is_of_all(leaf):
+        return leaf
+    mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
+    spread = _put(leaf, NamedSharding(mesh, PartitionSpec()))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        numbers = jax.random.key_data(spread).addressable_data(0)
+        return jax.random.wrap_key_data(numbers, impl=_jax.key_kind(leaf.dtype)[0])
+    return spread.addressable_data(0)
 
 
 def is_of_all(leaf: Any) -> bool:
