@@ -53,7 +53,6 @@ MODELS_ON_FOUR = [
     ["linen_moe", {"kind": "Sharded"}],
     ["linen_moe", {"kind": "Zero", "stage": 2}],
     ["gpt", {"kind": "TensorParallel"}],
-    ["unet", over(2, 2)],
     ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
 ]
 
@@ -61,7 +60,7 @@ MODELS_ON_FOUR = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 2, MODELS_ON_TWO), (4, 1, MODELS_ON_FOUR)])
 def test_models_and_methods(processes, devices, cases):
-    """GPT, mixture of experts and U-Net, of Linen and NNX, as functions and as modules."""
+    """GPT and mixture of experts, of Linen and NNX, as functions and as modules."""
     for text in driver.agreed("models.py", processes, devices, json.dumps(cases), seconds=240):
         found = [line.split()[:2] for line in text.splitlines() if " agrees in " in line]
         assert found == [[name, options["kind"]] for name, options in cases]
