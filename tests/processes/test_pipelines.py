@@ -69,9 +69,9 @@ def test_models_and_methods(processes, devices, cases):
 @pytest.mark.slow
 def test_slices_of_the_sequence():
     """Keys, values and their cotangents stay in the process of their stage; what crosses does so slice by slice."""
-    method = {"kind": "Pipeline", "submesh_shapes": [2, 2], "microbatches": 2, "schedule": "1f1b"}
-    texts = driver.agreed("models.py", 2, 2, json.dumps(method | {"token_slices": [9, 7]}), "linen_gpt_scan")
-    assert all("linen_gpt_scan agrees in" in text and "slices [9, 7]" in text for text in texts)
+    cases = [["linen_gpt_scan", over(2, 2, schedule="1f1b", token_slices=[9, 7])]]
+    texts = driver.agreed("models.py", 2, 2, json.dumps(cases))
+    assert all("linen_gpt_scan Pipeline agrees in" in text and "slices [9, 7]" in text for text in texts)
 
 
 @pytest.mark.slow
