@@ -101,7 +101,9 @@ class _Slicer:
         Raises:
           OptionError: they would become too many operations.
         """
-        while loops := [op for op in self.body.ops if found.ways[op.index].reason == states.ACROSS]:
+        while loops := unrolling.coupled(
+            self.body, {op.index for op in self.body.ops if found.ways[op.index].reason == states.ACROSS}
+        ):
             count = sum(map(unrolling.operations, loops))
             if count > unrolling.MOST:
                 raise OptionError(

@@ -8,7 +8,7 @@ see the stack, which is then put together once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,20 @@ def operations(op: Op) -> int:
     """How many operations a loop becomes."""
     view = ScanView(op)
     return view.length * (len(view.body.ops) + 2 * len(view.inputs.xs))
+
+
+def coupled(block: Block, loops: Set[int]) -> list[Op]:
+    """Loops, given by the indices of their ops, and those that take row by row what these stack (residuals)."""
+    stacks: set[int] = set()
+    out = []
+    for op in block.ops:
+        if op.name != "scan":
+            continue
+        view = ScanView(op)
+        if op.index in loops or not stacks.isdisjoint(values_in(view.operands.xs)):
+            out.append(op)
+            stacks.update(view.results.ys)
+    return out
 
 
 def unrolled(rewriter: Rewriter, block: Block, wanted: Callable[[Op], bool]) -> Unrolled:
