@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -18,15 +19,15 @@ from tests.comparing import compare
 TOKENS, VOCAB, WIDE = 12, 31, 16
 
 
-def language_model(causal: bool = True) -> tuple[Any, Any]:
-    """A step (parameters, tokens) of two layers with attention, and its arguments."""
+def language_model(causal: bool = True, layers: int = 2) -> tuple[Any, Any]:
+    """A step (parameters, tokens) of layers with attention, and its arguments."""
     keys = iter(jax.random.split(jax.random.key(0), 20))
 
     def weight(*shape: int) -> jax.Array:
         return 0.3 * jax.random.normal(next(keys), shape)
 
-    layers = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(2)]
-    params = {"embed": weight(VOCAB, WIDE), "layers": layers, "head": weight(WIDE, VOCAB)}
+    stack = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(layers)]
+    params = {"embed": weight(VOCAB, WIDE), "layers": stack, "head": weight(WIDE, VOCAB)}
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embed"][tokens]
@@ -47,6 +48,21 @@ def language_model(causal: bool = True) -> tuple[Any, Any]:
 def piped(step: Any, devices: int, microbatches: int = 2, **method: Any) -> Any:
     cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
     return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=cluster, num_microbatches=microbatches)
+
+
+def make_plan(step: Any, args: Any, **method: Any) -> Any:
+    cluster = alpa_lite.Cluster.local(jax.devices()[:2])
+    return alpa_lite.make_plan(step, *args, cluster=cluster, method=Pipeline(**method), num_microbatches=2)
+
+
+def test_activations_alone_travel(tmp_path):
+    """Masks, their zeros and their cuts are made on every stage that reads them."""
+    plan = make_plan(*language_model(layers=4), num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
+    plan.simulate(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    sent = [event["args"]["bytes"] for event in events if event.get("args", {}).get("bytes")]
+    assert sent and max(sent) <= 4 * 5 * WIDE * 4  # four examples of the longest slice
+    assert len(sent) == 2 * 2 * 3
 
 
 @pytest.mark.usefixtures("compiled_quickly")

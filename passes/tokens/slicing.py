@@ -12,7 +12,7 @@ in any case (`expansion`), so this decides about use, not about truth.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from alpa_lite import _jax
@@ -20,6 +20,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Block, Op, Traced, walk
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
 from alpa_lite.passes.layers import assignment
@@ -210,6 +211,8 @@ class _Slicer:
         free = {place[i] for op in layers.free for i in parts.get(op, ())}
         free |= {place[i] for i, owner in made.owner.items() if owner in cuts and i in place}
         free |= {place[op.index] for op in self.graph.block.ops if op.index in layers.free and op.index in place}
+        known = {i for i, new in place.items() if new in free}
+        free |= {place[i] for i in self._cuts_of_constants(made.block, known) & place.keys()}
         layering = replace(
             layers,
             traced=result.traced,
@@ -220,6 +223,24 @@ class _Slicer:
             free=frozenset(free),
         )
         return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}
+
+    def _cuts_of_constants(self, block: Block, free: Set[int]) -> set[int]:
+        """Cuts and joins, by index, of what depends on no argument that is trained, and on no example: masks, zeros.
+
+        They are made once for all operations of a phase, and like what they cut, wherever they are read.
+        """
+        held = zip(self.graph.block.inputs, self.traced.arguments, strict=False)
+        of_state = {value for value, argument in held if argument.stays}
+        for op in self.early:
+            if not of_state.isdisjoint(values_in(op.operands)):
+                of_state.update(op.results)
+        constant = {inner for outer, inner in self.view.consts if outer not in of_state}
+        found = set()
+        for op in block.ops:
+            if (op.index in free or op.name in primitives.REARRANGED) and constant.issuperset(values_in(op.operands)):
+                constant.update(op.results)
+                found.add(op.index)
+        return found
 
 
 def _tokens(found: states.States) -> int:
