@@ -34,7 +34,7 @@ from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule 
 from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.lax.lax import optimization_barrier_p as _optimization_barrier_p
 from jax._src.lib import cuda_versions as _cuda_versions
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.nn import functions as _nn
 from jax._src.random import prng as _prng
 from jax.experimental.xla_metadata import set_xla_metadata

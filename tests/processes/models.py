@@ -6,6 +6,7 @@ the tests' zoo; and `kind` the method, `microbatches`, and the method's own opti
 
 import functools
 import json
+from typing import Any
 
 import worker
 
@@ -22,14 +23,16 @@ SMALL = {
 
 
 @functools.cache
-def made(name):
+def made(name: str) -> tuple[Any, Any, str]:
     """A step, its arguments, and its style; one jitted reference then serves all methods."""
     own, _, style = name.partition("/")
     if own in SMALL:
         build = models.get(own).build_nnx if style else models.get(own).build
-        return *build("tiny", 8, **SMALL[own]), style
+        step, args = build("tiny", 8, **SMALL[own])
+        return step, args, style
     case = zoo.get(name)
-    return *case.make(), case.style
+    step, args = case.make()
+    return step, args, case.style
 
 
 def main() -> None:
