@@ -221,7 +221,7 @@ def _stage(
         received=received,
         sent=sent,
         decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
-        fixed=_fixed(groups, found),
+        fixed=_fixed(groups, found, len(traced.arguments)),
         replicated=_replicated(traced, groups, rules, cost),
         ingredients=parts,
         held=figures.held(planned),
@@ -367,12 +367,16 @@ def _decisions(
     return tuple(out)
 
 
-def _fixed(grouping: Grouping, found: Found) -> tuple[Fixed, ...]:
-    """What operations do that had no choice, and those of one key of which the method treats some differently."""
+def _fixed(grouping: Grouping, found: Found, arguments: int) -> tuple[Fixed, ...]:
+    """What operations and constants do that had no choice, and those of one key of which the method treats some apart.
+
+    Args:
+      arguments: their number; where they lie is recorded with them.
+    """
     if found.mesh.size == 1:
         return ()
     place = {group: i for members in grouping.classes.values() for i, group in enumerate(members)}
-    nodes, leaves = found.space.nodes, set(grouping.leaves)
+    nodes, leaves = found.space.nodes, set(grouping.leaves[:arguments])
     keys = Counter(grouping.groups[node.group].color for node in nodes)
     out = []
     for node, chosen in zip(nodes, found.solution.choice, strict=True):
