@@ -47,6 +47,8 @@ ATTEMPTS = 4
 DOUBT = 0.04
 """A proposal is planned if it may be the fastest when it takes less than the model says, by this share of it."""
 
+_WHOLE = "token_slices: whole sequences"
+
 Realise = Callable[[Passes, Sliced, Asked, tuple[int, ...]], Staged]
 """Plans chosen stages in slices of some lengths."""
 
@@ -84,9 +86,6 @@ def refusal(traced: Traced, asked: Asked, counts: Sequence[int]) -> str | None:
     if asked.pipeline.schedule == "zb-h1":
         return f"{_WHOLE}: zb-h1 computes gradients of parameters apart, which slices do not"
     return None if sizes else f"{_WHOLE}: no argument of the batch has a sequence"
-
-
-_WHOLE = "token_slices: whole sequences"
 
 
 def without_split(asked: Asked) -> Asked:

@@ -160,7 +160,7 @@ def verify(
     found = verifying.verify(file, named, target, time_limit)
     text = json.dumps(found, indent=1)
     if str(json_file) == "-":
-        print(text)
+        typer.echo(text)
     else:
         if json_file is not None:
             base.save(json_file, "--json", text + "\n")
