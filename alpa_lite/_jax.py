@@ -235,7 +235,13 @@ def source_line(source: Any) -> str:
     JAX leaves out its own frames and the standard library's. Of what remains, the innermost frame outside of installed
     packages is the user's; where there is none, the innermost frame is taken.
     """
-    frames = [f for f in _source_info_util.user_frames(source.traceback) if f and not _OURS.match(f.file_name)]
+    return _line_of(source.traceback)
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_of(traceback: Any) -> str:
+    """Of `source_line`; equations of repeated layers have equal tracebacks, and reading one takes long."""
+    frames = [f for f in _source_info_util.user_frames(traceback) if f and not _OURS.match(f.file_name)]
     if not frames:
         return ""
     frame = next((f for f in frames if not _INSTALLED.match(f.file_name)), frames[0])
@@ -533,6 +539,54 @@ def relabeller(sharding: Any) -> Callable[[Any], Any]:
     """
     reorder, reuse = _xla_client.reorder_shards, _xla_client.ArrayCopySemantics.REUSE_INPUT
     return lambda array: reorder(array, sharding, reuse)
+
+
+def call_results(compiled: Any, shardings: Mapping[int, Any]) -> None:
+    """Has a compiled program give some results other shardings, of which each device here holds the same block.
+
+    JAX's dispatch in C++ labels results as the executable says when it is called first. Another label there costs
+    nothing, and saves a call of `relabeller`. The first call, and any that does not go through C++, gives the shardings
+    that were compiled: who reads such a result has to look, and to relabel it.
+
+    The runtime below still knows the array by the devices of the program. A program whose devices are not all here
+    takes it; one whose devices are, and are several, after `taking_results`. A program of one device does not, nor does
+    `jax.device_put`.
+
+    Args:
+      compiled: a `jax.stages.Compiled` that was not called.
+      shardings: by the number of the result.
+    """
+    executable = compiled._executable
+    executable._out_shardings = [shardings.get(n, one) for n, one in enumerate(executable._out_shardings)]
+
+
+def taking_results(compiled: Any, shardings: Mapping[int, Any]) -> None:
+    """Has a compiled program take, as some arguments, results that `call_results` gave these shardings.
+
+    Dispatch in C++ takes them as they are. Where that meets an argument of a new type, it asks Python, which would copy
+    an array to the devices that it is said to be on already, and fail; so it is given arrays made anew.
+
+    Args:
+      compiled: a `jax.stages.Compiled` that was not called.
+      shardings: by the number of the argument.
+    """
+    if shardings:
+        compiled._params = compiled._params._replace(executable=_Taking(compiled._executable, shardings))
+
+
+class _Taking:
+    """An executable, as the slow way of a call sees it."""
+
+    def __init__(self, executable: Any, shardings: Mapping[int, Any]) -> None:
+        self._executable = executable
+        self._relabel = {number: relabeller(sharding) for number, sharding in shardings.items()}
+
+    def call(self, *arguments: Any) -> Any:
+        given = [self._relabel[n](one) if n in self._relabel else one for n, one in enumerate(arguments)]
+        return self._executable.call(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
 
 
 def aval_of(shape: Sequence[int], dtype: Any) -> Any:

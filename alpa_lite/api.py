@@ -26,7 +26,9 @@ from alpa_lite.options import Method, Off, Options
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
-from alpa_lite.processes.agreement import agreed_cluster
+from alpa_lite.processes.agreement import agreed_cluster, program_digest
+from alpa_lite.processes.alarm import alarm
+from alpa_lite.processes.turns import Turn
 from alpa_lite.report import timeline
 from alpa_lite.runtime import loading, unplanned, watchdog
 from alpa_lite.runtime.births import Birth
@@ -159,18 +161,26 @@ class ParallelStep:
         # Arrays that this step, or those whose state it shares, made, which its calls may overwrite; frozen weights.
         self._owned = Owned() if shared is None else shared._owned
         self._copies = Copies() if shared is None else shared._copies
+        self._first = 0  # the number of the first call
         self._current: Any = unplanned.plain(fun, options) if isinstance(options.method, Off) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
-        if not watchdog.watching:
-            return self._run(args, kwargs)
-        with watchdog.watching[-1].step(getattr(self._fun, "__name__", "the step")) as doing:
-            results = self._run(args, kwargs)
-            doing.returned(results)
-            return results
+        call = alarm.turns.call()
+        try:
+            if not watchdog.watching:
+                return self._run(args, kwargs, call)
+            with watchdog.watching[-1].step(getattr(self._fun, "__name__", "the step")) as doing:
+                results = self._run(args, kwargs, call)
+                doing.returned(results)
+                return results
+        except Exception as error:
+            alarm.raised(call.number, getattr(self._fun, "__name__", "the step"), error)
+            raise
+        finally:
+            alarm.turns.leave()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Turn) -> Any:
         current = self._current
         if current is not None:
             try:
@@ -184,8 +194,12 @@ class ParallelStep:
             name = getattr(self._fun, "__name__", "the step")
             logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
             return self._fun(*args, **kwargs)
+        alarm.is_new(call)
+        self._first = self._first or call.number
         # Other threads may call the step, too: what is `_current` by now is not asked again.
-        self._current = current = self._executable(args, kwargs)
+        with self._entry(args, kwargs) as entry:
+            self._current = current = self._loaded(entry, args, kwargs)
+            alarm.runs(call, self._first, entry.digest)
         return current(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -380,8 +394,11 @@ class ParallelStep:
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
         """The executable for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
-            self._planned_step(entry, args, kwargs)
-            return entry.load(self._options, self._owned, self._copies)
+            return self._loaded(entry, args, kwargs)
+
+    def _loaded(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
+        self._planned_step(entry, args, kwargs)
+        return entry.load(self._options, self._owned, self._copies)
 
     def _planned_step(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         if entry.compiled is None:
@@ -460,6 +477,7 @@ class _Planned:
         self.compiled: Compiled | None = None
         self.shapes: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}  # of the call that was planned for
         self.executable: AnyExecutable | None = None
+        self._digest: str | None = None
         self._weak: list[tuple[bool, ...]] = []  # patterns of weak dtypes beyond the planned one
 
     def accept(self, weak: tuple[bool, ...]) -> None:
@@ -467,6 +485,13 @@ class _Planned:
         self._weak.append(weak)
         if self.executable is not None:
             self.executable.accept(weak)
+
+    def digest(self) -> str:
+        """The digest of the planned program, equal in all processes."""
+        if self._digest is None:
+            assert self.compiled is not None
+            self._digest = program_digest(self.compiled.staged.program)
+        return self._digest
 
     def load(self, options: Options, owned: Owned, copies: Copies) -> AnyExecutable:
         """The executable of the planned step, made once."""

@@ -22,16 +22,18 @@ from typing import Any
 from alpa_lite import _jax, collecting, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, OrderError
 from alpa_lite.graph import Traced
+from alpa_lite.one_mesh import OneMesh
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
-from alpa_lite.passes.plans import comparing, replay
+from alpa_lite.passes.plans import comparing, replay, weighing
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.programs.ways import Way
 from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
+from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.stages import Slower, planning, promise, staging
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
@@ -137,10 +139,12 @@ def made(run: Passes, step: Step, asked: Asked, found: list[str]) -> tuple[Plan,
     if asked.options.verify != "off":
         plan = run("checks", checks.verified, replace(plan, verification=()), staged)
     plan = replace(plan, planning_seconds=dict(run.seconds))
-    if cache is not None and known is None:
-        cache.save(plan)
     if known is not None:
         found.append("found in the cache")
+        return plan, staged
+    plan = plan.weighing(weighing.of(staged, asked.budget))
+    if cache is not None:
+        cache.save(plan)
     return plan, staged
 
 
@@ -222,53 +226,76 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
-    little to repay the search, none is searched.
+    little to repay the search, none is searched. What is left of the time after pipelines is again for one mesh.
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
-    mesh, reason, late = None, None, False
+    mesh, reason = None, None
     if asked.one_mesh:
         try:
             time = ONE_MESH * (asked.deadline.left - pipelining.reserve(run))
-            mesh = one_mesh.best(run, step, asked.within(time), must=False)
+            mesh = one_mesh.searched(run, step, asked.within(time), must=False)
         except InfeasibleError as error:
             reason = error
-        except OutOfTime:
-            late = True
-    if mesh is not None and not worth_a_pipeline(mesh, asked.cluster):
-        return beside(mesh, "pipeline", "not searched: one mesh communicates too little for one to pay")
-    patience = math.inf if mesh is None else repaid(mesh, asked.cluster)
-    must = mesh is None or patience > worthwhile((1 - HOPE) * mesh.seconds)
+    if mesh is not None and mesh.found is not None and not worth_a_pipeline(mesh.found, mesh.seconds, asked.cluster):
+        staged = one_mesh.finished(run, asked, mesh.longer(asked.deadline))
+        return beside(staged, "pipeline", "not searched: one mesh communicates too little for one to pay")
+    found, why, note = None, "", ""
     try:
-        below = math.inf if mesh is None else mesh.seconds
-        found = pipelining.pipeline(run, step, asked.within(patience), below=below, must=must)
+        found = pipeline(run, step, asked, mesh)
     except Slower as slower:
-        assert mesh is not None
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
-        return beside(mesh, "pipeline", why)
     except OutOfTime:
-        assert mesh is not None
-        return beside(noted(mesh, f"{asked.ran_out}: pipelines were not searched"), "pipeline", "not searched in time")
-    except (InfeasibleError, MicrobatchError, OptionError) as error:
+        why, note = "not searched in time", f"{asked.ran_out}: pipelines were not searched"
+    except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
         if mesh is None:
-            if reason is None and not late:
+            if reason is None:
                 raise
-            try:
-                if late:
-                    return one_mesh.best(run, step, asked)
-            except (InfeasibleError, MicrobatchError) as other:
-                reason = other
             raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
-        return beside(noted(mesh, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
-    if mesh is None and late:
+        why, note = str(error).split(";")[0], f"no pipeline was compared: {error}"
+        if mesh.found is None:
+            return _instead(run, asked, mesh, error)
+    if mesh is None:
+        assert found is not None
+        return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
+    mesh = mesh.longer(asked.deadline, math.inf if found is None else found.seconds)
+    if mesh.chosen is None:
+        assert found is not None
         found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
         return beside(found, "one mesh", "nothing that fits was found in time")
-    if mesh is None:
-        return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    if found.seconds < mesh.seconds:
-        return beside(found, "one mesh", mesh)
+    staged = one_mesh.finished(run, asked, mesh)
+    if found is None:
+        return beside(noted(staged, *filter(None, [note])), "pipeline", why)
+    if found.seconds < staged.seconds:
+        return beside(found, "one mesh", staged)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
-    return beside(noted(mesh, note), "pipeline", found)
+    return beside(noted(staged, note), "pipeline", found)
+
+
+def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Staged:
+    """The best pipeline, searched as long as it can repay; beside one mesh, if there is a plan of one.
+
+    Raises:
+      Slower, OutOfTime: with such a plan, as `pipelining.pipeline`, and its other errors.
+    """
+    if mesh is None or mesh.found is None:
+        return pipelining.pipeline(run, step, asked)
+    patience = repaid(mesh.found, mesh.seconds, asked.cluster)
+    must = patience > worthwhile((1 - HOPE) * mesh.seconds)
+    return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
+
+
+def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:
+    """One mesh, searched until something fits, where no pipeline can be had.
+
+    Raises:
+      InfeasibleError: nothing fits one mesh, either.
+    """
+    try:
+        staged = one_mesh.finished(run, asked, mesh.longer(asked.deadline, must=True))
+    except (InfeasibleError, MicrobatchError) as reason:
+        raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+    return staged
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -299,22 +326,26 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     )  # fmt: skip
     planned_stages = []
     for graph, stage in zip(graphs, plan.stages, strict=True):
-        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
+        decided = run(
+            "sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit",
+            split_weights=schedule.splits_backward,
+        )  # fmt: skip
         planned_stages.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
     return kept.program_as(run, loop, planned_stages, schedule, asked, plan, verdict)
 
 
-def worth_a_pipeline(whole: Staged, cluster: Cluster) -> bool:
-    """Whether one mesh spends enough on anything but computation for a pipeline to repay being searched."""
+def worth_a_pipeline(found: Found, seconds: float, cluster: Cluster) -> bool:
+    """Whether a plan of one mesh spends enough on anything but computation for a pipeline to repay being searched."""
     least = LEAST_TASKS * cluster.dispatch.seconds(cluster.num_devices // cluster.nodes // 2 or 1)
-    found = whole.stages[0].found
     objective = found.solution.objective
-    return found.compute_seconds < min(WORTH * objective, objective - least) and repaid(whole, cluster) >= PATIENCE
+    return found.compute_seconds < min(WORTH * objective, objective - least) and (
+        repaid(found, seconds, cluster) >= PATIENCE
+    )
 
 
-def repaid(whole: Staged, cluster: Cluster) -> float:
-    """Seconds of search that the fastest pipeline that there can be repays."""
-    return worthwhile(whole.seconds - promise.least_seconds(whole.stages[0].found, cluster))
+def repaid(found: Found, seconds: float, cluster: Cluster) -> float:
+    """Seconds of search that the fastest pipeline that there can be repays, beside a plan of one mesh."""
+    return worthwhile(seconds - promise.least_seconds(found, cluster))
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

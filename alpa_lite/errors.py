@@ -35,6 +35,10 @@ class PlanError(AlpaLiteError, ValueError):
     """A plan cannot be loaded or does not belong to this program, cluster or version."""
 
 
+class OrderError(PlanError):
+    """The stages of a pipeline wait for each other under a schedule; names the schedule."""
+
+
 class VerificationError(AlpaLiteError, RuntimeError):
     """The compiler does something else than the plan says."""
 

@@ -2,6 +2,8 @@
 
 Where nothing but the fastest plan is asked for, textbook plans are evaluated first (`textbook_first`): the search
 begins with the best of them, so that its plan is never slower than any, however little time there is.
+
+A search that ran out of time can go on (`OneMesh.longer`): pipelines are searched in between.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite import textbook_first
 from alpa_lite.analysed import Analyse, Analysed
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
+from alpa_lite.errors import InfeasibleError
 from alpa_lite.passes import factors, microbatches, programs, sharding
 from alpa_lite.passes.layers.division import divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
@@ -22,8 +25,9 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
-from alpa_lite.passes.programs.ways import Chosen, Outcome, Way
+from alpa_lite.passes.programs.ways import Chosen, Outcome, Unfinished, Way
 from alpa_lite.passes.sharding import search, worth
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import planning, staging
@@ -50,33 +54,113 @@ class Decided:
     stage: DecidedStage
 
 
-def best(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Staged:
+@dataclass(frozen=True, eq=False)
+class OneMesh:
+    """The step as one executable, as far as that was searched.
+
+    Attributes:
+      chosen: the best way, not lowered yet; None if nothing that fits was found in the time.
+      rest: the search goes on; None if all of it was searched.
+      textbook: takes the best of textbook plans not evaluated yet, where it takes less than so many seconds.
+    """
+
+    chosen: Chosen[Decided] | None
+    rest: ways.Rest[Decided] | None
+    textbook: Callable[[float], Chosen[Decided] | None]
+
+    @property
+    def found(self) -> search.Found | None:
+        """The plan."""
+        return None if self.chosen is None else self.chosen.value.stage.found
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of a step; `inf` if nothing was found."""
+        return math.inf if self.chosen is None else self.chosen.seconds
+
+    def longer(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> OneMesh:
+        """The same after more time, and no slower than any textbook plan that takes less than `below` seconds.
+
+        Raises:
+          InfeasibleError: nothing fits. MicrobatchError: as of `searched`.
+        """
+        mesh = self
+        if self.rest is not None:
+            try:
+                chosen = self.rest(deadline, below, must=must)
+                mesh = replace(self, chosen=chosen, rest=chosen.rest)
+            except Unfinished as error:
+                mesh = replace(self, rest=error.rest)
+            except InfeasibleError:
+                chosen = self.textbook(below)
+                if chosen is None:
+                    raise
+                return replace(self, chosen=chosen, rest=None)
+        chosen = mesh.textbook(min(below, mesh.seconds))
+        return mesh if chosen is None else replace(mesh, chosen=chosen)
+
+
+def best(run: Passes, step: Step, asked: Asked) -> Staged:
     """The step as one executable; micro-batches, and what is computed again, only save memory there.
+
+    Raises:
+      InfeasibleError: nothing fits.
+      MicrobatchError: the step cannot be cut into the given number of micro-batches.
+    """
+    return finished(run, asked, searched(run, step, asked).longer(asked.deadline, must=True))
+
+
+def finished(run: Passes, asked: Asked, mesh: OneMesh) -> Staged:
+    """The program of what was found."""
+    assert mesh.chosen is not None
+    return lowered(run, asked, mesh.chosen)
+
+
+def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> OneMesh:
+    """The best way, not lowered yet, and what the time did not allow.
 
     Args:
       must: whether to go on without time until something fits.
 
     Raises:
       InfeasibleError: nothing fits.
-      OutOfTime: without `must`, nothing that fits was found in the time.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
-    found = chosen(run, step, asked, must=must)
-    late = [f"{asked.ran_out}: {way} was not searched" for way in found.late]
-    return noted(lowered(run, asked, found.value), *found.notes, *late)
+    ready: dict[Way, Analysed] = {}
 
+    def analyse(way: Way) -> Analysed:
+        if way not in ready:
+            ready[way] = analysed(run, step, asked, way)
+        return ready[way]
 
-def chosen(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> Chosen[Decided]:
-    """The best way, not lowered yet. As `best`."""
-    analyse = functools.cache(functools.partial(analysed, run, step, asked))
-    known = textbook_first.evaluated(run, step, asked, analyse) if textbook_first.applies(asked) else None
-    plans = {} if known is None else known.plans
-    start = None if known is None else begun(run, asked, analyse, known)
+    known = TextbookPlans({}, None, ())
+    if textbook_first.applies(asked):
+        known = textbook_first.evaluated(run, step, asked, analyse)
+    solve = functools.partial(decided, run, asked, analyse, known.plans)
+
+    def textbook(below: float) -> Chosen[Decided] | None:
+        """Textbook plans in further ways."""
+        found = known.below(below)
+        if found is None:
+            return None
+        assert found.best is not None
+        outcome = begun(run, asked, analyse, found, found.best, solve)
+        return Chosen(outcome.value, outcome.seconds, (), ())
+
+    start = None if known.best is None else (known.best, begun(run, asked, analyse, known, known.best, solve))
     floor = numbers.state_bytes(step.traced) / asked.cluster.num_devices
-    return ways.best(
-        functools.partial(decided, run, asked, analyse, plans), asked.remat, asked.num_microbatches,
-        floor=floor, budget=asked.budget, deadline=asked.deadline, must=must, start=start,
-    )  # fmt: skip
+    try:
+        chosen = ways.best(
+            solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
+            must=must, start=start, ready=ready.__contains__,
+        )  # fmt: skip
+    except Unfinished as error:
+        return OneMesh(None, error.rest, textbook)
+    except InfeasibleError:
+        chosen = textbook(math.inf)
+        if chosen is None:
+            raise
+    return OneMesh(chosen, chosen.rest, textbook)
 
 
 def analysed(run: Passes, step: Step, asked: Asked, way: Way) -> Analysed:
@@ -93,24 +177,25 @@ def analysed(run: Passes, step: Step, asked: Asked, way: Way) -> Analysed:
     return Analysed(way, loop, layers, rules, groups, Shared(traced, groups))
 
 
-def begun(run: Passes, asked: Asked, analyse: Analyse, known: TextbookPlans) -> ways.Start[Decided]:
-    """The best textbook plan, as what the search of ways begins with."""
-    way = known.best
+def begun(
+    run: Passes, asked: Asked, analyse: Analyse, known: TextbookPlans, way: Way, solve: ways.Solve[Decided]
+) -> Outcome[Decided]:  # fmt: skip
+    """The best textbook plan of a way, as what the search of ways begins with."""
     about = analyse(way)
     found = run(
         "sharding", search.unsearched, about.loop.traced, about.groups, asked.cluster, asked.method,
         budget=asked.budget, known=known.plans[way], shared=about.shared, settled=about.settled(asked.cluster),
     )  # fmt: skip
 
-    def go_on() -> Outcome[Decided]:
-        return decided(run, asked, analyse, known.plans, way, math.inf, Lessons())
+    def go_on(deadline: Deadline) -> Outcome[Decided]:
+        return solve(way, math.inf, Lessons(), deadline)
 
-    return way, outcome(about, asked.cluster, found, go_on)
+    return outcome(about, asked.cluster, found, go_on)
 
 
 def decided(
     run: Passes, asked: Asked, analyse: Analyse, plans: Mapping[Way, Sequence[search.Plain]], way: Way, cutoff: float,
-    lessons: Lessons,
+    lessons: Lessons, deadline: Deadline,
 ) -> Outcome[Decided]:  # fmt: skip
     """The layouts of the whole step as one stage, on the best mesh of all devices within the budget.
 
@@ -127,21 +212,21 @@ def decided(
         rest = None if found.rest is None else functools.partial(go_on, found.rest)
         return outcome(about, asked.cluster, found, rest)
 
-    def go_on(rest: search.Rest) -> Outcome[Decided]:
-        return going_on(run("sharding", rest, asked.deadline))
+    def go_on(rest: search.Rest, deadline: Deadline) -> Outcome[Decided]:
+        return going_on(run("sharding", rest, deadline))
 
     return going_on(
         run(
             "sharding", search.search, about.loop.traced, about.groups, about.rules, asked.cluster, asked.method,
-            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
-            deadline=asked.deadline, cutoff=cutoff, lessons=lessons, known=plans.get(way, ()), shared=about.shared,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.options.solver_time_limit,
+            deadline=deadline, cutoff=cutoff, lessons=lessons, known=plans.get(way, ()), shared=about.shared,
             progress=run.count, settled=about.settled(asked.cluster),
         )
     )  # fmt: skip
 
 
 def outcome(
-    about: Analysed, cluster: Cluster, found: search.Found, rest: Callable[[], Outcome[Decided]] | None
+    about: Analysed, cluster: Cluster, found: search.Found, rest: Callable[[Deadline], Outcome[Decided]] | None
 ) -> Outcome[Decided]:  # fmt: skip
     """What was found of a way, with what is left to be searched of it."""
     stage = DecidedStage(
@@ -152,8 +237,9 @@ def outcome(
     return Outcome(value, seconds, found.free, about.layers, found.mesh, found.bounds, rest)
 
 
-def lowered(run: Passes, asked: Asked, way: Decided) -> Staged:
-    """The program of the best way, with what the user's own shardings cost it."""
+def lowered(run: Passes, asked: Asked, chosen: Chosen[Decided]) -> Staged:
+    """The program of the best way, with why it is that and what the user's own shardings cost it."""
+    way = chosen.value
     stage, found = way.stage, way.stage.found
     traced, costs = way.loop.traced, ()
     if worth.items(traced, asked.wishes):
@@ -168,7 +254,7 @@ def lowered(run: Passes, asked: Asked, way: Decided) -> Staged:
     if late:
         costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
     staged = run("programs", programs.single, way.loop, planned, verdict, str(way.way.remat))
-    return noted(staged, *costs)
+    return noted(staged, *costs, *chosen.notes, *(f"{asked.ran_out}: {late} was not searched" for late in chosen.late))
 
 
 def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:

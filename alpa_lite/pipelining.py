@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes, noted
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages import Slower, planning, submeshes
+from alpa_lite.passes.stages import Slower, choosing, planning, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 REALISING = 1.7
 """How long planning the chosen stages takes, as a multiple of tracing: 1.3 to 1.7 for models of 24 to 64 layers."""
 
-LEAST = 0.2
+LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
 
 LEAST_OF_STAGE = 2.0
@@ -110,14 +111,15 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
     layers = Layered(counts, kinds, cut, price)
     refusal = token_slicing.refusal(step.traced, asked, counts)
     try:
-        staged, chosen = of_whole_sequences(run, asked, layers, below=below, must=must)
+        first = asked if refusal is not None else token_slicing.for_whole(asked)
+        staged, chosen, took = of_whole_sequences(run, first, layers, below=below, must=must)
     except Slower:
         if refusal is not None:
             raise
         return fitting(in_slices_alone(run, asked, layers, below), asked)
     if refusal is None:
         stages_for = for_slices(run, asked, layers, chosen)
-        staged = token_slicing.best(run, asked, staged, stages_for, counts, cut, realised) or staged
+        staged = token_slicing.best(run, asked, staged, stages_for, counts, cut, realised, took) or staged
     elif refusal:
         staged = noted(staged, refusal)
     return fitting(staged, asked)
@@ -138,7 +140,7 @@ def in_slices_alone(run: Passes, asked: Asked, layers: Layered, below: float) ->
         raise Slower(below) from None
     if chosen.seconds >= below:
         raise Slower(chosen.seconds)
-    found = token_slicing.best(run, asked, None, chosen, layers.counts, layers.cut, realised)
+    found = token_slicing.best(run, asked, None, chosen, layers.counts, layers.cut, realised, reserve(run))
     if found is None:
         raise Slower(below)
     return found
@@ -148,15 +150,19 @@ def for_slices(run: Passes, asked: Asked, layers: Layered, whole: Sliced) -> Sli
     """Stages that suit slices, of which each is a run like a micro-batch; those of whole sequences without time."""
     runs = [n * token_slicing.SLICES for n in layers.counts]
     try:
-        return sliced(run, whole.priced, token_slicing.without_split(asked), runs, asked.budget, must=False)
+        within = token_slicing.for_stages(token_slicing.without_split(asked))
+        return sliced(run, whole.priced, within, runs, asked.budget, must=False)
     except (InfeasibleError, OutOfTime):
         return token_slicing.as_runs(whole)
 
 
 def of_whole_sequences(
     run: Passes, asked: Asked, layers: Layered, *, below: float, must: bool
-) -> tuple[Staged, Sliced]:  # fmt: skip
-    """A pipeline in the slices that are given, if any; with the stages as they were chosen. As `pipeline`."""
+) -> tuple[Staged, Sliced, float]:  # fmt: skip
+    """A pipeline in the slices that are given, if any; with the stages as they were chosen. As `pipeline`.
+
+    Last, seconds that planning the stages took, once they were chosen: where they were chosen several times, the last.
+    """
     least = LEAST * asked.options.search_time_limit if must else 0.0
     pricing = asked.within(asked.deadline.left - reserve(run), least)
 
@@ -164,14 +170,19 @@ def of_whole_sequences(
         def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
             return sliced(run, costs, pricing, some, room, limit, must=must)
 
-        try:
-            return stages.best(layers.counts, layers.kinds, layers.price, choose, layers.cut, pricing.deadline, below)
-        except InfeasibleError as error:
-            return chosen_in(sparest(error, asked))
+        while True:
+            try:
+                return stages.best(
+                    layers.counts, layers.kinds, layers.price, choose, layers.cut, pricing.deadline, below
+                )  # fmt: skip
+            except InfeasibleError as error:
+                room = sparest(error, asked)
 
     chosen = chosen_in(asked.budget)
     tokens = asked.pipeline.lengths
+    start = time.perf_counter()
     staged, at = realised(run, chosen, asked, tokens), chosen
+    took = time.perf_counter() - start
     room = asked.budget
     for _ in range(SLICINGS - 1):
         over = staged.needed - asked.budget
@@ -183,11 +194,13 @@ def of_whole_sequences(
             chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
         except (InfeasibleError, stages.Slower):
             break
+        start = time.perf_counter()
         other = realised(run, chosen, asked, tokens)
+        took = time.perf_counter() - start
         staged, at = min((staged, at), (other, chosen), key=lambda one: max(one[0].needed, asked.budget))
     if chosen.unfinished:
         staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
-    return staged, at
+    return staged, at, took
 
 
 def reserve(run: Passes) -> float:
@@ -235,13 +248,21 @@ def sliced(
     """
 
     def choose(costs: Priced, rough: bool) -> Sliced:
-        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough)
+        names = choosing.ROUGHLY if rough else schedules.NAMES
+        return run(
+            "slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough, names=names,
+            deadline=asked.deadline,
+        )  # fmt: skip
+
+    def hiding(costs: Priced) -> Sliced:
+        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=True, names=choosing.HIDING)
 
     def work_out(costs: Priced, wanted: Sequence[Key], until: Deadline | None) -> Priced:
         most = asked.options.solver_time_limit
         return run("costs", stages.worked_out, costs, wanted, time_limit=most, deadline=until, progress=run.count)
 
-    return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must)
+    late = hiding if asked.pipeline.schedule == "auto" else None
+    return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must, hiding=late)
 
 
 def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = ()) -> Staged:
@@ -315,7 +336,8 @@ def solve_stages(
             like = known.get(key)
             decided = run(
                 "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=max(asked.time_limit, most), wishes=asked.wishes, like=like,
+                price=prices[number], time_limit=max(asked.time_limit, most), split_weights=split,
+                wishes=asked.wishes, like=like,
             )  # fmt: skip
             known[(number, *key)] = run("lowering", planning.lowered, decided, split_weights=split, like=like)
         planned = known[(number, *key)]

@@ -24,13 +24,13 @@ from typing import Any
 from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
 from alpa_lite.figures import Comparison
-from alpa_lite.records import PlanRecord
+from alpa_lite.records import PlanRecord, Stage
 
 SCHEMA = 5
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
-_PENDING = "_pending"
-"""Where a plan keeps what evaluates other methods, until somebody asks; it is no field, and in no file."""
+_COMPARING, _WEIGHING = "_comparing", "_weighing"
+"""Where a plan keeps what evaluates other methods and alternatives, until somebody asks; no fields, and in no file."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # the record compares and hashes
@@ -80,22 +80,41 @@ class Plan(PlanRecord):
         They are evaluated when they are asked for, once, by the plan that the compiler made; that takes some seconds
         for a large model. A plan that was read from a file has the figures that it was saved with.
         """
-        pending = self.__dict__.get(_PENDING)
-        if pending is None:
-            return self
-        found = dataclasses.replace(self, comparisons=(*pending(), *self.comparisons))
-        object.__setattr__(self, "comparisons", found.comparisons)  # a memo: plans compare and hash without it
-        del self.__dict__[_PENDING]
-        return found
+        pending = self.__dict__.get(_COMPARING)
+        if pending is not None:
+            before = self.comparisons
+            object.__setattr__(self, "comparisons", (*pending(), *before))  # a memo, which no plan compares
+            self.__dict__.pop(_COMPARING, None)  # of several threads, each has found the same
+        return self
+
+    def weighed(self) -> Plan:
+        """The plan with the alternatives of each decision beside it (`records.Decision.alternatives`).
+
+        They are weighed when they are asked for, once, by the plan that the compiler made; that takes some seconds for
+        a large model. A file has them: a plan that was read from one has those that it was saved with.
+        """
+        pending = self.__dict__.get(_WEIGHING)
+        if pending is not None:
+            object.__setattr__(self, "stages", pending(self.stages))  # a memo, likewise
+            self.__dict__.pop(_WEIGHING, None)
+        return self
 
     def comparing(self, evaluate: Callable[[], tuple[Comparison, ...]]) -> Plan:
         """The plan that evaluates other methods by this function, when it is asked for them."""
+        return self._pending(_COMPARING, evaluate)
+
+    def weighing(self, evaluate: Callable[[Sequence[Stage]], tuple[Stage, ...]]) -> Plan:
+        """The plan that adds alternatives to its stages by this function, when it is asked for them."""
+        return self._pending(_WEIGHING, evaluate)
+
+    def _pending(self, name: str, evaluate: Callable[..., Any]) -> Plan:
         out = dataclasses.replace(self)
-        out.__dict__[_PENDING] = evaluate
+        kept = {other: self.__dict__[other] for other in (_COMPARING, _WEIGHING) if other in self.__dict__}
+        out.__dict__.update({**kept, name: evaluate})
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _PENDING}
+        return {name: value for name, value in self.__dict__.items() if name not in (_COMPARING, _WEIGHING)}
 
     def explain(self, path_or_operation: str) -> str:
         """Why the named argument or operation is sharded as it is, and what would make another choice win.
@@ -110,7 +129,7 @@ class Plan(PlanRecord):
         """
         from alpa_lite.report import explain
 
-        return explain.explain(self, path_or_operation)
+        return explain.explain(self.weighed(), path_or_operation)
 
     def diff(self, other: Plan) -> str:
         """The differences of `other`: mesh, shardings, collectives, memory, times."""
@@ -150,8 +169,8 @@ class Plan(PlanRecord):
         return placing.planned_shardings(self, tree, available() if devices is None else devices)
 
     def to_json(self) -> dict:
-        """The plan as JSON values, with the schema version."""
-        return {"format": "alpa_lite.Plan", "schema": SCHEMA, "plan": json_codec.encode_fields(self)}
+        """The plan as JSON values, with the schema version and with alternatives, which are weighed for it."""
+        return {"format": "alpa_lite.Plan", "schema": SCHEMA, "plan": json_codec.encode_fields(self.weighed())}
 
     @staticmethod
     def from_json(data: object, source: str = "the given data") -> Plan:

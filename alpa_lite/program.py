@@ -78,7 +78,6 @@ class Executable:
       kind: see `Kind`.
       donated: the positions of the inputs whose buffers it consumes.
       seconds: predicted time of one run.
-      temporary_bytes: predicted bytes per device that a run needs beyond its inputs and outputs.
       slice: the slice of the sequence that it is of; -1 for whole sequences.
     """
 
@@ -88,7 +87,6 @@ class Executable:
     kind: Kind
     donated: tuple[int, ...]
     seconds: float
-    temporary_bytes: int = 0
     slice: int = -1
 
 

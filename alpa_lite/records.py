@@ -278,7 +278,8 @@ class Decision:
       strategy: the mesh axes that shard each factor, major to minor.
       seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
       alternatives: the chosen strategy and the most promising others: those that fit the budget first, then by the
-        seconds of the whole step.
+        seconds of the whole step; as far as they have been weighed (`Plan.weighed`). Two plans are equal whether or not
+        theirs have.
       paths: for arguments, the paths of all that are tied; empty for operations.
       partial: the axes over which an addition's operands and result stay partial sums.
     """
@@ -290,7 +291,7 @@ class Decision:
     factors: tuple[int, ...]
     strategy: tuple[tuple[str, ...], ...]
     seconds: float
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     paths: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
 

@@ -8,6 +8,9 @@ computes both. With S submeshes and B micro-batches, stage s is on submesh s; wi
 stages i, i+S, i+2S, and so on. Every schedule runs each kind of task of a stage in ascending order of micro-batches, so
 that gradients are summed in one order, whatever the schedule.
 
+Where sequences are in slices, each of these is one task for each slice: forward of slice i also needs that of slice
+i-1 of the same stage, and backward that of slice i+1. None of zb-h1 are: gradients of parameters are not apart then.
+
   gpipe             all forwards, then all backwards. Huang et al., arXiv:1811.06965 (the figure there runs the
                     backwards in descending order, which takes as long).
   1f1b              submesh i starts with S-i-1 forwards, then alternates forward and backward, so that at most S-i
@@ -295,9 +298,10 @@ def bubble(
 def check(schedule: Schedule) -> None:
     """Raises PlanError unless every task is there once, on its submesh, and no list waits forever."""
     kinds: tuple[TaskKind, ...] = ("forward", "backward", "weight") if schedule.splits_backward else _WHOLE
-    wanted = {
-        Task(k, s, m) for k in kinds for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)
-    }
+    stages, microbatches, slices = map(
+        range, (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
+    )  # fmt: skip
+    wanted = {Task(k, s, m, i) for k in kinds for s in stages for m in microbatches for i in slices}
     found: set[Task] = set()
     for mesh, tasks in enumerate(schedule.tasks):
         for task in tasks:
@@ -307,7 +311,7 @@ def check(schedule: Schedule) -> None:
                 raise PlanError(f"schedule {schedule.name!r}: {task} occurs twice")
             found.add(task)
     if found != wanted:
-        missing = min(wanted - found, key=lambda task: (task.stage, task.microbatch))
+        missing = min(wanted - found, key=lambda task: (task.stage, task.microbatch, task.slice))
         raise PlanError(f"schedule {schedule.name!r}: {len(wanted - found)} tasks are missing, such as {missing}")
     for _ in walk(schedule):
         pass
@@ -321,8 +325,8 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Task]]:
     """
     total, last = sum(map(len, schedule.tasks)), schedule.num_stages - 1
     positions = [0] * schedule.num_meshes
-    done: set[tuple[TaskKind, int, int]] = set()
-    waiting: dict[tuple[TaskKind, int, int], int] = {}
+    done: set[Task] = set()
+    waiting: dict[Task, int] = {}
     ready = deque(range(schedule.num_meshes))
     while ready:
         mesh = ready.popleft()
@@ -330,33 +334,34 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Task]]:
         if positions[mesh] == len(tasks):
             continue
         task = tasks[positions[mesh]]
-        missing = next((need for need in _needs(task, last) if need not in done), None)
+        missing = next((need for need in _needs(task, last, schedule.num_slices) if need not in done), None)
         if missing is not None:
             waiting[missing] = mesh
             continue
         positions[mesh] += 1
         total -= 1
         yield mesh, task
-        key = (task.kind, task.stage, task.microbatch)
-        done.add(key)
+        done.add(task)
         ready.append(mesh)
-        if key in waiting:
-            ready.append(waiting.pop(key))
+        if task in waiting:
+            ready.append(waiting.pop(task))
     if total:
         stuck = ((mesh, schedule.tasks[mesh], at) for mesh, at in enumerate(positions))
         where = ", ".join(f"submesh {mesh} at {tasks[at]}" for mesh, tasks, at in stuck if at < len(tasks))
         raise PlanError(f"the lists of schedule {schedule.name!r} wait for each other: {where}")
 
 
-def _needs(task: Task, last: int) -> list[tuple[TaskKind, int, int]]:
+def _needs(task: Task, last: int, slices: int) -> list[Task]:
     """The tasks that `task` needs; `last` is the last stage."""
-    kind, stage, microbatch = task.kind, task.stage, task.microbatch
-    if kind == "forward":
-        return [("forward", stage - 1, microbatch)] if stage else []
+    kind, stage = task.kind, task.stage
     if kind == "weight":
-        return [("backward", stage, microbatch)]
-    own: tuple[TaskKind, int, int] = ("forward", stage, microbatch)
-    return [own, ("backward", stage + 1, microbatch)] if stage < last else [own]
+        return [replace(task, kind="backward")]
+    if kind == "forward":
+        before = [replace(task, stage=stage - 1)] if stage else []
+        return [*before, replace(task, slice=task.slice - 1)] if task.slice else before
+    behind = task.slice + 1
+    own = replace(task, slice=behind) if behind < slices else replace(task, kind="forward")
+    return [own, replace(task, stage=stage + 1)] if stage < last else [own]
 
 
 def simulate(
@@ -374,7 +379,7 @@ def simulate(
 
     Args:
       schedule: what `schedule` gives, or any other.
-      forward: seconds of each stage, or one number for all.
+      forward: seconds of one task of each stage, or one number for all.
       backward: seconds of the gradients of inputs, likewise, or of all gradients where `weight` is 0.
       weight: seconds of the gradients of parameters, likewise. A schedule that does not split the backward task takes
         `backward` plus `weight` for it.
@@ -396,16 +401,17 @@ def simulate(
     transfers = _each("transfer", transfer, stages - 1)
     clocks = [0.0] * schedule.num_meshes
     links: dict[tuple[int, int], float] = {}
-    arrived: dict[tuple[TaskKind, int, int], float] = {}
+    arrived: dict[Task, float] = {}
     events: list[Event] = []
     for mesh, task in walk(schedule):
         kind, stage, microbatch = task.kind, task.stage, task.microbatch
         source = stage - 1 if kind == "forward" else stage + 1
         start = clocks[mesh]
         if kind != "weight" and 0 <= source < stages:
-            start = max(start, arrived[kind, source, microbatch])
+            start = max(start, arrived[replace(task, stage=source)])
         end = clocks[mesh] = start + seconds[kind][stage]
-        events.append(Event(mesh, start, end, f"{kind} {microbatch}", kind, stage, microbatch))
+        name = f"{kind} {microbatch}.{task.slice}" if schedule.num_slices > 1 else f"{kind} {microbatch}"
+        events.append(Event(mesh, start, end, name, kind, stage, microbatch))
         target = stage + 1 if kind == "forward" else stage - 1
         if kind == "weight" or not 0 <= target < stages:
             continue
@@ -414,8 +420,8 @@ def simulate(
         if other != mesh and cost:
             begin = max(end, links.get((mesh, other), 0.0))
             arrival = links[mesh, other] = begin + cost
-            events.append(Event(mesh, begin, arrival, f"{kind} {microbatch}", "transfer", stage, microbatch, other))
-        arrived[kind, stage, microbatch] = arrival
+            events.append(Event(mesh, begin, arrival, name, "transfer", stage, microbatch, other))
+        arrived[task] = arrival
     return Timeline(tuple(events), schedule.num_meshes, schedule.name)
 
 

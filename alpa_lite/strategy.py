@@ -6,8 +6,9 @@ free of JAX, so that the solver can be tested against brute force. `Solution` is
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +49,11 @@ class Rule:
     results: tuple[tuple[tuple[int, ...], ...], ...]
     source: str = "shardy"
     reason: str = ""
+
+    @functools.cached_property
+    def placements(self) -> dict[Any, Any]:
+        """What `local.forms` keeps of a rule: the layouts that assignments to its factors give, on their meshes."""
+        return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,17 @@
-"""Textbook plans, before anything is searched: `Auto` and `Sharded` are never slower than any of them.
+"""Textbook plans: `Auto` and `Sharded` are never slower than any of them.
 
 Their operations are fixed (`sharding.textbook`), so that each is one integer program of few choices on the mesh of one
 axis, solved in tenths of a second; and they share the analysis of the step with the search that follows. They are
-evaluated whatever the time: what they take is a part of what analysing the step takes, and a plan is only known to be
-no slower than theirs if theirs are known.
+evaluated whatever the time, since a plan is only known to be no slower than theirs if theirs are known, or bounded.
 
-A method chooses its number of micro-batches as it does by itself (`ways.quickest`), but what cannot undercut the best
-plan of the methods before it is left out:
+A method chooses its number of micro-batches as it does by itself (`ways.begun`). Before anything is searched, each is
+evaluated with one micro-batch, or the given number, which takes a part of what analysing the step takes. More
+micro-batches are another step, whose analysis takes as long again: they are looked at when the search is over, where
+their bound is below all that was found by then. What cannot undercut the best plan known is left out:
 
 - where the state in the blocks of the method exceeds the memory, no plan of it fits;
+- where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
+  refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
 - ZeRO-1 is ZeRO-2 where no loop adds up gradients.
 """
@@ -27,8 +30,9 @@ from alpa_lite.methods import Auto, DataParallel, Sharded, TensorParallel, Zero
 from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.ways import Outcome, Way
 from alpa_lite.passes.sharding import search
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
-from alpa_lite.passes.sharding.textbook import least_state
+from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
 from alpa_lite.runner import Passes
 
 METHODS: Mapping[str, DataParallel | Zero | TensorParallel] = {
@@ -50,11 +54,27 @@ class TextbookPlans:
 
     Attributes:
       plans: those that fit, with the names of their methods, by their ways.
-      best: the way of the fastest.
+      best: the way of the fastest; None if none fits.
+      left: the methods of which further ways may be tried.
     """
 
     plans: Mapping[Way, tuple[search.Plain, ...]]
-    best: Way
+    best: Way | None
+    left: tuple[ways.Begun[search.Found], ...]
+
+    def below(self, seconds: float) -> TextbookPlans | None:
+        """All ways that may take less than so many seconds evaluated; None if none takes less."""
+        best: Way | None = None
+        for method in sorted(self.left, key=lambda method: method.free):
+            if method.free >= seconds:
+                continue
+            try:
+                found = method.rest(seconds)
+            except OptionError:  # a micro-batch does not divide
+                continue
+            if found is not None and found[1].seconds < seconds:
+                best, seconds = found[0], found[1].seconds
+        return None if best is None else TextbookPlans(self.plans, best, ())
 
 
 def applies(asked: Asked) -> bool:
@@ -63,10 +83,10 @@ def applies(asked: Asked) -> bool:
     return not said and asked.method in (Auto(), Sharded()) and asked.cluster.num_devices > 1
 
 
-def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> TextbookPlans | None:
-    """The plans of all methods; None if none fits, or none can be applied."""
+def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> TextbookPlans:
+    """The plans of all methods that can be applied, each in its first way."""
     plans: dict[Way, tuple[search.Plain, ...]] = {}
-    best: tuple[float, Way] | None = None
+    best, left = None, []
     for number, (name, method) in enumerate(METHODS.items()):
         run.count("textbook methods evaluated", number, len(METHODS))
         floor = least_state(step.traced, method, asked.cluster.num_devices)
@@ -75,20 +95,25 @@ def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> Textbo
         below = math.inf if best is None else best[0]
         solve = functools.partial(_solved, run, asked, analyse, plans, below, name, method)
         try:
-            known = ways.quickest(solve, asked.num_microbatches, floor=floor, budget=asked.budget, below=below)
+            begun = ways.begun(solve, asked.num_microbatches, floor=floor, budget=asked.budget)
         except (MicrobatchError, OptionError):  # the batch, or a micro-batch, does not divide
             continue
-        if known is not None and known[1].seconds < below:
-            best = known[1].seconds, known[0]
-    return None if best is None else TextbookPlans(plans, best[1])
+        left.append(begun)
+        if begun.found is not None and begun.found[1].seconds < below:
+            best = begun.found[1].seconds, begun.found[0]
+    return TextbookPlans(plans, None if best is None else best[1], tuple(left))
 
 
 def _solved(
     run: Passes, asked: Asked, analyse: Analyse, plans: dict[Way, tuple[search.Plain, ...]], below: float, name: str,
-    method: DataParallel | Zero | TensorParallel, way: Way, cutoff: float, lessons: Lessons,
+    method: DataParallel | Zero | TensorParallel, way: Way, cutoff: float, lessons: Lessons, deadline: Deadline,
 ) -> Outcome[search.Found]:  # fmt: skip
     """The best plan of a method in a way, which is added to `plans`. Raises as `ways.Solve`."""
-    del lessons  # of one mesh
+    del lessons, deadline  # of one mesh, and whatever the time
+    if not isinstance(method, TensorParallel) and asked.num_microbatches is None and way.count > 1:
+        whole = analyse(Way()).shared.facts
+        if not may_be_cut(whole, way.count * asked.cluster.num_devices):
+            raise MicrobatchError(f"{way} have too few examples for {asked.cluster.num_devices} devices")
     about = analyse(way)
     if method == Zero(stage=1) and not _adds_up(about):
         method = Zero(stage=2)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.asked import Asked
-from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, OrderError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Auto
 from alpa_lite.passes.layers.division import Divisible
@@ -44,6 +44,18 @@ SLICES = 8
 ATTEMPTS = 4
 """How many slicings are planned and simulated at most, after the first, which says what slices take."""
 
+SHARE = 0.5
+"""The part of the time for searching that slices have, behind the pipeline of whole sequences."""
+
+STAGES = 0.25
+"""The part of that in which stages that suit slices are chosen."""
+
+GRACE = 0.1
+"""By what share of the limit slices may exceed it. It may be missed by more, since seconds are estimates."""
+
+AFTER = 0.5
+"""What writing and verifying a plan in slices takes beyond one of whole sequences, as a share of planning it."""
+
 DOUBT = 0.04
 """A proposal is planned if it may be the fastest when it takes less than the model says, by this share of it."""
 
@@ -61,8 +73,9 @@ class _Search:
       best: the fastest that fits; None if none does.
       samples: of every slice that was planned.
       program: of the slices that were planned last.
-      took: seconds that planning one slice took, of the slicing where that was most.
+      took: seconds that planning one slice takes: what the whole sequence took, or of slicings the most.
       tried: micro-batches and lengths.
+      late: proposals that may have been faster, and were not planned in the time.
     """
 
     run: Passes
@@ -73,6 +86,17 @@ class _Search:
     program: Program | None = None
     took: float = 0.0
     tried: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+    late: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+
+    def has_time(self, slices: int) -> bool:
+        """Whether so many slices are planned in the time, and the plan of them, or of the best so far, is written.
+
+        Whole sequences may have taken more than their part.
+        """
+        limit = self.asked.deadline
+        left = limit.seconds - limit.spent + GRACE * self.asked.options.search_time_limit
+        written = max(slices, len(self.best.token_slices) if self.best is not None else 0)
+        return self.took * (slices + AFTER * written) <= left
 
 
 def refusal(traced: Traced, asked: Asked, counts: Sequence[int]) -> str | None:
@@ -95,6 +119,16 @@ def without_split(asked: Asked) -> Asked:
     return replace(asked, options=replace(asked.options, method=method))
 
 
+def for_whole(asked: Asked) -> Asked:
+    """What whole sequences are searched for, where slices are searched next."""
+    return asked.within((1 - SHARE) * asked.deadline.left)
+
+
+def for_stages(asked: Asked) -> Asked:
+    """What stages that suit slices are searched for."""
+    return asked.within(STAGES * asked.deadline.left)
+
+
 def as_runs(chosen: Sliced) -> Sliced:
     """Stages for whole sequences as if they had been chosen for slices."""
     slices = chosen.slices
@@ -105,7 +139,7 @@ def as_runs(chosen: Sliced) -> Sliced:
 
 def best(
     run: Passes, asked: Asked, whole: Staged | None, chosen: Sliced, counts: Sequence[int],
-    cut: Callable[[int], Divisible], realise: Realise,
+    cut: Callable[[int], Divisible], realise: Realise, took: float,
 ) -> Staged | None:  # fmt: skip
     """The pipeline in the fastest slices that are found in the time, or in whole sequences; its notes say why.
 
@@ -114,11 +148,12 @@ def best(
       chosen: stages for slices, of which `SLICES` make up a micro-batch.
       counts: the numbers of micro-batches that there may be.
       cut: the step in layers with a number of micro-batches.
+      took: seconds that planning the pipeline of whole sequences took, once its stages were chosen.
     """
     waiting = 1.0 if whole is None else _waiting(whole, asked)
     if whole is not None and waiting < WAITING:
         return noted(whole, f"{_WHOLE}: devices wait for {waiting:.1%} of the step")
-    search = _Search(run, asked, realise, whole)
+    search = _Search(run, asked, realise, whole, took=took)
     count = chosen.slices.num_microbatches // SLICES
     tokens, reason = _begin(search, _with_microbatches(chosen, count, cut))
     if not tokens:
@@ -130,16 +165,24 @@ def best(
     error = 0.0
     for _ in range(ATTEMPTS):
         model = run("slices", latency.fitted, search.samples)
-        error = model.error
-        proposal = _next(search, run("slices", choice.proposed, model, tokens, fewer, step, dispatch))
+        error, search.late = model.error, set()
+        found = run("slices", choice.proposed, model, tokens, fewer, step, dispatch)
+        most = max((n for n in range(2, choice.MOST + 1) if search.has_time(n)), default=0)
+        if 0 < most < choice.MOST:
+            found += run("slices", choice.proposed, model, tokens, fewer, step, dispatch, most)
+        proposal = _next(search, sorted(found, key=lambda one: one.seconds))
         if proposal is None:
             break
         search.tried.add((proposal.microbatches, proposal.lengths))
         try:
             _plan(search, _with_microbatches(chosen, proposal.microbatches, cut), proposal.lengths)
-        except (InfeasibleError, MicrobatchError, OptionError) as refused:
+        except (InfeasibleError, MicrobatchError, OptionError, OrderError) as refused:
             logger.info("slices %s: %s", proposal, refused)
-    return _said(search.best, whole, error)
+    answer = _said(search.best, whole, error)
+    if answer is None or not search.late:
+        return answer
+    late = f"slicings that may take less and were not planned: {len(search.late)}"
+    return noted(answer, f"{asked.ran_out}: {late}")
 
 
 def _waiting(staged: Staged, asked: Asked) -> float:
@@ -153,14 +196,15 @@ def _begin(search: _Search, chosen: Sliced) -> tuple[int, str]:
     reasons: list[str] = []
     asked = search.asked
     for tokens in choice.sizes(chosen.priced.step.accumulated.traced):
-        lengths = choice.first(tokens, choice.step_of(tokens, asked.cluster.platform))
+        most = next((n for n in (4, 2) if search.has_time(n)), 0)
+        lengths = choice.first(tokens, choice.step_of(tokens, asked.cluster.platform), most)
+        if not most:
+            return 0, f"{asked.ran_out}: slices were not searched"
         if len(lengths) < 2:
             continue
-        if asked.deadline.over:
-            return 0, f"{asked.ran_out}: slices were not searched"
         try:
             _plan(search, chosen, lengths)
-        except (InfeasibleError, OptionError) as error:
+        except (InfeasibleError, OptionError, OrderError) as error:
             logger.info("slices of %s tokens: %s", lengths, error)
             reasons.append(str(error).split("]: ", 1)[-1].rsplit(";", 1)[0])
             continue
@@ -185,13 +229,14 @@ def _plan(search: _Search, chosen: Sliced, lengths: tuple[int, ...]) -> None:
 
 def _next(search: _Search, found: Sequence[Proposal]) -> Proposal | None:
     """The fastest proposal that was not tried, may be faster than all that were, and is planned in the time."""
-    left = search.asked.deadline.left
     for proposal in found:
         if search.best is not None and (1 - DOUBT) * proposal.seconds >= search.best.seconds:
             return None
-        known = (proposal.microbatches, proposal.lengths) in search.tried
-        if not known and search.took * len(proposal.lengths) <= left:
+        key = proposal.microbatches, proposal.lengths
+        if key not in search.tried and search.has_time(len(proposal.lengths)):
             return proposal
+        if key not in search.tried:
+            search.late.add(key)
     return None
 
 

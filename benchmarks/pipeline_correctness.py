@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,11 @@ from typing import Any
 import jax
 
 from alpa_lite import schedules
+from benchmarks import kept_rows
 from tests import comparing, pipeline_driver, zoo
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "pipeline_correctness.json"
+VERSION = f"jax {jax.__version__}"
 KINDS = ("gpt", "gpt_tied", "gpt_scan", "unet", "translator", "moe", "resnet")
 MODELS = [f"{library}_{kind}" for kind in KINDS for library in ("linen", "nnx")]
 STAGES, MICROBATCHES = (2, 3, 4), (1, 2, 4, 8)
@@ -51,7 +51,7 @@ def main() -> None:
         want: list[Any] = []
         driven: pipeline_driver.Driven | None = None  # stages of the same number and micro-batches
         for case in cases(model):
-            if key(case) in known():
+            if key(case) in kept_rows.known(RESULTS, VERSION):
                 continue
             found = zoo.get(model)
             step, args = found.make()
@@ -106,23 +106,10 @@ def key(case: Case) -> str:
     return " ".join(map(str, case))
 
 
-def known() -> dict[str, Any]:
-    """The rows that this version of JAX has."""
-    path = RESULTS / "pipeline_correctness.json"
-    return json.loads(path.read_text()).get(f"jax {jax.__version__}", {}) if path.exists() else {}
-
-
 def keep(case: Case, row: dict[str, Any]) -> None:
     """Adds a row. Several processes may run at once."""
-    path = RESULTS / "pipeline_correctness.json"
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        rows = json.loads(file.read() or "{}")
-        rows.setdefault(f"jax {jax.__version__}", {})[key(case)] = row
-        file.truncate(0)
-        file.write(json.dumps(rows, indent=0, sort_keys=True) + "\n")
-    (RESULTS / "pipeline_correctness.md").write_text(table(rows))
+    with kept_rows.changed(RESULTS, table) as rows:
+        rows.setdefault(VERSION, {})[key(case)] = row
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

@@ -145,10 +145,11 @@ def measure(shapes: Any, layers: int, microbatches: int, repetitions: int, round
 
 
 class Clocks:
-    """Seconds within timed calls, by the clock and of the calling thread."""
+    """Seconds within timed calls, by the clock and of the calling thread, and their number."""
 
     def __init__(self) -> None:
         self.wall = self.busy = 0.0
+        self.calls = 0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function, timed. What the timing itself takes is counted as ours."""
@@ -160,8 +161,17 @@ class Clocks:
             finally:
                 self.busy += time.thread_time() - busy
                 self.wall += time.perf_counter() - start
+                self.calls += 1
 
         return run
+
+    def cost(self, repetitions: int = 2000) -> float:
+        """Seconds of the calling thread that timing a call takes beyond what is counted as the call's."""
+        nothing = self.timed(lambda: None)
+        start, before = time.thread_time(), self.busy
+        for _ in range(repetitions):
+            nothing()
+        return (time.thread_time() - start - (self.busy - before)) / repetitions
 
 
 def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:

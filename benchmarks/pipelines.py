@@ -1,8 +1,8 @@
 """Pipelines in predictions: what Auto chooses against every fixed method, and how long a large pipeline takes to plan.
 
 Part "choices": predicted seconds of a step for each method on each case; "-" where nothing fits or the batch does not
-divide. Auto must be at most the best of them; a row where it is not is marked WORSE. All seconds are predictions of one
-cost model.
+divide. Auto must be at most the best of them; a row where it is not is marked WORSE, and by how much. All seconds are
+predictions of one cost model.
 
 Part "planning": `make_plan` of GPT-39B (48 layers, hidden 8192, unrolled, float16) on 8 nodes of 8 V100, in this
 process: stages, submeshes, schedule, rematerialisation and shardings are searched, and the plan is verified. Wall and
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -113,16 +114,22 @@ def compare(case: Case) -> dict[str, Any]:
             continue
         seconds[name] = plan.step_seconds
         chosen = describe(plan)
-    auto, others = seconds["Auto"], [s for name, s in seconds.items() if name != "Auto" and s is not None]
-    good = auto is not None and auto <= min(others, default=auto) * (1 + 1e-9)
     return {
         "case": f"{case.model} {case.size}, batch {case.batch}, {case.nodes} x 8 {case.cluster}",
         "seconds": seconds,
         "chosen": chosen,
-        "verdict": "at most the best" if good else "WORSE",
+        "verdict": verdict(seconds),
         "planning_seconds": time.perf_counter() - start,
         **environment(),
     }
+
+
+def verdict(seconds: dict[str, float | None]) -> str:
+    """Whether Auto is as fast as the best method, and by how much it is not."""
+    auto, best = seconds["Auto"], min((s for s in seconds.values() if s is not None), default=math.inf)
+    if auto is None:
+        return "nothing fits" if math.isinf(best) else "WORSE: nothing found"
+    return "at most the best" if auto <= best * (1 + 1e-9) else f"WORSE by {auto / best - 1:.2%}"
 
 
 def planning(num_microbatches: int | str) -> dict[str, Any]:

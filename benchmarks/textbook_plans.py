@@ -42,5 +42,6 @@ class Textbook:
         wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
         asked = replace(self.asked, options=options, wishes=wished, deadline=Deadline(limit))
         with collecting.seldom(), _jax.without_mesh(), passes("textbook", None) as run:
-            found = one_mesh.chosen(run, self.step, asked).value
-        return found.stage.found.solution.objective, found.way.count
+            chosen = one_mesh.searched(run, self.step, asked).chosen
+        assert chosen is not None
+        return chosen.value.stage.found.solution.objective, chosen.value.way.count

@@ -7,7 +7,7 @@ Arrays of random keys travel as the numbers that they are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -28,14 +28,15 @@ class MoverAcross:
     """The arrays of one edge of the pipeline, from their submesh to one of other processes. As `transfer.Mover`."""
 
     def __init__(
-        self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None
-    ) -> None:
+        self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None,
+        for_runs: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """Compiles what the plans need. Every process with devices at either end makes one, and no other.
 
         Args:
           plans: one for each array, all between the same two submeshes.
           devices: the devices of the cluster, by number.
-          zeros: as for `Crossing`.
+          zeros, for_runs: as for `Crossing`.
         """
         source, destination = plans[0].src_mesh, plans[0].dst_mesh
         numbers = sorted({*source.devices, *destination.devices})
@@ -54,12 +55,18 @@ class MoverAcross:
             ]
             ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
             ways.append(crossing.way_between(shape, dtype, *ends, union, parts))
-        self._crossing = crossing.Crossing(ways, list(start.devices.flat), union, zeros)
+        for_runs = {n for n in for_runs if n not in self._keys and not plans[n].steps}
+        self._crossing = crossing.Crossing(ways, list(start.devices.flat), union, zeros, for_runs)
         self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
         self._resharded = [n for n, plan in enumerate(plans) if plan.steps]
         self._reshard: Any = None
         if self._resharded and self._crossing.lands_here:
             self._reshard = compile_reshard([plans[n] for n in self._resharded], end)
+
+    @property
+    def labels(self) -> list[NamedSharding | None]:
+        """As of its crossing; None for random keys, which do not travel as they are."""
+        return [None if n in self._keys else label for n, label in enumerate(self._crossing.labels)]
 
     @property
     def call(self) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Program, Run, Send, order
 from alpa_lite.report import progress, sentences
-from alpa_lite.runtime import callbacks, compiling, meshes, pacing, placement, presence
+from alpa_lite.runtime import callbacks, compiling, meshes, pacing, placement, presence, relabelling
 from alpa_lite.runtime.across import MoverAcross
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Mover
@@ -98,12 +98,17 @@ class Builder:
         here = jax.process_index()
         self.here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self.meshes]
         self._shardings: dict[Any, NamedSharding] = {}
+        self._sharding_of: dict[int, NamedSharding] = {}  # by buffer, since a call asks for those of its arguments
         self._zeros: dict[Any, Any] = {}  # what transfers between processes share
         self._failures = callbacks.Failures()
 
     @_jax.without_mesh()
-    def build(self) -> Built:
-        """Compiles all executables."""
+    def build(self, told: Mapping[int, NamedSharding]) -> Built:
+        """Compiles all executables.
+
+        Args:
+          told: the shardings of the buffers that all processes are told.
+        """
         program = self._program
         processes = [device.process_index for device in self.devices]
         several = len(set(processes)) > 1
@@ -117,7 +122,9 @@ class Builder:
             for own, here in zip(program.lists, self.here, strict=True) for item in own
             if here and isinstance(item, Run) and made[item.executable][2]
         })  # fmt: skip
-        movers: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        movers: dict[Any, Mover | MoverAcross] = {}
+        others = {*program.outputs, *(buffer for transfer in program.transfers for buffer in transfer.sent)}
+        labels: dict[int, Sequence[Any]] = {}  # of the arrays of each transfer to other processes
         for mesh, position in ordering.issued(program, processes) if several else order(program):
             item = program.lists[mesh][position]
             match item:
@@ -128,15 +135,45 @@ class Builder:
                 case Send(transfer=number) if self.here[mesh] or self.here[program.transfers[number].destination]:
                     transfer = program.transfers[number]
                     plans = transfers.plans_of(program, number, self._cluster)
-                    if plans not in movers:
-                        movers[plans] = self._mover(plans, mesh, transfer.destination)
-                    steps.append((False, movers[plans], transfer.sent, transfer.received, ()))
+                    for_runs = [n for n, buffer in enumerate(transfer.received) if several and buffer not in others]
+                    key = plans, tuple(for_runs)
+                    if key not in movers:
+                        movers[key] = self._mover(*key, mesh, transfer.destination)
+                    mover = movers[key]
+                    if isinstance(mover, MoverAcross):
+                        labels[number] = mover.labels
+                    sent = transfer.sent if self.here[mesh] else ()
+                    received = transfer.received if self.here[transfer.destination] else ()
+                    steps.append((False, mover if isinstance(mover, Mover) else mover.call, sent, received, ()))
                 case Free(buffers=buffers) if self.here[mesh]:
                     steps.append((False, None, (), (), buffers))
                 case _:
                     continue  # of another process, or a receive: the whole transfer was issued where it was sent
             items.append(item)
+        self._label([compiled for compiled, _, _ in made], labels, told)
         return Built([compiled for compiled, _, _ in made], steps, items, empty)
+
+    def _label(
+        self, compiled: Sequence[Any], labels: Mapping[int, Sequence[Any]], told: Mapping[int, NamedSharding]
+    ) -> None:
+        """Has executables make arrays as transfers to other processes want them, and take them as these bring them.
+
+        Args:
+          compiled: each executable; None for those of other processes.
+          labels: of the arrays of each such transfer.
+          told: as for `build`.
+        """
+        program = self._program
+        results = relabelling.of_results(program, labels, told)
+        received = {buffer for number in labels for buffer in program.transfers[number].received}
+        taken: dict[int, dict[int, NamedSharding]] = {}
+        for item in (item for items in program.lists for item in items if isinstance(item, Run)):
+            own = taken.setdefault(item.executable, {})
+            own.update({n: self.sharding(b) for n, b in enumerate(item.inputs) if b in received})
+        for number, one in enumerate(compiled):
+            if one is not None:
+                _jax.call_results(one, results.get(number, {}))
+                _jax.taking_results(one, taken.get(number, {}))
 
     def _executables(self) -> list[tuple[Any, Any, bool]]:
         """`_compile` of each executable; of other processes' nothing."""
@@ -151,12 +188,18 @@ class Builder:
         logger.info(sentences.compiled(self._traced.name, len(mine), time.perf_counter() - start))
         return made
 
-    def _mover(self, plans: tuple[Any, ...], source: int, destination: int) -> Callable[..., Any]:
-        """What moves arrays between two submeshes, of one process or of several."""
+    def _mover(
+        self, plans: tuple[Any, ...], for_runs: Collection[int], source: int, destination: int
+    ) -> Mover | MoverAcross:
+        """What moves arrays between two submeshes, of one process or of several.
+
+        Args:
+          for_runs: those that are neither sent on nor results of the step.
+        """
         here = jax.process_index()
         ends = (self.meshes[source].devices.flat, self.meshes[destination].devices.flat)
         alone = all(device.process_index == here for end in ends for device in end)
-        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices, self._zeros).call
+        return Mover(plans, self.devices) if alone else MoverAcross(plans, self.devices, self._zeros, for_runs)
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
@@ -223,11 +266,15 @@ class Builder:
 
         What has no elements is asked for as replicated: compiled programs return it so.
         """
+        found = self._sharding_of.get(number)
+        if found is not None:
+            return found
         item = self._program.buffers[number]
         key = item.mesh, None if 0 in item.shape else item.layout
         if key not in self._shardings:
             spec = jax.sharding.PartitionSpec() if 0 in item.shape else spec_of(item.layout)
             self._shardings[key] = NamedSharding(self.meshes[item.mesh], spec)
+        self._sharding_of[number] = self._shardings[key]
         return self._shardings[key]
 
     def _kept(self, numbered: set[Numbered]) -> tuple[list[Any], dict[Numbered, int]]:

@@ -28,6 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
+from alpa_lite.processes.alarm import alarm
 
 MARKER = f"{ExecutionError.__name__}: "
 """What stands before our message in the text that JAX makes of an exception."""
@@ -167,8 +168,10 @@ class _Located:
             part = f", micro-batch {microbatch}" if microbatch >= 0 else ""
             line = f" ({self._line})" if self._line else ""
             located = ExecutionError(f"{self._name}{part}: a callback raised {type(error).__name__}: {error}{line}")
+            located.__cause__ = error
+            if microbatch >= 0:
+                alarm.ends(located)  # stages in other processes wait for what this one makes
             if self._failures is None:
                 raise located from error
-            located.__cause__ = error
             self._failures.note(self._name, microbatch, located)
             return [np.zeros(shape, dtype) for shape, dtype in self._shapes]

@@ -13,7 +13,7 @@ copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,18 @@ class Way:
 
 
 class Crossing:
-    """Moves arrays between two sets of devices, as planned. Holds no arrays but zeros."""
+    """Moves arrays between two sets of devices, as planned. Holds no arrays but zeros.
+
+    Attributes:
+      lands_here: whether this process has a device where they land.
+      labels: for each array the sharding that its program takes, if arrays on the source may have it as they are: all
+        their blocks here in their order. Given such an array, nothing is made of it first.
+    """
 
     def __init__(
-        self, ways: Sequence[Way], sources: Sequence[Any], union: Sequence[Any], zeros: dict[Any, Any] | None = None
-    ) -> None:
+        self, ways: Sequence[Way], sources: Sequence[Any], union: Sequence[Any], zeros: dict[Any, Any] | None = None,
+        for_runs: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """Compiles the program of the union.
 
         Args:
@@ -61,6 +68,7 @@ class Crossing:
           sources: the devices where all arrays lie, in the order of their sharding.
           union: these and the devices where they land, in one order for all processes.
           zeros: blocks of zeros by shape, dtype and device, which those of one program share; takes what is new.
+          for_runs: the numbers of arrays that nothing but compiled programs reads where they land.
         """
         here = jax.process_index()
         mine = [device for device in union if device.process_index == here]
@@ -70,20 +78,26 @@ class Crossing:
         self.lands_here = bool(goals)
         self._nothing: list[Any] = [None] * len(ways)
         taken = [mine.index(device) for device in goals]
+        in_order = list(range(len(mine)))
         mesh = relabelling.mesh_over(union)
         sent, landed = [], []
-        self._give, self._take = [], []
-        for way in ways:
+        self._give: list[tuple[NamedSharding, Callable[[Any], Any]]] = []
+        self._take: list[tuple[NamedSharding, Callable[[Any], Any]]] = []
+        self.labels: list[NamedSharding | None] = []
+        labelled: dict[int, NamedSharding] = {}
+        for n, way in enumerate(ways):
             one = relabelling.label(way.shape, way.given, way.dtype, mesh)
+            self.labels.append(one.sharding if one.same and positions == in_order else None)
             absent = [_zeros(way, d, {} if zeros is None else zeros) for d in mine if d not in given]
-            self._give.append(
-                relabelling.relabelling(one.aval, one.sharding, positions, same=one.same, stand_ins=absent)
-            )
+            give = relabelling.relabelling(one.aval, one.sharding, positions, same=one.same, stand_ins=absent)
+            self._give.append((one.sharding, give))
             sent.append(one)
             one = relabelling.label(way.shape, way.taken, way.dtype, mesh)
             if self.lands_here:
                 aval, same = _jax.aval_of(way.shape, way.dtype), one.same and len(goals) == len(mine)
-                self._take.append(relabelling.relabelling(aval, way.landing, taken, same=same))
+                self._take.append((way.landing, relabelling.relabelling(aval, way.landing, taken, same=same)))
+                if n in for_runs and same and taken == in_order and way.landing.num_devices > 1:
+                    labelled[n] = way.landing
             landed.append(one)
         region = jax.shard_map(
             functools.partial(_moved, ways, mesh.axis_names, mesh.size), mesh=mesh, check_vma=False,
@@ -93,7 +107,10 @@ class Crossing:
         jitted = jax.jit(region, out_shardings=[one.sharding for one in landed])
         with _jax.without_mesh():
             compiled = compiling.compiled(jitted.lower(*avals), union)
+        _jax.call_results(compiled, labelled)
         self._call = pacing.paced(compiled, union, unread=True)
+        # What a process gives that sends nothing is the same each time.
+        self._same = None if given else [give(None) for _, give in self._give]
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The arrays where they land; None for each in a process that has no device there.
@@ -101,10 +118,19 @@ class Crossing:
         Args:
           arrays: as planned; where this process has no device of the source, anything.
         """
-        moved = self._call(*[give(array) for give, array in zip(self._give, arrays, strict=True)])
-        if not self.lands_here:
-            return self._nothing
-        return [take(array) for take, array in zip(self._take, moved, strict=True)]
+        given = self._same
+        if given is None:
+            given = _labelled(arrays, self._give)
+        moved = self._call(*given)
+        return _labelled(moved, self._take) if self.lands_here else self._nothing
+
+
+def _labelled(arrays: Sequence[Any], labels: Sequence[tuple[Any, Callable[[Any], Any]]]) -> list[Any]:
+    """Arrays by the labels that they are wanted with, which most are made with (`_jax.call_results`)."""
+    return [
+        array if array.sharding is label else relabel(array)
+        for array, (label, relabel) in zip(arrays, labels, strict=True)
+    ]
 
 
 def _zeros(way: Way, device: Any, known: dict[Any, Any]) -> Any:

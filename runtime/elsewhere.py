@@ -3,7 +3,7 @@
 A result that lies on submeshes of other processes is an *absent* array (`presence`): shape, dtype and sharding. State
 comes back as the same absent array at every call, so that passing it on costs a comparison of identities. Results that
 are no state, are replicated on their submesh and take at most `SMALL` bytes, such as losses and metrics, are told to
-all processes at the end of the step, by one program over a device of each.
+all processes at the end of the step, by one program over the devices of that submesh and one of each other process.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Elsewhere:
             i for i, group in enumerate(program.inputs) if group and not any(here[mesh_of[b]] for b in group)
         )
         self.buffers = frozenset(b for group in program.inputs for b in group if not here[mesh_of[b]])
+        self._buffers = program.outputs
         self._outputs: list[tuple[int, Any]] = []
         for n, b in enumerate(program.outputs):
             if not here[mesh_of[b]]:
@@ -70,6 +71,7 @@ class Elsewhere:
                 buffers = [program.buffers[program.outputs[n]] for n in outputs]
                 self._news.append(News(outputs, [(b.shape, b.dtype) for b in buffers], own, devices))
         absent = dict(self._outputs)
+        self._here = [n for n in range(len(program.outputs)) if n not in absent]
         self._returning = [(argument, absent[n]) for n, argument in traced.state if n in absent]
 
     def shardings(self, results: list[NamedSharding]) -> list[NamedSharding]:
@@ -88,12 +90,19 @@ class Elsewhere:
         """The flat arguments whose new values are absent."""
         return frozenset(argument for argument, _ in self._returning)
 
+    @property
+    def labels(self) -> dict[int, NamedSharding]:
+        """The shardings under which results are told, of those buffers that are results in no other way."""
+        told = {n: one.sharding for one in self._news for n in one.outputs}
+        others = {b for n, b in enumerate(self._buffers) if n not in told}
+        return {self._buffers[n]: sharding for n, sharding in told.items() if self._buffers[n] not in others}
+
     def complete(self, outputs: list[Any]) -> list[Any]:
         """The results of a step, with absent arrays for what is not here and with what all are told."""
         for n, kept in self._outputs:
             outputs[n] = kept
         if self._news:
-            pacing.settled(one for one in outputs if one.sharding.addressable_devices)
+            pacing.settled(outputs[n] for n in self._here)
         for one in self._news:
             for n, array in zip(one.outputs, one.tell([outputs[n] for n in one.outputs]), strict=True):
                 outputs[n] = array
@@ -105,7 +114,7 @@ class News:
 
     Attributes:
       outputs: their numbers.
-      sharding: where all lie when they are told: on a device of each process.
+      sharding: where all lie when they are told: on the submesh, and on a device of each other process.
     """
 
     def __init__(
@@ -118,29 +127,32 @@ class News:
         devices: all.
         """
         self.outputs = tuple(outputs)
-        first: dict[int, Any] = {}
-        for device in (*own, *devices):
-            first.setdefault(device.process_index, device)
-        speakers = [first[process] for process in sorted(first)]
+        own_of: dict[int, list[Any]] = {}
+        for device in own:
+            own_of.setdefault(device.process_index, []).append(device)
+        for device in devices:
+            own_of.setdefault(device.process_index, [device])
+        speakers = [device for process in sorted(own_of) for device in own_of[process]]
         self._speaker = speakers.index(own[0])
-        here = jax.process_index()
-        device = first[here]
-        self._position = [d for d in own if d.process_index == here].index(device) if device in set(own) else -1
         mesh = Mesh(np.array(speakers), (_AXIS,), axis_types=(AxisType.Auto,))
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._types = list(types)
-        self._avals = [_jax.aval_of(*kind) for kind in types]
-        self._zeros = [] if self._position >= 0 else [jax.device_put(np.zeros(s, d), device) for s, d in types]
+        self._relabel = _jax.relabeller(self.sharding)
+        self._zeros: list[Any] = []  # what a process offers that has none of the results
+        mine = own_of[jax.process_index()]
+        if mine[0] not in own:
+            avals = [_jax.aval_of(*kind) for kind in types]
+            blocks = [[jax.device_put(np.zeros(s, d), mine[0])] for s, d in types]
+            self._zeros = [_jax.assembled(a, self.sharding, b) for a, b in zip(avals, blocks, strict=True)]
         self._call: Any = None
 
     def tell(self, arrays: Sequence[Any]) -> list[Any]:
         """The results as all processes have them. Returns before they are there."""
         if self._call is None:
             self._call = self._compiled()
-        here = self._position >= 0
-        blocks = [_jax.blocks_of(array)[self._position] for array in arrays] if here else self._zeros
-        given = zip(blocks, self._avals, strict=True)
-        return self._call(*[_jax.assembled(aval, self.sharding, [block]) for block, aval in given])
+        if self._zeros:
+            return self._call(*self._zeros)
+        return self._call(*[x if x.sharding is self.sharding else self._relabel(x) for x in arrays])
 
     @_jax.without_mesh()
     def _compiled(self) -> Any:

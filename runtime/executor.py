@@ -106,19 +106,9 @@ class Executable:
         self._match = self._calling.matches if self._calling.has_static else None
         self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
         count = len(traced.arguments)
-        specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
-        # Equal shardings are one object: the executable compares those of its arguments, sooner by identity.
-        known = {spec: NamedSharding(mesh, spec) for spec in (*in_specs, *out_specs, *specs)}
-        whole = NamedSharding(mesh, PartitionSpec())
-
-        def sharding(atom: Any, spec: PartitionSpec) -> NamedSharding:
-            empty = 0 in (atom.aval if isinstance(atom, Lit) else traced.graph.values[atom]).shape
-            return whole if empty else known[spec]  # executables return what has no elements as replicated
-
-        block = traced.graph.block
-        self._in_shardings = list(map(sharding, block.inputs[:count], in_specs[:count]))
-        self._out_shardings = list(map(sharding, block.outputs, out_specs))
-        self._constant_shardings = list(map(sharding, block.inputs[count:], specs))
+        self._in_shardings, self._constant_shardings, self._out_shardings = _shardings(
+            traced, mesh, in_specs, out_specs
+        )
         self._donated = donation.donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
         ranges = argument_leaves(traced)
@@ -401,6 +391,29 @@ class Executable:
         values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         for number, leaf in zip(numbers, leaves, strict=True):
             check_leaf(leaf, values[inputs[number]].aval)
+
+
+def _shardings(
+    traced: Traced, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]
+) -> tuple[list[NamedSharding], list[NamedSharding], list[NamedSharding]]:
+    """Those of the arguments, the constants and the results.
+
+    Equal shardings are one object: the executable compares those of its arguments, sooner by identity.
+    """
+    count, block = len(traced.arguments), traced.graph.block
+    specs = in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants)
+    known = {spec: NamedSharding(mesh, spec) for spec in (*in_specs, *out_specs, *specs)}
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def sharding(atom: Any, spec: PartitionSpec) -> NamedSharding:
+        empty = 0 in (atom.aval if isinstance(atom, Lit) else traced.graph.values[atom]).shape
+        return whole if empty else known[spec]  # executables return what has no elements as replicated
+
+    return (
+        list(map(sharding, block.inputs[:count], in_specs[:count])),
+        list(map(sharding, block.inputs[count:], specs)),
+        list(map(sharding, block.outputs, out_specs)),
+    )
 
 
 def _last(function: Callable[..., Any], argument: Any, *others: Any) -> Any:

@@ -3,7 +3,8 @@
 An executable of a stage has a name of ours and no line of the user's code, so that its error is given the instruction
 and the lines that the executable was made from. Errors of the user's callbacks name their place themselves
 (`callbacks`). Work that was dispatched before goes on in either case, and is waited for: its errors would otherwise
-come up later, where nobody expects them.
+come up later, where nobody expects them. Of several processes, none waits: what another sends may never come, for it
+may wait for this one.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from alpa_lite.processes.alarm import alarm
+
 _END = object()
 
 
@@ -74,7 +76,7 @@ class Prefetch(Iterator[Any]):
         """
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=size)
         self._closed = threading.Event()
-        work = (items, place, self._queue, self._closed)
+        work = (items, place, self._queue, self._closed, alarm.turns.prefetch())
         # The thread must not hold this object, or it would never be dropped.
         self._thread = threading.Thread(target=_produce, args=work, name="alpa_lite prefetch", daemon=True)
         self._thread.start()
@@ -112,7 +114,9 @@ class Prefetch(Iterator[Any]):
         self._closed.set()
 
 
-def _produce(items: Iterable[Any], place: Callable[[Any], Any], out: queue.Queue[Any], closed: threading.Event) -> None:
+def _produce(
+    items: Iterable[Any], place: Callable[[Any], Any], out: queue.Queue[Any], closed: threading.Event, series: str
+) -> None:
     def put(item: Any, error: BaseException | None = None) -> None:
         while not closed.is_set():
             try:
@@ -124,15 +128,16 @@ def _produce(items: Iterable[Any], place: Callable[[Any], Any], out: queue.Queue
     source: Any = None
     try:
         source = iter(items)
-        for item in source:
+        for number, item in enumerate(source, 1):
             if closed.is_set():
                 return
-            put(place(item))
+            put(alarm.turns.batch(series, number, place, item))
     except BaseException as error:  # also what ends the thread is the caller's to see
         put(_END, error)
     else:
         put(_END)
     finally:
+        alarm.turns.over(series)
         close = getattr(source, "close", None)
         if close is not None and closed.is_set():
             close()

@@ -17,6 +17,7 @@ Accelerators queue programs on streams and need none of this; in one process, al
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -67,7 +68,13 @@ def settled(results: Iterable[Any]) -> None:
     Args:
       results: of the step, those that are here.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu" and jax.local_device_count() > 1:
+    if _has_to_settle():
         unread = [one for last in _unread.values() for one in last if not one.is_deleted()]  # else a later run has it
         jax.block_until_ready([*results, *unread])
         _unread.clear()
+
+
+@functools.cache
+def _has_to_settle() -> bool:
+    """Whether this is a process of several, with several CPU devices; each of these questions costs microseconds."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu" and jax.local_device_count() > 1

@@ -104,6 +104,7 @@ class PipelineExecutable:
         self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
         self._returned_weak: list[bool] = []  # of the state that a call returns
         self._stays = Copies() if copies is None else copies
+        self._wanted: dict[int, tuple[Any, Any, Any, list[int]]] = {}  # by argument that is no state
         self._called = False
         self._steady = False  # whether that may be given back with the rest as planned
 
@@ -199,7 +200,7 @@ class PipelineExecutable:
         """The `jax.stages.Compiled` of each executable. Also writes the flat list of steps that a call walks."""
         with self._compiling:
             if not self._compiled:
-                built = self._builder.build()
+                built = self._builder.build({} if self._elsewhere is None else self._elsewhere.labels)
                 self._steps, self._items, self._empty = built.steps, built.items, built.empty
                 self._compiled = built.compiled
             return self._compiled
@@ -266,7 +267,7 @@ class PipelineExecutable:
         if last:
             for argument, number, _ in self._state:
                 env[number] = leaves[argument]
-            places: Sequence[int] = self._rest
+            places: Sequence[int] = [i for i in self._rest if not self._is_there(i, leaves[i], env)]
         else:
             places = range(len(leaves))
             self._warn_of_moves(leaves)
@@ -295,6 +296,30 @@ class PipelineExecutable:
             for _, group in sorted(donated.items()):
                 self._settle(group, read, env)
         return env
+
+    def _is_there(self, argument: int, leaf: Any, env: list[Any]) -> bool:
+        """Takes a leaf with the sharding that this step gives to what it places; False leaves it to `_placed`."""
+        wanted = self._wanted.get(argument)
+        if wanted is None:
+            wanted = self._wanted[argument] = self._wanted_of(argument)
+        shape, dtype, sharding, buffers = wanted
+        if getattr(leaf, "sharding", self) is not sharding or not isinstance(leaf, jax.Array):
+            return False
+        if leaf.shape != shape or leaf.dtype != dtype:
+            return False
+        for b in buffers:
+            env[b] = leaf
+        return True
+
+    def _wanted_of(self, argument: int) -> tuple[Any, Any, Any, list[int]]:
+        """Shape and dtype of an argument, its sharding if it has one and is not donated, and its buffers here."""
+        planned = self._traced.graph.values[self._traced.graph.block.inputs[argument]]
+        buffers = self._program.inputs[argument]
+        shardings = {id(one): one for one in map(self._sharding, buffers)}
+        alone = len(shardings) == 1 and self._donated.isdisjoint(buffers)
+        elsewhere = () if self._elsewhere is None else self._elsewhere.buffers
+        here = [b for b in buffers if b not in elsewhere]
+        return planned.shape, planned.dtype, next(iter(shardings.values())) if alone else None, here
 
     def _is_concerned(self, leaf: Any, number: int) -> bool:
         """Whether this process has a part in placing a leaf: a device that reads it, or one that has to send it."""
@@ -398,7 +423,8 @@ class PipelineExecutable:
         return invalid.watched(self._computed, leaves, self._traced, self._owned, apart)
 
     def _computed(self, leaves: list[Any]) -> list[Any]:
-        self.compile()
+        if not self._compiled:
+            self.compile()
         last = self._stacked is None and len(leaves) == len(self._arguments) and self._is_last(leaves)
         if last:
             if [is_weak(leaves[i]) for i in self._rest] != [self._weak.planned[i] for i in self._rest]:
@@ -446,10 +472,10 @@ class PipelineExecutable:
                 if watch is not None:
                     watch(number, env)
         except KeyboardInterrupt:
-            failing.drain(env)
+            failing.drain(env if self._elsewhere is None else ())
             raise
         except Exception as error:
-            failing.drain(env)
+            failing.drain(env if self._elsewhere is None else ())
             item = self._items[number]
             made_from = self._builder.segment(item.executable).instructions if isinstance(item, Run) else ()
             raise failing.named(error, self._program, item, made_from) from error

@@ -6,6 +6,9 @@ such an array from a list of blocks costs a Python object for each block. Where 
 it has of both arrays, one call changes the label instead; for this the array of the union has the shape that the other
 has, so that it says of itself that it is replicated over some axes, which nobody relies on.
 
+Where an executable makes an array for a transfer alone, its result is labelled for that from the start, and what a
+transfer brings is labelled for the destination (`of_results`, `_jax.call_results`): then nothing is done to either.
+
 That takes a union whose size is a multiple of the number of blocks; others are arrays of all blocks along the first
 dim, and are made from lists. An array without dims is called replicated.
 """
@@ -13,7 +16,7 @@ dim, and are made from lists. An array without dims is called replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite.program import Program, Run
 
 
 def mesh_over(devices: Sequence[Any]) -> Mesh:
@@ -87,6 +91,35 @@ def relabelling(
         return _jax.assembled(aval, sharding, [blocks[n] if n >= 0 else next(rest) for n in positions])
 
     return assembled
+
+
+def of_results(
+    program: Program, labels: Mapping[int, Sequence[Any]], told: Mapping[int, Any] | None = None
+) -> dict[int, dict[int, Any]]:
+    """What executables may call their results from the start: those that nothing reads but transfers of one label.
+
+    Args:
+      labels: for a transfer, that of each array, or None. Transfers that are left out take arrays as they are.
+      told: the labels of buffers that are results of the step and go to all processes from there.
+
+    Returns:
+      For each executable the labels, by the number of the result.
+    """
+    wanted: dict[int, set[Any]] = {number: {(told or {}).get(number)} for number in program.outputs}
+    for number, transfer in enumerate(program.transfers):
+        for buffer, one in zip(transfer.sent, labels.get(number, [None] * len(transfer.sent)), strict=True):
+            wanted.setdefault(buffer, set()).add(one)
+    runs = [item for items in program.lists for item in items if isinstance(item, Run)]
+    for buffer in {buffer for item in runs for buffer in item.inputs}:
+        wanted.setdefault(buffer, set()).add(None)
+    found: dict[int, dict[int, set[Any]]] = {}
+    for item in runs:
+        for position, buffer in enumerate(item.outputs):
+            found.setdefault(item.executable, {}).setdefault(position, set()).update(wanted.get(buffer, ()))
+    return {
+        number: {place: label for place, those in results.items() if len(those) == 1 for label in those - {None}}
+        for number, results in found.items()
+    }
 
 
 def _primes(number: int) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ Floats are compared leaf by leaf: ||a - b|| <= 1e-5 * max(||b||, 1e-3 * ||all gr
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +53,14 @@ def errors(got, want) -> dict[str, float]:
     """
     got_leaves, want_leaves = leaves(got), leaves(want)
     assert got_leaves.keys() == want_leaves.keys()
-    adam = any("mu" in name for name in want_leaves)
-    if adam:
-        kept = [n for n, x in want_leaves.items() if "mu" in n or x.ndim == 0 or not np.issubdtype(x.dtype, np.inexact)]
+    moments = [name for name in want_leaves if re.search(r"\bmu\b", name)]  # `mu`, and not the "mu" in `multi_head`
+    if moments:
+        kept = [
+            n for n, x in want_leaves.items() if n in moments or x.ndim == 0 or not np.issubdtype(x.dtype, np.inexact)
+        ]
         got_leaves, want_leaves = ({n: x[n] for n in kept} for x in (got_leaves, want_leaves))
-    gradients = "mu" if adam else "grads"
-    total = np.sqrt(sum(norm(x) ** 2 for name, x in want_leaves.items() if gradients in name))
+    gradients = moments or [name for name in want_leaves if "grads" in name]
+    total = np.sqrt(sum(norm(want_leaves[name]) ** 2 for name in gradients))
     found = {}
     for name, b in want_leaves.items():
         a = got_leaves[name]

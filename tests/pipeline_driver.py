@@ -29,6 +29,7 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tokens import in_slices
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.schedules import Schedule
@@ -76,8 +77,12 @@ def staged(
     *,
     cuts: Sequence[int] | None = None,
     remat: Sequence[Choice] = (),
+    tokens: Sequence[int] = (),
 ) -> Staged:
-    """The step as a loop over micro-batches, cut into stages; `cuts` are the first layers of all stages but one."""
+    """The step as a loop over micro-batches, cut into stages; `cuts` are the first layers of all stages but one.
+
+    With `tokens` it is in slices of the sequence of so many tokens each.
+    """
     traced = tracing.trace(
         step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
     )
@@ -90,6 +95,8 @@ def staged(
     if cuts is None:
         cuts = [round(i * count / stages) for i in range(1, stages)]
     cut = division.divided(step_in_layers, cuts, remat)
+    if tokens:
+        cut = in_slices(cut, tokens)
     accumulated, assignment = cut.accumulated, cut.assignment
     graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
     for one in graphs:
@@ -107,16 +114,22 @@ def drive(
     virtual: int = 1,
     cuts: Sequence[int] | None = None,
     remat: Sequence[Choice] = (),
+    tokens: Sequence[int] = (),
+    cluster: Cluster | None = None,
+    price: float = 0.0,
 ) -> Driven:
-    """Plans a step as a pipeline, one submesh of one axis for each number of `devices`."""
-    cut = staged(step, args, len(devices) * virtual, microbatches, cuts=cuts, remat=remat)
-    cluster = Cluster.local()
-    tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual)
+    """Plans a step as a pipeline, one submesh of one axis for each number of `devices`; `tokens` as for `staged`.
+
+    `price` is of memory.
+    """
+    cut = staged(step, args, len(devices) * virtual, microbatches, cuts=cuts, remat=remat, tokens=tokens)
+    cluster = cluster or Cluster.local()
+    tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual, slices=len(tokens) or 1)
     planned = tuple(
         planning.lowered(
             planning.decide(
                 one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
-                price=0.0, time_limit=60.0,
+                price=price, time_limit=60.0, split_weights=tasks.splits_backward,
             ),
             split_weights=tasks.splits_backward,
         )

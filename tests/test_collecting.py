@@ -38,15 +38,15 @@ def test_threads_that_overlap_leave_it_as_it_was():
 
     def plan() -> None:
         with collecting.seldom():
-            entered.wait(timeout=60)
+            entered.wait(timeout=240)
             inside.append(gc.get_threshold()[0])
-            leave.wait(timeout=60)
+            leave.wait(timeout=240)
 
     threads = [threading.Thread(target=plan) for _ in range(8)]
     for thread in threads:
         thread.start()
-    entered.wait(timeout=60)
-    leave.wait(timeout=60)
+    entered.wait(timeout=240)
+    leave.wait(timeout=240)
     for thread in threads:
         thread.join()
     assert inside == [collecting.SELDOM] * 8

@@ -5,6 +5,7 @@ What Auto must choose is tested where theory says what is best, on clusters that
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,7 +19,7 @@ import alpa_lite
 from alpa_lite import compiler, pipelining, runner
 from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Link
-from alpa_lite.errors import InfeasibleError, OptionError, PlanError
+from alpa_lite.errors import InfeasibleError, OptionError, OrderError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.plans import writing
@@ -87,7 +88,7 @@ def test_a_model_that_fits_stays_on_one_mesh():
 
 def test_slow_links_between_nodes_lead_to_stages_per_node():
     step, args = step_and_args(layers=4, width=8192, batch=4096)
-    where = cluster(2, 4, network=0.5e9)
+    where = dataclasses.replace(cluster(2, 4, network=0.5e9), peak_flops={"f32": 500e9})
     found = plans(step, args, where, num_microbatches=8)["auto"]
     assert found.pipelined
     shape = found.division
@@ -97,6 +98,22 @@ def test_slow_links_between_nodes_lead_to_stages_per_node():
     ]
     assert {device for span in spans for device in span} == set(range(8))
     assert all(span[0] // 4 == span[-1] // 4 for span in spans)
+
+
+def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeypatch):
+    """A schedule that cannot run the stages that were chosen is a reason for a mesh, and no error."""
+
+    def realised(*_: Any) -> Any:
+        raise OrderError("schedule 1f1b cannot run this step")
+
+    monkeypatch.setattr(pipelining, "realised", realised)
+    step, args = step_and_args(layers=4, width=8192, batch=4096)
+    where = cluster(2, 4, network=0.5e9)
+    found = alpa_lite.make_plan(step, *args, cluster=where, num_microbatches=8, verify="off")
+    assert not found.pipelined
+    assert any("schedule 1f1b cannot run this step" in note for note in found.notes)
+    with pytest.raises(OrderError):
+        alpa_lite.make_plan(step, *args, cluster=where, num_microbatches=8, verify="off", method=Pipeline())
 
 
 def test_memory_that_fits_no_mesh_leads_to_a_pipeline():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import jax
@@ -225,11 +224,13 @@ def test_errors_of_the_loader_come_in_their_place_and_the_thread_ends() -> None:
         next(ahead)
     with step.prefetch(endless(), size=1) as ahead:
         next(ahead)
-    assert closed.wait(5)
+    assert closed.wait(60)
     closed.clear()
     ahead = step.prefetch(endless())
     next(ahead)
     del ahead  # nobody reads on
-    assert closed.wait(5)
-    time.sleep(0.05)
-    assert not [t for t in threading.enumerate() if t.name == "alpa_lite prefetch"]
+    assert closed.wait(60)
+    for thread in threading.enumerate():
+        if thread.name == "alpa_lite prefetch":
+            thread.join(60)
+            assert not thread.is_alive()

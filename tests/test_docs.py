@@ -36,9 +36,11 @@ FOREIGN = frozenset(
     (
         "tf.data", "as_numpy_iterator", "DataLoader", "collate_fn", "graph_pp_runner.py", "pipeline_enter_stage",
         "sxstage_iter", "dcn_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
+        "jax_cross_host_transfer_socket_address",
+        "jax_cross_host_transport_addresses", "supports_cross_host_transfers", "SystemExit",
     )
 )  # fmt: skip
-"""Names of other projects, none of which is installed."""
+"""Names of other projects, none of which is installed, and of JAX and Python, which the code does not use."""
 
 
 def prose(page: Path) -> str:

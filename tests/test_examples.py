@@ -71,7 +71,7 @@ def test_the_readme_s_script_runs(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "plan.json").exists()

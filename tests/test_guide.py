@@ -42,7 +42,7 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
     quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=kept | quick, capture_output=True, text=True, timeout=300
+        [sys.executable, "page.py"], cwd=tmp_path, env=kept | quick, capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -82,7 +82,7 @@ def test_a_slurm_job_goes_on_only_where_there_is_more_to_do(
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "RUNS": str(tmp_path), "SLURM_JOB_ID": "7"}
     run = subprocess.run(
         ["bash", JOBS / "pretrain.slurm"], env=env | {"SLURM_RESTART_COUNT": str(restarts)},
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (run.stdout == "requeue 7\n") == requeued, run.stderr
     assert run.returncode == (1 if code and not requeued else 0)

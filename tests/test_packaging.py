@@ -28,7 +28,7 @@ def build(kind: str, folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
     into.mkdir(exist_ok=True)
     run = subprocess.run(
         [sys.executable, "-c", BUILD, f"build_{kind}", str(into)],
-        cwd=folder, capture_output=True, text=True, timeout=120,
+        cwd=folder, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return into / run.stdout.splitlines()[-1]

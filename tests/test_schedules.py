@@ -217,6 +217,33 @@ def test_interleaving_divides_the_bubble() -> None:
         assert timeline.idle == (3 * 12.0 / virtual,) * 4
 
 
+@pytest.mark.parametrize(("name", "virtual"), [case for case in VARIANTS if case[0] != "zb-h1"])
+def test_slices_of_the_sequence(name: str, virtual: int) -> None:
+    """Every task is there once for each slice, none waits forever, and submeshes idle for slices, not micro-batches."""
+    for meshes, microbatches, slices in ((1, 2, 3), (2, 2, 4), (3, 6, 2), (4, 4, 8), (2, 1, 3)):
+        if exists(name, meshes, microbatches):
+            made = schedules.schedule(name, meshes, microbatches, virtual=virtual, slices=slices)
+            schedules.check(made)
+            bubble = schedules.bubble(
+                name, meshes, microbatches, forward=1.0, backward_input=1.0, backward_weight=1.0, virtual=virtual
+            )
+            timeline = schedules.simulate(made, **UNIFORM)
+            assert timeline.idle == (bubble,) * meshes
+            names = {(e.stage, e.name) for e in timeline.events}
+            assert len(names) == 2 * made.num_stages * microbatches * slices
+
+
+def test_check_finds_slices_in_the_wrong_order() -> None:
+    made = schedules.schedule("gpipe", 2, 1, slices=3)
+    tasks = made.tasks[1]
+    with pytest.raises(PlanError, match=r"missing, such as .*slice=0"):
+        schedules.check(changed(made, 1, tasks[:-1]))
+    with pytest.raises(PlanError, match="wait for each other"):
+        schedules.check(changed(made, 1, (*tasks[:3], *reversed(tasks[3:]))))
+    with pytest.raises(PlanError, match="wait for each other"):
+        schedules.check(changed(made, 1, (tasks[1], tasks[0], *tasks[2:])))
+
+
 def changed(made: Schedule, mesh: int, tasks: tuple[Task, ...]) -> Schedule:
     return dataclasses.replace(made, tasks=(*made.tasks[:mesh], tasks, *made.tasks[mesh + 1 :]))
 

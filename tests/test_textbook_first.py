@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import pytest
 
 import alpa_lite
-from alpa_lite import one_mesh
+from alpa_lite import one_mesh, textbook_first
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.passes.sharding.lessons import Beaten
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.programs import ways
+from alpa_lite.passes.programs.ways import Outcome, Way
+from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 from tests import zoo
 
 METHODS = (
@@ -47,7 +52,7 @@ def check(name: str, cluster: Cluster, seconds: float) -> None:
     assert {method: s for method, s in others.items() if s < auto.step_seconds * (1 - ROUNDING)} == {}
 
 
-@pytest.mark.parametrize("name", ["linen_gpt", "nnx_gpt"])
+@pytest.mark.parametrize("name", ["linen_gpt", pytest.param("nnx_gpt", marks=pytest.mark.slow)])
 def test_in_half_a_second_auto_is_no_slower_than_any_textbook_plan(name: str) -> None:
     check(name, A100, 0.5)
 
@@ -80,3 +85,61 @@ def test_where_the_search_finds_nothing_the_best_textbook_plan_is_returned(monke
     (chosen,) = [c for c in plan.candidates if c.status == "chosen"]
     assert chosen.method in ("DataParallel", "Zero(1)", "Zero(2)", "Zero(3)", "TensorParallel")
     assert plan.solver.status == "feasible" and plan.solver.bound < plan.solver.objective
+
+
+def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monkeypatch) -> None:
+    """Eight examples on eight devices: of two micro-batches, neither can be cut over the devices."""
+
+    def analysed(batch: int) -> list[int]:
+        counts: list[int] = []
+        looped, evaluated = one_mesh.looped, textbook_first.evaluated
+
+        def noted(run: Any, step: Any, asked: Any, way: Any) -> Any:
+            counts.append(way.count)
+            return looped(run, step, asked, way)
+
+        def alone(*given: Any) -> None:
+            with monkeypatch.context() as within:
+                within.setattr(one_mesh, "looped", noted)
+                evaluated(*given).below(math.inf)
+            raise RuntimeError("only this phase is of interest")
+
+        with monkeypatch.context() as outer:
+            outer.setattr(textbook_first, "METHODS", {"Zero(2)": alpa_lite.Zero(2)})
+            outer.setattr(textbook_first, "evaluated", alone)
+            state = {"a": jax.ShapeDtypeStruct((64, 4096), "float32")}
+            x = jax.ShapeDtypeStruct((batch, 512, 64), "float32")
+            with pytest.raises(RuntimeError, match="of interest"):
+                alpa_lite.make_plan(
+                    squared, state, x, cluster=A100, method=alpa_lite.Sharded(), memory_per_device=12 * 2**20
+                )
+        return counts
+
+    first, *others = analysed(batch=64)  # enough examples for the number of micro-batches that may fit
+    assert first == 1 and others
+    assert analysed(batch=8) == [1]
+
+
+def test_more_micro_batches_of_a_method_are_analysed_only_where_their_bound_is_below_what_was_found() -> None:
+    """DataParallel needs more of them for its activations, and takes 1 s at least with one."""
+    tried: list[Way] = []
+
+    def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Any]:
+        tried.append(way)
+        if way.count < 4:
+            raise Beaten({}, least=40.0) if way.count > 1 else Beaten({LogicalMesh((8,), ("x",)): 1.0}, least=40.0)
+        return Outcome(None, 1.5, 1.5)
+
+    known = textbook_first.TextbookPlans({}, None, (ways.begun(solve, None, floor=0.0, budget=10.0),))
+    assert tried == [Way(1)]
+    assert known.below(0.99) is None and tried == [Way(1)]
+    found = known.below(2.0)
+    assert found is not None and found.best == Way(4) and tried == [Way(1), Way(4)]
+    assert known.below(1.2) is None
+
+
+def squared(state: Any, x: Any) -> Any:
+    def loss(state: Any) -> Any:
+        return (jax.numpy.tanh(x @ state["a"]) ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), x.mean()

@@ -120,6 +120,26 @@ def test_what_is_not_causal_is_refused():
         piped(step, 2, num_stages=2, token_slices=(6, 6)).plan(*args)
 
 
+def test_patches_are_refused_by_what_makes_them():
+    """The tokens of a picture are no dim of an argument; what takes several rows of pixels at once is named."""
+    params = {"patches": jnp.ones((2, 2, 3, WIDE)), "mix": jnp.ones((WIDE, WIDE)), "head": jnp.ones((WIDE, 1))}
+
+    def loss(params, pixels):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(pixels, params["patches"], (2, 2), "VALID", dimension_numbers=numbers)
+        x = x.reshape(x.shape[0], -1, WIDE)
+        x = jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2)) @ x @ params["mix"]
+        return (x @ params["head"]).mean()
+
+    def step(params, pixels):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, pixels))
+
+    args = (params, jnp.ones((4, 8, 8, 3)))
+    for lengths in ((4, 4), (9, 8)):
+        with pytest.raises(OptionError, match=r"conv_general_dilated at .*test_token_pipelines.* waits for later"):
+            make_plan(step, args, num_stages=2, schedule="1f1b", token_slices=lengths)
+
+
 def test_lengths_must_add_up():
     step, args = language_model()
     with pytest.raises(OptionError, match=r"the sequence has 12 tokens, and \[6, 7\] are 13"):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from alpa_lite.checkpoint import files, reading, saving
-from alpa_lite.checkpoint.agreement import Agreement, said
 from alpa_lite.checkpoint.metadata import Metadata
+from alpa_lite.checkpoint.together import operation
 from alpa_lite.errors import CheckpointError, OptionError
 from alpa_lite.plan import Plan
+from alpa_lite.processes.operations import Operation, said
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +219,8 @@ class CheckpointManager:
     def _path(self, step: int) -> epath.Path:
         return self.folder / str(step)
 
-    def _agreement(self, what: str) -> Agreement:
-        return Agreement(f"{what} in {self.folder}", self._timeout)
+    def _agreement(self, what: str) -> Operation:
+        return operation(f"{what} in {self.folder}", self._timeout)
 
     def _remove_old(self) -> None:
         good = [step for step in files.steps(self.folder) if step not in self._damaged]
@@ -235,7 +236,7 @@ def _read(folder: epath.Path, flat: Any, leaves: Any, verify: bool, timeout: flo
     Raises:
       CheckpointError: it holds the state of another model; or it cannot be read, though its checksums are right.
     """
-    agreed = Agreement(f"restoring {folder}", timeout)
+    agreed = operation(f"restoring {folder}", timeout)
     if verify:
         damage = agreed.every("damage", lambda: files.damage(folder, agreed.process, agreed.count))
         if any(damage):

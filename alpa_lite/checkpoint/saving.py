@@ -26,11 +26,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from alpa_lite.checkpoint import arrays, files, trees
-from alpa_lite.checkpoint.agreement import Agreement, said
 from alpa_lite.checkpoint.files import Place
 from alpa_lite.checkpoint.metadata import Metadata
+from alpa_lite.checkpoint.together import operation
 from alpa_lite.errors import CheckpointError
 from alpa_lite.plan import Plan
+from alpa_lite.processes.operations import said
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def begin(
     flat = trees.flat(tree)
     plain = trees.plain(flat)
     metadata = Metadata.of(step, plan, plain, user)
-    place, agreed = Place.of(final), Agreement(f"saving {final}", timeout)
+    place, agreed = Place.of(final), operation(f"saving {final}", timeout)
     agreed.first("folder", lambda: _make_folder(place, replace))
     handler, blocks = arrays.writer()
     try:

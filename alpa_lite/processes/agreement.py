@@ -17,6 +17,7 @@ to the first round: the others say so when their time is up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -38,6 +39,7 @@ from alpa_lite.errors import AlpaLiteError, ProcessError
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.paths import shown
 from alpa_lite.plan import Plan
+from alpa_lite.processes.alarm import alarm
 from alpa_lite.processes.missing import check_joined
 from alpa_lite.processes.store import VARIABLE, Store, timeout
 from alpa_lite.program import Program
@@ -154,6 +156,7 @@ class Agreement(Alone):
         self._number = next(_plannings)
         self._store = Store(f"plan/{self._number}")
         self._process, self._count = jax.process_index(), jax.process_count()
+        self._turn = alarm.plans()
         self._round = 0
 
     @contextlib.contextmanager
@@ -214,7 +217,7 @@ class Agreement(Alone):
 
     def _answer(self, process: int) -> Any:
         """What another process told in this round. Process 0 asks."""
-        text = self._store.get(f"from {process}/{self._round}", timeout())
+        text = self._get(process, timeout())
         if text is None:
             raise ProcessError(
                 f"process {process} did not come to plan {self._name} (planning {self._number} of the program) within "
@@ -229,9 +232,14 @@ class Agreement(Alone):
     def _tell(self, found: dict[str, Any]) -> None:
         self._store.put(f"from {self._process}/{self._round}", json.dumps(found))
 
+    def _get(self, process: int, seconds: float) -> str | None:
+        """What another process told in this round; None if it does not in time."""
+        check = functools.partial(alarm.check_others_plan, self._turn, self._name)
+        return self._store.get(f"from {process}/{self._round}", seconds, check)
+
     def _hear(self, seconds: float) -> dict[str, Any]:
         """What process 0 told in this round."""
-        text = self._store.get(f"from 0/{self._round}", seconds)
+        text = self._get(0, seconds)
         if text is None:
             raise ProcessError(
                 f"process 0 did not come to plan {self._name} (planning {self._number} of the program) within "
@@ -258,6 +266,7 @@ def together(name: str) -> Alone:
       ProcessError: this is one process of several, but it has not joined the others.
     """
     if jax.process_count() > 1:
+        alarm.start()
         return Agreement(name)
     check_joined(name)
     return Alone()

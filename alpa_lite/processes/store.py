@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,14 +67,17 @@ class Store:
             self._client.key_value_set_bytes(f"{self._prefix}/{key}/{number}", part)
         self._client.key_value_set_bytes(f"{self._prefix}/{key}", str(len(parts)).encode())  # now all are there
 
-    def get(self, key: str, seconds: float) -> str | None:
+    def get(self, key: str, seconds: float, check: Callable[[], None] = lambda: None) -> str | None:
         """The text that was told, as soon as it is; None if it is not told in so many seconds.
+
+        Args:
+          check: called every few seconds while it waits; what it raises ends the wait.
 
         Raises:
           ProcessError: the service is gone: process 0, which holds it, has ended.
         """
         until = time.monotonic() + seconds
-        count = self._wait(key, until)
+        count = self._wait(key, until, check)
         if count is None:
             return None
         parts = [self._wait(f"{key}/{number}", until + _TURN) for number in range(int(count))]
@@ -85,7 +89,7 @@ class Store:
         """Removes all that was told under the prefix. No process may read of it any more."""
         self._client.key_value_delete(self._prefix)
 
-    def _wait(self, key: str, until: float) -> bytes | None:
+    def _wait(self, key: str, until: float, check: Callable[[], None] = lambda: None) -> bytes | None:
         while True:
             turn = max(0.01, min(_TURN, until - time.monotonic()))
             try:
@@ -97,3 +101,4 @@ class Store:
                     ) from error
             if time.monotonic() >= until:
                 return None
+            check()

@@ -113,7 +113,7 @@ def _candidates(plan: Plan) -> RenderableType:
     return out
 
 
-_STATUS = {"cutof": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
+_STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
 _EQUAL = 1e-6  # relative difference of seconds that is rounding
 
 
@@ -124,7 +124,7 @@ def _status(candidate: Candidate, best: float) -> str:
     that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
     """
     status, seconds = _STATUS.get(candidate.status, candidate.status), candidate.step_seconds
-    if candidate.status in ("chosen", "cutof", "infeasible") or seconds is None or best <= 0:
+    if candidate.status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
         return status
     if abs(seconds - best) <= _EQUAL * best:
         return "equally fast"

@@ -107,6 +107,7 @@ class _Body:
     ) -> None:
         self.rewriter = rewriter
         self.body: Block = scan.bodies[0]
+        self.inputs = frozenset(self.body.inputs)
         self.consts = frozenset(ScanView(scan).inputs.consts)
         self.backward, self.saved, self.free, self.stages = backward, saved, free, stages
         self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
@@ -213,7 +214,7 @@ class _Body:
     def barrier(self, layer: int, user: Op) -> Mapping[int, int]:
         """The barrier of a layer, which stands before its first copy: what each value is called after it."""
         if layer not in self.after:
-            cotangents = [v for v in reads(user) if v not in self.made and v not in self.body.inputs]
+            cotangents = [v for v in reads(user) if v not in self.made and v not in self.inputs]
             held = list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents]))
             if not held:
                 self.after[layer] = {}

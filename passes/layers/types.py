@@ -79,6 +79,7 @@ class Assignment:
       home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
         are on stage 0. Other stages that read it get it once per step, the batch as slices.
       phases: of a step in slices of the sequence, the phase of each op of the body (`tokens.slicing`); else empty.
+      num_slices: of the sequence; no stage needs to have an op of every phase.
     """
 
     num_stages: int
@@ -90,3 +91,4 @@ class Assignment:
     shared: frozenset[int]
     home: Mapping[int, int]
     phases: Mapping[int, int] = field(default_factory=dict)
+    num_slices: int = 1

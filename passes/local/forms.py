@@ -52,19 +52,18 @@ def local_form(
     if not sharded:
         setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
         return _ANYWHERE.get(op.name, Setting.bound)(setting)
-    parts = _parts(rule, assignment, sharded, mesh)
     given = registered.maker(op)
     maker = given or FORMS.get(op.name)
-    if parts is None or maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
+    if maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
         return None
-    operands = _layouts(rule.operands, rule, assignment, parts, ())
-    partial = tuple(
-        a for a in mesh.axis_names if any(a in assignment[f] for f in sharded if rule.factors[f].kind == "sum")
-    )
-    results = _layouts(rule.results, rule, assignment, parts, partial)
-    if operands is None or results is None:
+    key = assignment, mesh
+    if key not in rule.placements:
+        rule.placements[key] = _placed(rule, assignment, sharded, mesh)
+    placed = rule.placements[key]
+    if placed is None:
         return None
-    if _repeats(assignment, sharded) and not (op.name in primitives.PAIRWISE and _disjoint(operands)):
+    operands, results, repeats = placed
+    if repeats and not (op.name in primitives.PAIRWISE and _disjoint(operands)):
         return None
     setting = Setting(op, rule, assignment, values, mesh, operands, results)
     if any(rule.factors[f].kind == "special" for f in sharded) and not _divides(setting):
@@ -79,6 +78,23 @@ def _whole(rule: Rule) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
 @functools.cache
 def _replicated(rank: int) -> Layout:
     return Layout(((),) * rank)
+
+
+def _placed(
+    rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...], bool] | None:
+    """The layouts of operands and of results, and whether an axis shards two factors; None if there are none."""
+    parts = _parts(rule, assignment, sharded, mesh)
+    if parts is None:
+        return None
+    operands = _layouts(rule.operands, rule, assignment, parts, ())
+    partial = tuple(
+        a for a in mesh.axis_names if any(a in assignment[f] for f in sharded if rule.factors[f].kind == "sum")
+    )
+    results = _layouts(rule.results, rule, assignment, parts, partial)
+    if operands is None or results is None:
+        return None
+    return operands, results, _repeats(assignment, sharded)
 
 
 @functools.lru_cache(maxsize=1024)

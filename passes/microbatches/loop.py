@@ -19,6 +19,7 @@ Source: DESIGN section 3; GPipe (Huang et al. 2019), section 2.2, for micro-batc
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError, MicrobatchError
 from alpa_lite.graph import Graph, Op, Traced
 from alpa_lite.passes import factors
-from alpa_lite.passes.microbatches import independent
+from alpa_lite.passes.microbatches import independent, single
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.strides import Ordered, Strides
@@ -89,6 +90,8 @@ def accumulate(
     """
     if num_microbatches < 1:
         raise MicrobatchError(f"num_microbatches={num_microbatches}: give a positive number")
+    if num_microbatches == 1:
+        return _in_one(traced, rules)
     refusals, smaller = [], []
     found: tuple[Analysis, tuple[int, dict[int, int]]] | None = None
     for candidate in _candidates(traced, num_microbatches):
@@ -116,7 +119,7 @@ def accumulate(
         raise _undivided(traced, num_microbatches) or _refused_guess(refusals[0], traced)
     analysis, (size, dims) = found
     try:
-        graph, scan, is_strided = _emitted(analysis, strided and num_microbatches > 1)
+        graph, scan, is_strided = _emitted(analysis, strided)
     except ValueError as error:  # all that reads the batch comes before the loop, as far as anything does
         if analysis.unfit:
             refused = Refused(analysis.unfit[0].op, analysis.unfit[0], frozenset())
@@ -127,6 +130,40 @@ def accumulate(
         m = num_microbatches
         notes += (f"micro-batch t has the examples t, t + {m}, t + {2 * m}, .., so that cutting moves no data",)
     return Accumulated(replace(traced, graph=graph), scan, num_microbatches, notes)
+
+
+def _in_one(traced: Traced, rules: Mapping[Any, Rule]) -> Accumulated:
+    """The step as a loop over one micro-batch, in which no operation needs a form for a part of the batch.
+
+    How a batch is cut says where the update begins of a step whose reverse pass JAX has not marked.
+
+    Raises:
+      MicrobatchError: the step does nothing that could be in a loop.
+    """
+    batch = _batch(traced)
+    dims = {value: 0 for _, value, _ in batch}
+    analysis: Analysis | None = None
+    if batch and not single.has_reverse_pass(traced.graph):
+        for _, cut in _candidates(traced, 1):
+            with contextlib.suppress(MicrobatchError):
+                found = _analysed(traced, rules, 1, cut, False)
+                if single.holds_the_work(found):
+                    analysis = found
+                    break
+    if analysis is None:
+        scalars = {
+            value
+            for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
+            if argument.role == "batch" and value not in dims
+        }
+        analysis = single.Single(traced.graph, rules, dims, _bound(traced), scalars)
+    try:
+        graph, scan = emit(analysis)
+    except ValueError as error:
+        raise MicrobatchError(f"num_microbatches=1: {error}; use one mesh (Sharded())") from error
+    sizes = {shape[0] for *_, shape in batch}
+    note = _cut_note(traced, 1, min(sizes), dims) if len(sizes) == 1 else "1 micro-batch: the whole batch"
+    return Accumulated(replace(traced, graph=graph), scan, 1, (note,))
 
 
 def _emitted(analysis: Analysis, strided: bool) -> tuple[Graph, int, bool]:
@@ -214,18 +251,19 @@ def _better(new: Analysis, old: Analysis) -> bool:
 def batch_dims(traced: Traced, rules: Mapping[Any, Rule], num_microbatches: int) -> dict[str, int] | None:
     """The dim of each batch argument, by path, along which a step is cut exactly; None if it cannot be.
 
-    Cheaper than `accumulate`: nothing is rewritten.
+    Cheaper than `accumulate`: nothing is rewritten. One micro-batch is the batch, which always can be.
     """
     try:
         for _, dims in _candidates(traced, num_microbatches):
             try:
-                _analysed(traced, rules, num_microbatches, dims, False)
+                if num_microbatches > 1:
+                    _analysed(traced, rules, num_microbatches, dims, False)
             except MicrobatchError:
                 continue
             return {traced.arguments[number].path: dim for number, dim in _numbered(traced, dims).items()}
     except MicrobatchError:
         pass
-    return None
+    return {} if num_microbatches == 1 else None
 
 
 def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
@@ -302,17 +340,21 @@ def _analysed(
     traced: Traced, rules: Mapping[Any, Rule], parts: int, dims: Mapping[int, int], allow_inexact: bool
 ) -> Analysis:
     """The analysis of a step, reductions that must be so taken within the micro-batch if that is allowed."""
+    try:
+        return Analysis(traced.graph, rules, parts, dims, _bound(traced), may_be_local=allow_inexact or parts == 1)
+    except Refused as refused:
+        raise _refusal(refused, parts, allow_inexact, traced.graph) from None
+
+
+def _bound(traced: Traced) -> set[int]:
+    """Arguments that are floating-point state; without state, weights: they must not be read ahead of the loop."""
     values = traced.graph.values
-    kept = "state" if traced.state else "frozen"  # without state, weights are what must not be read ahead of the loop
-    bound = {
+    kept = "state" if traced.state else "frozen"
+    return {
         value
         for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)
         if argument.role == kept and jnp.issubdtype(values[value].dtype, jnp.inexact)
     }
-    try:
-        return Analysis(traced.graph, rules, parts, dims, bound, may_be_local=allow_inexact or parts == 1)
-    except Refused as refused:
-        raise _refusal(refused, parts, allow_inexact, traced.graph) from None
 
 
 def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -30,11 +31,39 @@ def of_pipelines(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, me
         MOST_OF_MANY if cluster.num_devices >= MANY else MOST, 8 * max(2, method.num_stages or cluster.num_devices)
     )
     counts, cut = [1 << i for i in range(most.bit_length())], None
+    together = _together(traced, rules, counts, most)
+    if together:
+        return together
     while counts and (cut := batch_dims(traced, rules, counts[-1])) is None:
         counts.pop()  # what can be cut into a number of parts can be cut into half as many
     if cut is None:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
     return [*counts, *_finer(traced, rules, cut, counts[-1], most)]
+
+
+def _together(
+    traced: Traced, rules: Mapping[Any, Rule], counts: Sequence[int], most: int
+) -> list[int]:  # fmt: skip
+    """All numbers, where the step can be cut into their least common multiple; else none, and each is to be tried.
+
+    What can be cut into a number of parts can be cut into each of its divisors: one analysis tells of both kinds.
+    """
+    values = traced.graph.values
+    inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
+    sizes = {values[v].shape[0] for argument, v in inputs if argument.role == "batch" and values[v].shape}
+    if len(sizes) != 1:
+        return []
+    (size,) = sizes
+    powers = [count for count in counts if size % count == 0]
+    finer = _halvings(size, powers[-1], most)
+    cut = batch_dims(traced, rules, math.lcm(powers[-1], finer[-1])) if finer else None
+    return [*powers, *finer] if cut and not any(cut.values()) else []
+
+
+def _halvings(size: int, largest: int, most: int) -> list[int]:
+    """The size over powers of two, rising: those above the largest power of two of parts and not above the most."""
+    found = [size >> i for i in range(size.bit_length()) if size % (1 << i) == 0]
+    return sorted(count for count in found if 2 * largest <= most and largest < count <= most)
 
 
 def _finer(
@@ -47,13 +76,11 @@ def _finer(
     Args:
       cut: the dim of each batch argument that is cut.
     """
-    if 2 * largest > most:
-        return []
     values = dict(zip((a.path for a in traced.arguments), traced.graph.block.inputs, strict=False))
+    if not cut:
+        return []
     sizes = {traced.graph.values[values[path]].shape[dim] for path, dim in cut.items()}
-    size = max(sizes)
-    found = [size >> i for i in range(size.bit_length()) if size % (1 << i) == 0]
-    found = sorted(count for count in found if largest < count <= most)
+    found = _halvings(max(sizes), largest, most)
     while found and batch_dims(traced, rules, found[-1]) is None:
         found.pop()
     return found

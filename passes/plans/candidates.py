@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alpa_lite.passes.stages.choosing import Sliced
-from alpa_lite.passes.stages.slicing import microbatches
+from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.records import Candidate
 
 

@@ -147,7 +147,7 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
     traced = planned.graph.traced
     sizes = {"params": 0, "optimizer": 0}
     out: dict[str, dict[str, float]] = {"params": {}, "optimizer": {}}
-    held = kinds.state_kinds(traced)
+    held = {**kinds.state_kinds(traced)}
     held |= {i: "params" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
     for number, kind in held.items():
         size = traced.graph.values[traced.graph.block.inputs[number]].nbytes

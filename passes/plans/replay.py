@@ -27,7 +27,9 @@ from alpa_lite.passes.sharding.limits import Limits
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.sharding.textbook import Operations
+from alpa_lite.passes.stages import repeating
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.staging import StageGraph
@@ -38,7 +40,9 @@ from alpa_lite.records import Candidate, Stage
 from alpa_lite.strategy import Rule, Solution
 
 
-def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str) -> DecidedStage:
+def replay(
+    graph: StageGraph, cluster: Cluster, stage: Stage, communication: str, *, split_weights: bool = False
+) -> DecidedStage:  # fmt: skip
     """A stage with the decisions of a plan: what solving it would return.
 
     Args:
@@ -46,6 +50,7 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
       cluster: the devices of its submesh.
       stage: of the plan.
       communication: "explicit" or "compiler".
+      split_weights: as for `planning.decide`.
 
     Raises:
       PlanError: the plan is for other arguments, or another program; says what differs.
@@ -60,7 +65,9 @@ def replay(graph: StageGraph, cluster: Cluster, stage: Stage, communication: str
     recorded = _recorded(groups, stage, mesh)
     allowed = Limits(_argument_layouts(traced, groups, stage), recorded)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
-    space = strategies.build(traced, groups, rules, MeshCost(cluster, mesh), allowed=allowed, regather=regather)
+    shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
+    cost = MeshCost(cluster, mesh)
+    space = strategies.build(traced, groups, rules, cost, allowed=allowed, regather=regather, shared=shared)
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]

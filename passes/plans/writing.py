@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,34 +12,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite import _jax, kernels
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
-from alpa_lite.passes.lowering.program import block_count
-from alpa_lite.passes.plans import alternatives, figures
-from alpa_lite.passes.plans.alternatives import Forced
-from alpa_lite.passes.plans.outcomes import Outcomes
+from alpa_lite.passes.plans import figures
+from alpa_lite.passes.plans.decisions import decisions_of, fixed_of
 from alpa_lite.passes.programs.staged import Staged, notes
-from alpa_lite.passes.sharding import space as strategy_space
 from alpa_lite.passes.sharding import tables
-from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
-from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.sharding.solver.reading import from_graph
-from alpa_lite.passes.sharding.space import Node, Space, Strategy
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port
 from alpa_lite.plan import Plan
 from alpa_lite.program import Program
 from alpa_lite.records import (
-    Alternative,
     Collective,
-    Decision,
     Division,
-    Fixed,
     Leaf,
     Memory,
     Replicated,
@@ -50,13 +41,11 @@ from alpa_lite.records import (
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
-"""How many alternatives of each kind of decision a plan keeps beyond the chosen one: those with the least bounds."""
-_KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
-
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Plan:
     """The plan of a step in planned stages. `verification` and `planning_seconds` are left empty.
+
+    So are the alternatives of decisions, which `weighing` adds.
 
     Args:
       cluster: all devices.
@@ -71,7 +60,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
     for number, planned in enumerate(staged.stages):
         own = collectives_of(planned, number)
         like = known.get(id(planned.found.solution))
-        stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, budget, like)
+        stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, like)
         stage = replace(stage, axes=figures.axis_uses(planned, examples))
         known.setdefault(id(planned.found.solution), stage)
         stages.append(stage)
@@ -179,15 +168,14 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
 
 
 def _stage(
-    planned: PlannedStage, used: tuple[int, int], own: Sequence[tuple[Collective, float]], budget: float,
-    like: Stage | None,
+    planned: PlannedStage, used: tuple[int, int], own: Sequence[tuple[Collective, float]], like: Stage | None
 ) -> Stage:  # fmt: skip
     """A stage of the plan.
 
     Args:
       used: bytes per device of its submesh: buffers at their peak, and temporaries.
       own: its collectives and their seconds.
-      like: the stage of a step that differs in names alone and has the same solution; its alternatives are taken over.
+      like: the stage of a step that differs in names alone and has the same solution, whose decisions are taken over.
     """
     graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.found
     traced, solution = graph.traced, found.solution
@@ -220,8 +208,8 @@ def _stage(
         ),
         received=received,
         sent=sent,
-        decisions=_decisions(traced, groups, rules, found, cost, budget, None if like is None else like.decisions),
-        fixed=_fixed(groups, found, len(traced.arguments)),
+        decisions=decisions_of(planned, None if like is None else like.decisions),
+        fixed=fixed_of(groups, found, len(traced.arguments)),
         replicated=_replicated(traced, groups, rules, cost),
         ingredients=parts,
         held=figures.held(planned),
@@ -320,190 +308,6 @@ def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[i
     live = tables.live_bytes(traced, grouping, space, choice)
     total = np.sum([*live.values()], axis=0)
     return Memory(**{k: int(v.max(initial=0.0)) for k, v in live.items()}, total=int(total.max(initial=0.0)))
-
-
-# -- decisions ------------------------------------------------------------------------------------------------------
-
-
-def _decisions(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], found: Found, cost: MeshCost, budget: float,
-    like: Sequence[Decision] | None,
-) -> tuple[Decision, ...]:  # fmt: skip
-    if like is not None:
-        return _renamed(traced, grouping, found, like)
-    nodes, choice = found.space.nodes, found.solution.choice
-    touching: dict[int, list[int]] = {}
-    for number, transfer in enumerate(found.space.program.transfers):
-        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
-            touching.setdefault(node, []).append(number)
-    problem = from_graph(replace(found.space.program, budget=budget))
-    kept = [KEPT_ALTERNATIVES.get(grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
-    weighed = alternatives.weigh(problem, choice, kept)
-    sizes = alternatives.Sizes(problem, list(choice))
-    outcomes = Outcomes(traced, grouping, rules, cost, found.space, choice, sizes)
-    layouts = _Layouts(traced, grouping, found.mesh)
-    paths = _paths(traced, grouping)
-    out = []
-    for number, (node, chosen) in enumerate(zip(nodes, choice, strict=True)):
-        if len(node.strategies) < 2:
-            continue
-        group = grouping.groups[node.group]
-        moved = _transfer_seconds(found, number, touching.get(number, ()))
-        name, where, own = _named(traced, grouping, node, paths)
-        out.append(
-            Decision(
-                key=group.color,
-                name=name,
-                where=where,
-                count=len(node.members),
-                factors=tuple(f.size for f in group.factors),
-                strategy=node.strategies[chosen].axes,
-                seconds=float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen]),
-                alternatives=_alternatives(node, weighed[number], moved, outcomes, layouts),
-                paths=own,
-                partial=node.strategies[chosen].partial,
-            )
-        )
-    return tuple(out)
-
-
-def _fixed(grouping: Grouping, found: Found, arguments: int) -> tuple[Fixed, ...]:
-    """What operations and constants do that had no choice, and those of one key of which the method treats some apart.
-
-    Args:
-      arguments: their number; where they lie is recorded with them.
-    """
-    if found.mesh.size == 1:
-        return ()
-    place = {group: i for members in grouping.classes.values() for i, group in enumerate(members)}
-    nodes, leaves = found.space.nodes, set(grouping.leaves[:arguments])
-    keys = Counter(grouping.groups[node.group].color for node in nodes)
-    out = []
-    for node, chosen in zip(nodes, found.solution.choice, strict=True):
-        group = grouping.groups[node.group]
-        several = keys[group.color] > 1
-        if group.kind == "fixed" or (len(node.strategies) > 1 and not several) or not leaves.isdisjoint(node.members):
-            continue
-        strategy = node.strategies[chosen]
-        members = tuple(place[member] for member in node.members) if several else ()
-        out.append(Fixed(group.color, members, strategy.axes, strategy.partial))
-    return tuple(out)
-
-
-def _renamed(traced: Traced, grouping: Grouping, found: Found, like: Sequence[Decision]) -> tuple[Decision, ...]:
-    """The decisions of an identical step under the names of this one."""
-    paths = _paths(traced, grouping)
-    nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
-    out = []
-    for node, decision in zip(nodes, like, strict=True):
-        name, where, own = _named(traced, grouping, node, paths)
-        key = grouping.groups[node.group].color
-        out.append(replace(decision, key=key, name=name, where=where, paths=own))
-    return tuple(out)
-
-
-def _named(
-    traced: Traced, grouping: Grouping, node: Node, paths: Mapping[int, str]
-) -> tuple[str, str, tuple[str, ...]]:
-    """What a decision is called, where it is, and the paths of the arguments that it decides."""
-    group = grouping.groups[node.group]
-    own = tuple(paths[m] for m in node.members if m in paths)
-    first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
-    name = own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}"
-    return name, _jax.where(first.source) if first else "argument" if own else "loop or branch value", own
-
-
-def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
-    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
-
-
-def _shape(group: Group) -> str:
-    return "[" + ",".join(str(f.size) for f in group.factors) + "]"
-
-
-def _op_name(traced: Traced, op: Op) -> str:
-    values = traced.graph.values
-    ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
-    outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
-    return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
-
-
-def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
-    """For each strategy of a node, the seconds of its transfers, the neighbours' strategies given."""
-    node, choice = found.space.nodes[number], found.solution.choice
-    total = np.zeros(len(node.strategies))
-    for t in touching:
-        transfer = found.space.program.transfers[t]
-        produced = transfer.src_class if transfer.src == number else transfer.src_class[choice[transfer.src]]
-        wanted = np.zeros((len(total), transfer.cost.shape[1]), bool)
-        for n, klass in transfer.consumers:
-            wanted[np.arange(len(total)), klass if n == number else klass[choice[n]]] = True
-        paid = np.broadcast_to(transfer.cost[produced], wanted.shape)
-        total += np.where(wanted, paid, 0.0).sum(axis=1)
-    return total
-
-
-def _alternatives(
-    node: Node, weighed: Sequence[Forced], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
-) -> tuple[Alternative, ...]:
-    """The strategies of a node with their steps: those that fit first, then by the seconds of the whole step."""
-    out = []
-    for one in weighed:
-        strategy = node.strategies[one.strategy]
-        step = outcomes.of(one.fastest if one.fitting is None else one.fitting)
-        fastest = outcomes.of(one.fastest) if one.fitting != one.fastest and one.fitting is not None else step
-        layout, size = layouts.of(node, strategy)
-        out.append(
-            Alternative(
-                strategy=strategy.axes,
-                layout=layout,
-                compute_seconds=float(node.compute[one.strategy] * len(node.members)),
-                flops_seconds=float(node.terms[0, one.strategy] * len(node.members)),
-                bytes_seconds=float(node.terms[1, one.strategy] * len(node.members)),
-                communication_seconds=float(node.communication[one.strategy] * len(node.members)),
-                transfer_seconds=float(moved[one.strategy]),
-                bytes_per_device=size,
-                bound_seconds=one.bound,
-                step=step,
-                fits=one.fitting is not None,
-                roomy=fastest if fastest.seconds < step.seconds else None,
-                partial=strategy.partial,
-            )
-        )
-    return tuple(sorted(out, key=lambda a: (not a.fits, a.step.seconds)))
-
-
-class _Layouts:
-    """What the strategies of a group mean for its tensors."""
-
-    def __init__(self, traced: Traced, grouping: Grouping, mesh: LogicalMesh) -> None:
-        self._traced, self._grouping, self._mesh = traced, grouping, mesh
-        self._result: dict[int, int] = {}
-        for value, home in grouping.homes.items():
-            self._result.setdefault(home.group, value)
-        self._operands: dict[int, dict[int, Dims]] = {}
-        for demand in grouping.demands:
-            if demand.op >= 0 and grouping.groups[demand.group].kind == "heavy":
-                self._operands.setdefault(demand.group, {}).setdefault(demand.operand, demand.dims)
-
-    def of(self, node: Node, strategy: Strategy) -> tuple[str, int]:
-        """The layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
-        group = self._grouping.groups[node.group]
-        value = self._result.get(node.group)
-        if value is None:
-            return "", 0
-        partial = strategy.partial
-        made = self._grouping.homes[value].dims
-        if group.kind == "heavy":
-            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-            used = {a for dim in made for f in dim for a in strategy.axes[f]}
-            partial = tuple(a for a in self._mesh.axis_names if a in sums - used)
-        placed = strategy_space.layout_of(made, strategy, partial)
-        size = int(self._traced.graph.values[value].nbytes / block_count(placed, self._mesh))
-        operands = [
-            strategy_space.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())
-        ]
-        return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size
 
 
 def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from alpa_lite.layout import Layout
 from alpa_lite.passes.layers import stacked_arguments
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
+from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment, Segments
@@ -63,7 +64,8 @@ class Staged:
       remat: what each stage's backward pass computes again.
       virtual: the stages of each submesh.
       timeline: the simulated step.
-      bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables.
+      bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables; either
+        with the blocks that transfers between processes need (`programs.crossings`).
       verdict: why.
       token_slices: tokens of each slice of the sequence; empty for whole sequences.
     """
@@ -150,7 +152,7 @@ def pipelined(
         remat=tuple(remat),
         virtual=schedule.num_stages // schedule.num_meshes,
         timeline=simulation.simulate(written.program, cluster=cluster),
-        bytes=_bytes(written, stages),
+        bytes=_bytes(written, stages, cluster),
         verdict=verdict,
         token_slices=tuple(token_slices),
     )
@@ -195,7 +197,8 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
     program = staged.program
     owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
     spared = sparing(program, owned)
-    used = tuple((peak, rest) for peak, (_, rest) in zip(peak_bytes(spared), staged.bytes, strict=True))
+    before, after = peak_bytes(program), peak_bytes(spared)
+    used = tuple((all_ + b - a, rest) for a, b, (all_, rest) in zip(before, after, staged.bytes, strict=True))
     return replace(staged, written=replace(staged.written, program=spared), bytes=used)
 
 
@@ -221,10 +224,14 @@ def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], sche
     return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
 
 
-def _bytes(written: Written, stages: Sequence[PlannedStage]) -> tuple[tuple[int, int], ...]:
-    """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries."""
-    peaks = peak_bytes(written.program)
-    most = [0] * len(peaks)
+def _bytes(written: Written, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[tuple[int, int], ...]:
+    """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries.
+
+    Blocks that transfers between processes keep count with the buffers, those that a send drops with the temporaries.
+    """
+    crossing = crossing_bytes(written.program, cluster)
+    peaks = [peak + kept for peak, (kept, _) in zip(peak_bytes(written.program), crossing, strict=True)]
+    most = [dropped for _, dropped in crossing]
     for stage, mesh in zip(stages, written.mesh_of, strict=True):
         most[mesh] = max([most[mesh], *stage.temporary.values()])
     return tuple(zip(peaks, most, strict=True))

@@ -9,30 +9,38 @@ one. More micro-batches and more computed again only add, so
     T(more)  >=  F(more)  >=  F(less),      where more is no fewer micro-batches, and no less computed again,
 
 on each mesh: where T(way) is F(way), or near, nothing more can be faster, and nothing more is tried. Else ways are
-tried in columns: without computing anything again, with "selective" and "layer" rematerialisation. A column begins with
-one micro-batch. Where a number does not fit, the first of its multiples 2, 4, 8, ... follows that may, by the bytes
-that are missing (`sharding.lessons`); one that fits is followed by twice as many, as long as memory binds and there is
-a gain. The best seconds so far are the cutoff of each, and it is tried as long as a bound leaves room for a gain and
-the time allows. Where time is short, ways are compared on the first mesh alone, and the other meshes are searched for
-the best way. Where all layers computed again is the best, fewer of them are tried by bisection: the first k of n layers
-(Chen et al. 2016 compute all again; k trades seconds for bytes one layer at a time).
+tried in columns: without computing anything again, with "selective" and "layer" rematerialisation. Columns begin with
+one micro-batch, or with what may fit by its bytes, roughly, once one is known not to (`SAVES`); what is likely to be
+the fastest, by its bound and what it adds (`Way.share_added`), is next. Where a number does not fit, the first of its
+multiples 2, 4, 8, ... follows that may, by the bytes that are missing (`sharding.lessons`); one that fits is followed
+by twice as many, as long as memory binds and there is a gain. The best seconds so far are the cutoff of each, and it is
+tried as long as a bound leaves room for a gain and the time allows. Ways are compared on the first meshes alone, and a
+way that is the best of them there is searched on the others at once, in a part of the time: what it finds is a low
+cutoff for the ways after it, and none of them then takes long. What a misfit takes is little, too, since its bytes are
+looked at before its other meshes. Where all layers computed again is the best, fewer of them are tried by bisection:
+the first k of n layers (Chen et al. 2016 compute all again; k trades seconds for bytes one layer at a time).
 
 The search may begin with a plan that is known, such as that of a textbook method: whatever the time, what it returns is
-no slower.
+no slower. Such a plan may be ten times slower than what a search of half a second finds, so that it does not end the
+search: where it is slow by its bound, and where ways are analysed already (for textbook methods), one or two are tried
+whatever the time.
+
+A search can go on with more time where it stopped (`Chosen.rest`), since pipelines, which may be faster, are searched
+in between: what was left for want of time is tried then, where its bound is below the best of both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Bounds, Lessons, doublings
 from alpa_lite.report import units
 
@@ -47,10 +55,32 @@ GAIN = 0.02
 FAILURES = 2
 """After so many doublings in a row without a gain, no more micro-batches are tried."""
 
+DUE = 2
+"""So many ways are tried at least before a plan that is known is all there is: one, and the first that may fit."""
+
+SLOW = 2.0
+"""A plan that is known is slow where it takes more than this multiple of what no plan undercuts."""
+
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
+
+REST = 0.5
+"""The part of the time that is left in which the other meshes of a way are searched, before other ways are tried."""
 
 HALVINGS = 3
 """How often the number of layers that are computed again is bisected."""
+
+
+ADDED = 0.005
+"""By what share of the seconds of one micro-batch each further one is slower, by rule of thumb.
+
+Bounds of three language models of 2.6 to 8 billion parameters rise by 0.0033 to 0.0065 for each of 31 to 63 more.
+"""
+
+AGAIN: Mapping[Choice, float] = {"none": 0.0, "selective": 0.08, "layer": 1 / 3}
+"""As `ADDED`, for what is computed again: with all layers all of the forward pass, a third of the operations."""
+
+SAVES: Mapping[Choice, int] = {"none": 1, "selective": 16, "layer": 64}
+"""By how much the activations may be less where something is computed again, by rule of thumb."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,11 @@ class Way:
 
     count: int = 1
     remat: Remat = NOTHING
+
+    @property
+    def share_added(self) -> float:
+        """By what share it is slower than one micro-batch with nothing computed again, by rule of thumb."""
+        return ADDED * (self.count - 1) + AGAIN[self.remat.choice]
 
     def __str__(self) -> str:
         parts = f"{self.count} micro-batch{'es' * (self.count > 1)}"
@@ -76,7 +111,7 @@ class Outcome(Generic[T]):
       layers: the number of layers that could be computed again; 0 if that is not known.
       mesh: of the plan; None if that is not known.
       bounds: as `free`, of each mesh.
-      rest: the best plan of the meshes that were not searched, too; None if all were.
+      rest: the best plan of the meshes that were not searched, too, until a deadline; None if all were.
     """
 
     value: T
@@ -85,7 +120,7 @@ class Outcome(Generic[T]):
     layers: int = 0
     mesh: LogicalMesh | None = None
     bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
-    rest: Callable[[], Outcome[T]] | None = None
+    rest: Callable[[Deadline], Outcome[T]] | None = None
 
     @property
     def is_bound(self) -> bool:
@@ -99,19 +134,52 @@ class Chosen(Generic[T]):
 
     Attributes:
       value: its plan.
+      seconds: predicted, of a step.
       notes: for the plan: why this way.
       late: ways that the time did not allow to try.
+      rest: the search goes on; None if all of it was searched.
     """
 
     value: T
+    seconds: float
     notes: tuple[str, ...]
     late: tuple[Way, ...]
+    rest: Rest[T] | None = None
 
 
 Start = tuple[Way, Outcome[T]]
 """A way, and its best plan that is known."""
 
-Solve = Callable[[Way, float, Lessons], Outcome[T]]
+
+class Rest(Protocol[T]):
+    """A search that goes on where it stopped."""
+
+    def __call__(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
+        """The best way that is known after more time, of which no more is spent than can be won back.
+
+        Args:
+          below: seconds of another plan of the same step: what does not undercut them is not searched.
+          must: as of `best`.
+
+        Raises:
+          As `best`, where nothing was found yet.
+        """
+        ...
+
+
+class Unfinished(OutOfTime):
+    """Nothing that fits was found in the time.
+
+    Attributes:
+      rest: the search goes on.
+    """
+
+    def __init__(self, rest: Rest[Any]) -> None:
+        super().__init__()
+        self.rest = rest
+
+
+Solve = Callable[[Way, float, Lessons, Deadline], Outcome[T]]
 """The best plan of a way below a cutoff of seconds; `inf` for none. What other ways have shown is given.
 
 Raises MicrobatchError if the step cannot be cut so; Beaten if no plan is below a finite cutoff; without one
@@ -129,6 +197,7 @@ def best(
     deadline: Deadline,
     must: bool = True,
     start: Start[T] | None = None,
+    ready: Callable[[Way], bool] = lambda way: False,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -137,42 +206,55 @@ def best(
       given: the number of micro-batches, if it is not to be chosen.
       floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
       deadline: after which nothing more is tried, once something has been.
-      must: whether to go on without time until something fits. Else what follows the first misfit is tried where any
-        time is left: this mesh is mostly faster than any pipeline where links are.
+      must: whether to go on without time until something fits. Else what follows the first misfit is tried whatever the
+        time: it takes less than a search for pipelines, and mostly finds what is faster than any.
       start: a plan that is known.
+      ready: whether a way is analysed already, so that trying it takes little.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
-      OutOfTime: without `must`, nothing that fits was found in the time.
+      Unfinished: without `must`, nothing that fits was found in the time.
     """
-    search = _Search(solve, given, floor, budget, deadline, must)
+    search = _Search(solve, given, floor, budget, [Remat(remat) for remat in remats])
     search.best = search.start = start
-    search.columns([Remat(remat) for remat in remats])
-    search.wider()
-    if search.best is None:
-        search.explain()
-    search.rest()
-    if len(remats) > 1:
-        search.fewer_layers()
-    assert search.best is not None
-    return Chosen(search.best[1].value, search.notes(), tuple(dict.fromkeys(search.skipped)))
+    search.ready = ready
+    return search.until(deadline, must=must)
 
 
-def quickest(
-    solve: Solve[T], given: int | None, *, floor: float, budget: float, below: float
-) -> Start[T] | None:  # fmt: skip
-    """The way that `best` finds where nothing is computed again, all of the time is there, and few choices are open.
+@dataclass(frozen=True)
+class Begun(Generic[T]):
+    """The first way of a method, and what is left.
 
-    Args:
-      below: seconds; ways that cannot undercut them are not tried. None is returned where all others do not fit.
+    Attributes:
+      found: the way and its plan, if it fits.
+      free: seconds that no plan of a further way undercuts; `inf` if there is no further way.
+      rest: the best of all ways, where the further ones are tried that may undercut some seconds; None if none fits.
+    """
+
+    found: Start[T] | None
+    free: float
+    rest: Callable[[float], Start[T] | None]
+
+
+def begun(solve: Solve[T], given: int | None, *, floor: float, budget: float) -> Begun[T]:
+    """The search of `best` where nothing is computed again, and few choices are open: its first way, and the rest.
+
+    Nothing but `solve` keeps to a time.
 
     Raises:
       MicrobatchError: the step cannot be cut into the given number.
     """
-    search = _Search(solve, given, floor, budget, Deadline(), True)
-    search.below = below
-    search.columns([NOTHING])
-    return search.best
+    search = _Search(solve, given, floor, budget, [NOTHING])
+    more = search.step(Way(given or 1))
+    search.left = {} if more is None else {NOTHING: (more, 0)}
+    free = math.inf if more is None else min(search.known(Way(more)).values(), default=0.0)
+
+    def rest(below: float) -> Start[T] | None:
+        search.below = below
+        search.columns()
+        return search.best
+
+    return Begun(search.best, free, rest)
 
 
 def _is_less(one: Way, other: Way) -> bool:
@@ -186,22 +268,58 @@ def _is_within(less: Remat, more: Remat) -> bool:
 
 
 class _Search(Generic[T]):
-    """What has been tried."""
+    """What has been tried, and what is left."""
 
     def __init__(
-        self, solve: Solve[T], given: int | None, floor: float, budget: float, deadline: Deadline, must: bool
+        self, solve: Solve[T], given: int | None, floor: float, budget: float, remats: Sequence[Remat]
     ) -> None:
-        self.solve, self.given, self.floor, self.budget, self.deadline = solve, given, floor, budget, deadline
-        self.must, self.below = must, math.inf
+        self.solve, self.given, self.floor, self.budget, self.remats = solve, given, floor, budget, remats
+        self.deadline, self.must, self.below = Deadline(), True, math.inf
         self.best: tuple[Way, Outcome[T]] | None = None
         self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
-        self.slowest = 0.0  # seconds that trying a way took
+        self.ready: Callable[[Way], bool] = lambda way: False
+        self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
         self.skipped: list[Way] = []
         self.bounds: dict[Way, Bounds] = {}
         self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
+        # of each column: how many micro-batches are next, and the failures before
+        self.left: dict[Remat, tuple[int, int]] = dict.fromkeys(remats, (given or 1, 0))
+
+    def until(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
+        """The best way. As `best`, and as `Rest`."""
+        self.deadline, self.below, self.must = deadline, below, must
+        self.skipped = []
+        self.columns()
+        self.wider()
+        if self.best is None and math.isfinite(below):
+            raise Unfinished(self.until)
+        if self.best is None:
+            self.explain()
+        if self.best is not None and self.best[1].free < below:
+            self.rest(deadline)
+        if len(self.remats) > 1:
+            self.fewer_layers()
+        assert self.best is not None
+        _, found = self.best
+        late = tuple(dict.fromkeys(self.skipped))
+        return Chosen(found.value, found.seconds, self.notes(), late, self.go_on if late or found.rest else None)
+
+    def go_on(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
+        """As `Rest`."""
+        if self.best is None:
+            return self.until(deadline, below, must=must)
+        _, found = self.best
+        least = math.inf if found.rest is None else found.free
+        for late in self.skipped:
+            least = min(least, min(self.known(late).values(), default=0.0))
+        gain = min(below, found.seconds) - least
+        deadline = deadline.within(worthwhile(max(gain, 0.0)))
+        if found.free < below:
+            self.rest(deadline.within(REST * deadline.left))
+        return self.until(deadline, below, must=must)
 
     def cutoff(self, way: Way) -> float:
         """Seconds below which a way is taken."""
@@ -212,14 +330,29 @@ class _Search(Generic[T]):
             return found.seconds * (1 + _EQUAL)
         return found.seconds if _is_less(way, best) else found.seconds * (1 - GAIN)
 
+    def is_beaten(self, way: Way) -> bool:
+        """Whether no plan of a way can be taken."""
+        return min(self.known(way).values(), default=0.0) >= min(self.cutoff(way), self.below)
+
     def is_open(self, way: Way) -> bool:
         """Whether a way may be taken, and the time allows to try it; notes it where the time alone does not."""
-        if min(self.known(way).values(), default=0.0) >= min(self.cutoff(way), self.below):
+        if self.is_beaten(way):
             return False
-        if self.best is not None and self.slowest > self.deadline.left:
+        if self.best is not None and self.is_late(way) and not self.is_due(way):
             self.skipped.append(way)
             return False
         return True
+
+    def is_late(self, way: Way) -> bool:
+        """Whether trying a way may take longer than what is left: as long as others took."""
+        longest = self.slowest[True] if self.ready(way) else max(self.slowest.values())
+        return longest > self.deadline.left
+
+    def is_due(self, way: Way) -> bool:
+        """Whether a way is tried whatever the time: nothing is found, and the known plan is slow or the way ready."""
+        if self.start is None or self.best is not self.start or len(self.misfits) >= DUE:
+            return False
+        return self.ready(way) or self.start[1].seconds > SLOW * min(self.known(way).values(), default=math.inf)
 
     def known(self, way: Way) -> Bounds:
         """Bounds of the meshes of a way, by those of ways that are no more."""
@@ -231,35 +364,54 @@ class _Search(Generic[T]):
 
     def attempt(self, way: Way, *, quick: bool = False) -> Outcome[T] | Beaten:
         """What comes of a way; it is kept if it is the best."""
-        before, cutoff = self.deadline.spent, self.cutoff(way)
-        first = None if self.best is None else self.best[1].mesh
+        before, cutoff, ready = self.deadline.spent, self.cutoff(way), self.ready(way)
+        first = None if self.best is None or self.best is self.start else self.best[1].mesh
         found: Outcome[T] | Beaten
         try:
-            found = self.solve(way, cutoff, Lessons(self.known(way), first, quick))
+            found = self.solve(way, min(cutoff, self.below), Lessons(self.known(way), first, quick), self.deadline)
         except Beaten as beaten:
             found = beaten
-        self.slowest = max(self.slowest, self.deadline.spent - before)
+        self.slowest[ready] = max(self.slowest[ready], self.deadline.spent - before)
         self.bounds[way] = found.bounds
         if isinstance(found, Outcome) and found.seconds < cutoff:
+            found = self.on_all(found, self.deadline.within(REST * self.deadline.left))
             self.first = self.first or (way, found)
-            self.best = way, found
+            self.best, self.bounds[way] = (way, found), found.bounds
         return found
 
-    def columns(self, remats: Sequence[Remat]) -> None:
-        """One column for each of what may be computed again; what can win most, by its bound, is next."""
-        waiting: dict[Remat, tuple[int, int]] = dict.fromkeys(remats, (self.given or 1, 0))
+    def on_all(self, found: Outcome[T], deadline: Deadline) -> Outcome[T]:
+        """The best plan of a way, the meshes that were not searched yet among them."""
+        return found if found.rest is None or deadline.over else found.rest(deadline)
+
+    def columns(self) -> None:
+        """One column for each of what may be computed again; what is likely to be the fastest is next.
+
+        Raises:
+          Unfinished: without `must`, nothing that fits was found in the time.
+        """
+        waiting, self.left = self.left, {}
         while waiting:
-            remat = min(
-                (remat for remat in remats if remat in waiting),
-                key=lambda remat: min(self.known(Way(waiting[remat][0], remat)).values(), default=0.0),
+            way = min(
+                (Way(waiting[remat][0], remat) for remat in self.remats if remat in waiting),
+                key=lambda way: min(self.known(way).values(), default=0.0) * (1 + way.share_added),
             )
-            count, failures = waiting.pop(remat)
-            way = Way(count, remat)
+            remat, (count, failures) = way.remat, waiting[way.remat]
             if self.is_open(way) or (self.best is None and not self.bounds):
-                more = self.step(way)
+                try:
+                    more = self.step(way)
+                except OutOfTime:
+                    self.left = waiting
+                    raise Unfinished(self.until) from None
                 failures = failures + 1 if self.fails(way) else 0
+                if more is not None and remat == NOTHING and way in self.misfits:
+                    for other, (fewer, failed) in waiting.items():
+                        waiting[other] = max(fewer, more // SAVES[other.choice]), failed
                 if more is not None and failures < FAILURES:
                     waiting[remat] = more, failures
+                    continue
+            elif not self.is_beaten(way):  # late
+                self.left[remat] = count, failures
+            del waiting[remat]
 
     def fails(self, way: Way) -> bool:
         """Whether a way that was tried was no gain. With less than in a plan that is known, nothing need fit."""
@@ -270,8 +422,8 @@ class _Search(Generic[T]):
     def step(self, way: Way) -> int | None:
         """Tries a way: how many micro-batches of its column are next; None if no more may be a gain."""
         may_fit = self.floor < self.budget and not self.given
-        late = self.best is None and not self.must and self.slowest > self.deadline.left
-        if late and (len(self.misfits) > 1 or self.deadline.over):  # the first that may fit, by its bytes, mostly does
+        late = self.best is None and not self.must and self.is_late(way)
+        if late and len(self.misfits) >= DUE:  # the first that may fit, by its bytes, mostly does
             raise OutOfTime
         try:
             found = self.attempt(way, quick=may_fit)
@@ -284,25 +436,26 @@ class _Search(Generic[T]):
             return 2 * way.count if found.is_bound and not self.given else None
         if self.best is None or found.least > 0:
             self.misfits.append(way)
-            self.narrow += [way] * found.wider
+        self.narrow += [way] * found.wider
         return doublings(way.count, found.least, self.floor, self.budget) if may_fit else None
 
     def wider(self) -> None:
         """What did not fit the first meshes, tried on all."""
-        while self.narrow:
-            way = self.narrow.pop()
+        ways, self.narrow = self.narrow, []
+        for way in reversed(ways):
             if self.is_open(way):
                 self.attempt(way)
+            elif not self.is_beaten(way):  # late
+                self.narrow.insert(0, way)
 
-    def rest(self) -> None:
+    def rest(self, deadline: Deadline) -> None:
         """The meshes on which the best way was not tried yet."""
         assert self.best is not None
         way, found = self.best
-        untried = self.best is not self.start or way not in self.bounds
-        if found.rest is not None and untried and not self.deadline.over:
-            other = found.rest()
+        if self.best is not self.start or way not in self.bounds:
+            other = self.on_all(found, deadline)
             if other.seconds <= found.seconds:
-                self.best = way, other
+                self.best, self.bounds[way] = (way, other), other.bounds
                 self.first = self.best if self.first is not None and self.first[0] == way else self.first
 
     def explain(self) -> None:
@@ -311,7 +464,7 @@ class _Search(Generic[T]):
             raise InfeasibleError("nothing else may be computed again")
         first, last = self.misfits[0], max(way.count for way in self.misfits)
         try:
-            self.best = self.first = first, self.solve(first, math.inf, Lessons())
+            self.best = self.first = first, self.solve(first, math.inf, Lessons(), self.deadline)
         except InfeasibleError as error:
             why = str(self.refused) if last == first.count and self.refused else ""
             why = f"the step does not fit with {last} of them." if last > first.count else why
@@ -329,9 +482,12 @@ class _Search(Generic[T]):
         for _ in range(HALVINGS):
             middle = (low + high) // 2
             fewer = Way(way.count, Remat(way.remat.choice, (middle, total)))
-            if middle in (low, high) or not self.is_open(fewer):
+            if middle in (low, high):
                 return
-            self.attempt(fewer)
+            if fewer not in self.bounds:
+                if not self.is_open(fewer):
+                    return
+                self.attempt(fewer)
             low, high = (low, middle) if self.best[0] == fewer else (middle, high)
 
     def notes(self) -> tuple[str, ...]:
@@ -344,6 +500,6 @@ class _Search(Generic[T]):
             seconds = self.first[1].seconds
             out.append(f"{way}: {self.first[0]} would take {seconds:.4g} s within {memory}, this {found.seconds:.4g} s")
         elif self.misfits:
-            less = "fewer" if way.remat == NOTHING else "less"
-            out.append(f"{way}: with {less}, the step does not fit into {memory}")
+            less = "with fewer, the step" if way.remat == NOTHING else str(self.misfits[0])
+            out.append(f"{way}: {less} does not fit into {memory}")
         return tuple(out)

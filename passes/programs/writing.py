@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import OrderError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.programs.ends import end_buffers
@@ -375,7 +375,7 @@ class _Writer:
                     look(waiting.pop(key))
             look(mesh)
         if any(at < len(tasks) for at, tasks in zip(positions, lists, strict=True)):
-            raise PlanError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
+            raise OrderError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
     def _readers(self) -> dict[int, list[tuple[int, str, int]]]:
         """For each crossing value, (stage, the first segment that reads it, register there)."""

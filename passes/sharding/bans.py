@@ -40,6 +40,8 @@ NO_BANS = Bans()
 def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans:
     """What forbidding some of `STRATEGIES` leaves out of the program of a step."""
     assert set(forbidden) <= set(STRATEGIES)
+    if not forbidden:
+        return NO_BANS
     block = traced.graph.block
     start = parameters(traced)
     read = start | weights(block, start)

@@ -20,6 +20,7 @@ from alpa_lite.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reads, values_in
 from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
 
 KINDS = ("params", "gathered", "gradients", "optimizer", "frozen", "activations")
@@ -30,14 +31,15 @@ _COPIES = primitives.LINEAR_CHAIN | {"dynamic_slice", "slice"}
 """Operations whose result is the same weights in another form. A broadcast is none: it may be as large as the batch."""
 
 
-def state_kinds(traced: Traced) -> dict[int, str]:
+@remembered
+def state_kinds(traced: Traced) -> Mapping[int, str]:
     """Argument number -> "params" or "optimizer", for state arguments."""
     block, values = traced.graph.block, traced.graph.values
-    made = dict(traced.state)
+    made, inputs = dict(traced.state), set(block.inputs)
     replaced: dict[int, list[int]] = {}
     for out, argument in made.items():
         atom = block.outputs[out]
-        if isinstance(atom, int) and atom not in block.inputs:
+        if isinstance(atom, int) and atom not in inputs:
             replaced.setdefault(atom, []).append(argument)
     needed: set[int] = set()
     if any(map(_is_marked, block.ops)):

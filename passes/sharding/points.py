@@ -24,6 +24,7 @@ import numpy as np
 
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
 _STRIDES = 4
+_PARTS = 16  # sums of columns that are compared before all columns
 
 
 def needed_points(
@@ -64,6 +65,7 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
 def _implying(counts: np.ndarray) -> list[int]:
     """Rows whose convex combinations are at least all rows: the ends of linear runs of every row, second row, ..."""
     best = list(range(len(counts)))
+    counts = counts[:, (counts != counts[:1]).any(0)]  # what does not change lies on every line
     for stride in range(1, _STRIDES + 1):  # a layer may hold several identical operations
         if len(best) <= 4 * stride:
             break
@@ -75,6 +77,8 @@ def _implying(counts: np.ndarray) -> list[int]:
 def _ends(counts: np.ndarray) -> Iterator[int]:
     """The ends of linear runs of rows."""
     yield 0
+    if int(counts.max(initial=0)) * len(counts) >= 2**31:  # what follows would not fit
+        counts = counts.astype(np.int64)
     todo = [(0, len(counts) - 1)]
     for _ in range(_RUNS):
         if not todo:
@@ -82,10 +86,10 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
         a, b = todo.pop()
         if a == b:
             continue
-        inner = np.arange(a + 1, b)
-        weight = (inner - a)[:, None]
-        line = counts[a].astype(np.int64) * (b - a - weight) + counts[b].astype(np.int64) * weight
-        over = np.maximum(counts[inner] * np.int64(b - a) - line, 0).sum(1)
+        weight = np.arange(1, b - a)[:, None]
+        inner = counts[a + 1 : b]
+        line = counts[a] * (b - a - weight) + counts[b] * weight
+        over = np.maximum(inner * (b - a) - line, 0).sum(1)
         above = np.flatnonzero(over)
         if not len(above):
             yield b
@@ -98,18 +102,24 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
 
 
 def _undominated(counts: np.ndarray, chunk: int, near: int = 8) -> np.ndarray:
-    """Mask of the rows that no row close by is at least."""
+    """Mask of the rows that no row close by is at least.
+
+    What is at least in every column is so in sums of columns, which few others are.
+    """
     keep = np.ones(len(counts), dtype=bool)
+    parts = np.add.reduceat(counts, np.arange(0, counts.shape[1], max(1, counts.shape[1] // _PARTS)), axis=1)
     for step in [s for k in range(1, near + 1) for s in (k, -k)]:
         alive = np.flatnonzero(keep)
         other = np.arange(len(alive)) + step
         inside = (other >= 0) & (other < len(alive))
         mine, theirs = alive[inside], alive[other[inside]]
-        lower = np.ones(len(mine), dtype=bool)
+        lower = (parts[mine] <= parts[theirs]).all(1)
+        mine, theirs = mine[lower], theirs[lower]
         for low in range(0, counts.shape[1], chunk):
             some = slice(low, low + chunk)
-            lower &= (counts[mine, some] <= counts[theirs, some]).all(1)
-        keep[mine[lower]] = False  # a row that is dropped leads, in this one direction, to one that stays
+            lower = (counts[mine, some] <= counts[theirs, some]).all(1)
+            mine, theirs = mine[lower], theirs[lower]
+        keep[mine] = False  # a row that is dropped leads, in this one direction, to one that stays
     return keep
 
 

@@ -132,34 +132,40 @@ class Race:
         self.slowest = max(self.slowest, time.perf_counter() - started)
 
     def begin(self, deadline: Deadline, other: Problem | None) -> bool:
-        """Solves the first shape, roughly if need be: something to return, or to know that nothing can fit.
+        """Solves the first shape and another, roughly if need be: something to return, or to know that neither fits.
 
-        The latter if its least memory exceeds the budget, and that of another shape; if that does not, it is solved.
+        The one of the lower bound is first. Where it has no plan, and the least memory of both exceeds the budget,
+        neither is looked at any more.
 
         Returns:
-          Whether the bound of the first reaches the cutoff.
+          Whether the bounds of both reach the cutoff.
         """
-        status = self._begin(deadline)
-        if self.best is None and status != "cutoff":
-            grace = Deadline(max(deadline.left, _GRACE))
-            self.weigh([self.tried[0][1]], grace)
-            if self.least is not None and other is not None:
-                self.enter(other, several=True)
-                self.weigh([problem for _, problem, _ in self.tried], grace)
-                if self.least is None:
-                    self._begin(grace)
-        return status == "cutoff"
+        if other is not None and not self.is_beaten(other.mesh):
+            self.enter(other, several=True)
+        statuses: list[str] = []
+        for one in sorted(self.tried, key=lambda one: one[0].seconds):
+            statuses.append(self._begin(one, deadline))
+            if self.best is None and statuses[-1] != "cutoff" and len(statuses) == 1:
+                self.weigh([problem for _, problem, _ in self.tried], Deadline(max(deadline.left, _GRACE)))
+                if self.least is not None:
+                    break
+        return set(statuses) == {"cutoff"}
 
-    def _begin(self, deadline: Deadline) -> str:
-        """Solves the last shape that was entered: the status of its solution."""
-        bound, problem, space = self.tried[-1]
+    def _begin(self, one: tuple[solve.Bound, Problem, Space], deadline: Deadline) -> str:
+        """Solves a shape that was entered: the status of its solution."""
+        bound, problem, space = one
         seconds = max(deadline.left, _GRACE)
         cutoff = self._cutoff(problem.mesh)
+        if bound.seconds >= cutoff:
+            self._put(self.method, problem.mesh, None, "cutoff")
+            self._note(problem.mesh, bound.seconds, bound.seconds)
+            self._solved.add(problem.mesh)
+            return "cutoff"
         mine, solution, least = solved(problem, space, self.budget, cutoff, seconds, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
-        if solution.status != "feasible":
+        if is_settled(solution):
             self._solved.add(problem.mesh)
         return solution.status
 
@@ -214,6 +220,14 @@ class Race:
             space, solution, least = solved(problem, space, self.budget, cutoff, limit, bound.known)
             self._note(problem.mesh, max(solution.bound, bound.seconds), max(least, bound.seconds))
             self._put(self.method, problem.mesh, space, solution)
+            if is_settled(solution):
+                self._solved.add(problem.mesh)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a shape that was entered was not solved for want of time."""
+        late = {problem.mesh.shape for _, problem, _ in self.tried if problem.mesh not in self._solved}
+        return any(row.status == LATE and shape in late for (_, shape), row in self._rows.items())
 
     def found(self, rest: Rest | None = None) -> Found:
         """The best plan, with the bound of all shapes together."""
@@ -280,6 +294,11 @@ class Race:
             self._rows[key] = row
 
 
+def is_settled(solution: Solution) -> bool:
+    """Whether no more time would change it: it is optimal, reaches the cutoff, or is proven not to exist."""
+    return solution.status in ("optimal", "cutoff") or (solution.status == "infeasible" and math.isinf(solution.bound))
+
+
 def translated(plan: Found, space: Space) -> tuple[int, ...] | None:
     """The choice of a plan in another program of the same groups and mesh; None if that does not have it."""
     out = []
@@ -326,13 +345,15 @@ def solved(
     known = free.bound if free.choice and free.peak > budget else None
     limit = deadline.share(1 + regathers)
     solution = solve.solve(space.program, cutoff=cutoff, time_limit=limit, free=known, known=before)
-    if free.peak > budget and regathers:
+    if free.peak > budget and regathers and solution.objective * (1 - _NEAR) > free.bound:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
         # What is served twice costs no less: the bound without the budget is one here, too.
         other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known, start=solution)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other, free.bound
+    elif solution.choice and regathers and solution.bound > free.bound:
+        solution = replace(solution, status="feasible", bound=free.bound)  # gathering again was not tried
     return space, solution, free.bound
 
 
@@ -341,5 +362,6 @@ _RESERVE = 0.25  # of the time limit, for the smallest budget that works
 _GRACE = 1.0  # seconds that the first shape may be solved for, though the time is over
 _HOPELESS = 2.0  # times the budget: if the first meshes need more, no mesh of as many devices will do
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
+_NEAR = 2e-3  # relative difference to the seconds without a budget that gathering again is not tried for
 _CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
 _EQUAL = 1e-9  # relative difference of seconds that is rounding

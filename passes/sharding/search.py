@@ -10,9 +10,10 @@ begin with plans that are known (`one_mesh`): what it returns is never worse.
 Under a binding memory budget the program is also solved with state gathered again for late uses
 (`sharding.strategies.build`, `regather`), which trades communication for memory.
 
-Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where building
-alone would take a tenth of it or more, the first mesh is solved at once, so that there is something good to return, and
-to undercut, and what exceeds the budget by far is told at once. The time limit is one
+Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where ways to
+run the step are compared, or building alone would take a tenth of the time or more, the first two meshes are solved at
+once, so that there is something good to return, and to undercut, and what exceeds the budget is told before anything is
+spent on other meshes, which need as many bytes. The time limit is one
 for all solving: a shape gets a third of what is left, or an equal share of it if fewer than three wait, and divides
 that over its attempts, and no more than what can still be won repays (`STEPS` steps of the difference to the bound),
 but for a few seconds. Until something fits, a quarter of the limit is kept back for finding the smallest budget that
@@ -101,16 +102,18 @@ def search(
     if not waiting:
         return _nothing_left(race)
     race.enter(waiting.pop(0), several=count > 1)
-    short = race.slowest * count > _SHORT * deadline.left
     rest = functools.partial(_all, traced, race, waiting, cluster, cutoff, time_limit, progress)
-    if short:
-        is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting[0] if waiting else None)
-        waiting[:] = [problem for problem in waiting if all(problem is not one for _, one, _ in race.tried)]
+    short = race.slowest * count > _SHORT * deadline.left
+    if lessons.quick or short:
+        is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting.pop(0) if waiting else None)
         if race.best is None:
-            if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and (race.least is not None or is_beaten))):
-                raise race.beaten(tried_all=count == 1)
+            told = race.least is not None or (is_beaten and short) or (waiting and not is_beaten)
+            if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and told)):
+                raise race.beaten(tried_all=not waiting or is_beaten)
             if race.hopeless and race.least is not None:
                 raise _too_small(traced, cluster, budget, race.least.peak, race.least.mesh)
+            if lessons.quick and is_beaten:
+                return rest(deadline.within(_FIRST * deadline.left))
         elif lessons.quick and waiting:
             return race.found(rest)
     return rest(deadline)
@@ -134,13 +137,13 @@ def restricted(
     """
     (problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
     race = _race(shared, cluster, method, [problem.mesh], budget, cutoff, Lessons(), settled)
-    race.enter(problem, several=math.isfinite(below))
+    race.enter(problem, several=True)
     if race.free >= race.speedup * below:
         raise race.beaten()
-    race.run(Deadline(time_limit))
+    race.weigh([problem], Deadline(time_limit))  # takes a tenth of proving that nothing fits
+    if race.least is None:
+        race.run(Deadline(time_limit))
     if race.best is None:
-        if race.free < cutoff:
-            race.weigh([problem], Deadline(time_limit))
         raise race.beaten()
     return race.found()
 
@@ -200,11 +203,12 @@ def _all(
         raise race.beaten(tried_all=not waiting)
     if race.best is None:
         _take_least(traced, race, cluster, deadline.within(time_limit))
-    return race.found()
+    again = functools.partial(_all, traced, race, waiting, cluster, cutoff, time_limit, progress)
+    return race.found(again if waiting or race.is_late else None)
 
 
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
-_FIRST = 0.15  # of the time, for the first shape where time is short
+_FIRST = 0.15  # of the time, for the first shapes where time is short or ways are compared
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
 
 

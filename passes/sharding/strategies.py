@@ -102,6 +102,7 @@ class _Builder:
         self.unheeded = frozenset(unheeded)
         self.forms: dict[object, LocalForm | None] = {}
         self.spaces: dict[object, Choices] = {}
+        self.known_pairs: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], np.ndarray] = {}
         self.heavy: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
         self.computing = Computing(rules, cost, shared, self.produced)
 
@@ -317,8 +318,16 @@ class _Builder:
     def follows(self, demand: Demand, layout: Layout) -> bool:
         return self.operations is not None and self.operations.follows(demand, layout)
 
+    def pairs(self, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
+        """As of `prices.pairs`. Within one program equal layouts are mostly one object, which is found at once."""
+        key = produced, wanted
+        found = self.known_pairs.get(key)
+        if found is None:
+            found = self.known_pairs[key] = pairs(self.cost, produced, wanted)
+        return found
+
     def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
-        joint, alpha, beta = pairs(self.cost, produced, wanted)
+        joint, alpha, beta = self.pairs(produced, wanted)
         out = joint * latency + alpha + beta * value.nbytes
         for j, layout in enumerate(wanted):
             if not divides(value.shape, layout, self.mesh):
@@ -347,7 +356,7 @@ class _Builder:
             nbytes = self.values[move.value].nbytes
             if not len(passage.spans):
                 continue
-            costly = np.add.reduce(pairs(self.cost, move.produced, move.wanted)) > 0
+            costly = np.add.reduce(self.pairs(move.produced, move.wanted)) > 0
             for q in np.flatnonzero(costly.any(0)).tolist():
                 block = nbytes / self.computing.parts(move.wanted[q])
                 if block < small:

@@ -6,7 +6,7 @@ Only the layouts and their costs depend on the mesh. A search over mesh shapes m
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
 from alpa_lite.passes.sharding.points import compressed, needed_points, tally
+from alpa_lite.passes.sharding.repeats import NO_REPEATS, Repeats
 from alpa_lite.passes.sharding.solver.problem import timeline
 from alpa_lite.passes.sharding.space import Space
 
@@ -28,7 +29,9 @@ class Passage:
     """Alike values on their way from one node to the same consumers: a transfer, before any mesh is known.
 
     Attributes:
-      src: the node that makes them. values: all of them. phase: 1 for late uses of state that are served again.
+      src: the node that makes them. values: all of them.
+      phase: the part that lays them out for itself (`sharding.repeats`), or 1 for late uses of state that are served
+        again; else 0.
       demands: those on the first of the values.
       spans: [n, 3] first point, last point, and number of values of equal span.
       holders: for each span a value that has it.
@@ -77,10 +80,15 @@ class Tables:
 
 @dataclass(eq=False)
 class Shared:
-    """Tables by tying, kept for the other meshes of a search, and which values are used by whom."""
+    """Tables by tying, kept for the other meshes of a search, and which values are used by whom.
+
+    Attributes:
+      repeats: the parts that the program runs in.
+    """
 
     traced: Traced
     grouping: Grouping
+    repeats: Repeats = NO_REPEATS
     tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict)
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
@@ -89,6 +97,11 @@ class Shared:
     def facts(self) -> Facts:
         """What methods ask."""
         return Facts(self.traced, self.grouping)
+
+    @functools.cached_property
+    def value_kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
+        """As of `kinds.value_kinds`."""
+        return kinds.value_kinds(self.traced, self.grouping)
 
     @functools.cached_property
     def moved(self) -> dict[int, fusion.Moved]:
@@ -180,7 +193,9 @@ class _Maker:
         self.leaf_groups = set(self.grouping.leaves)
         self.late_from = fullest_point(self.traced, self.grouping) if regather else None
         self.served_again = kinds.served_again(self.traced, self.grouping) if regather else frozenset()
-        self.kinds, self.copies = kinds.value_kinds(self.traced, self.grouping)
+        self.repeated, positions = shared.repeats.values, self.grouping.positions
+        self.parts = {positions[i]: parts for i, parts in shared.repeats.parts.items() if i in positions}
+        self.kinds, self.copies = shared.value_kinds
         self.small = smallest(self.traced)
 
     def tables(self) -> Tables:
@@ -241,12 +256,10 @@ class _Maker:
         node_of, homes = self.node_of, self.grouping.homes
         for value, demands in self.uses.items():
             home = homes[value]
-            if value in self.served_again:
-                phases: dict[int, list[Demand]] = {}
-                for demand in demands:
-                    phases.setdefault(self.phase(demand, value), []).append(demand)
-            else:
-                phases = {0: demands}
+            phases: dict[int, list[Demand]] = {}
+            for demand in demands:
+                for phase in self.phases(demand, value):
+                    phases.setdefault(phase, []).append(demand)
             for phase, some in phases.items():
                 wanting = frozenset([(node_of[d.group], d.slot if d.group else 0, d.dims) for d in some])
                 key = (node_of[home.group], home.slot if home.group else value, wanting, phase)
@@ -287,11 +300,15 @@ class _Maker:
 
     def span(self, value: int, phase: int) -> tuple[int, int]:
         """The first and the last use of a value in a phase."""
-        points = [d.position for d in self.uses[value] if self.phase(d, value) == phase]
+        points = [d.position for d in self.uses[value] if phase in self.phases(d, value)]
         return min(points), max(points)
 
-    def phase(self, demand: Demand, value: int) -> int:
-        return int(self.late_from is not None and demand.position >= self.late_from and value in self.served_again)
+    def phases(self, demand: Demand, value: int) -> Collection[int]:
+        """As `Passage.phase`, of all passages of a value that serve a demand."""
+        if value in self.repeated:
+            return self.parts.get(demand.position, _ONCE)
+        late = self.late_from is not None and demand.position >= self.late_from and value in self.served_again
+        return _LATE if late else _ONCE
 
     def alike(self) -> np.ndarray:
         """[points] a number for each program point, the same for identical operations."""
@@ -304,6 +321,7 @@ class _Maker:
         return out
 
 
+_ONCE, _LATE = (0,), (1,)
 _Key = tuple[int, int, frozenset[tuple[int, int, Dims]], int]
 # A value used again by its own group within so many operations is fused away rather than kept.
 _FUSED = 48

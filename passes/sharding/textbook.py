@@ -347,3 +347,14 @@ def share_in_pieces(grouping: Grouping, operations: Operations | None, parts: in
             total += work
             stuck += work * all(count % parts for count in counts.values())
     return stuck / total if total else 0.0
+
+
+def may_be_cut(facts: Facts, parts: int) -> bool:
+    """Whether there is a product over examples whose examples divide into so many parts, or no such product."""
+    found = [
+        count
+        for group, counts in facts.examples.items()
+        if (ops := facts.grouping.groups[group].ops) and facts.grouping.ops[ops[0]].name in PRODUCTS
+        for count in counts.values()
+    ]
+    return not found or any(count % parts == 0 for count in found)

@@ -15,7 +15,9 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import slicing
+from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Key, Priced
+from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
 
 GAP = 5e-3
@@ -26,6 +28,12 @@ ROUGH_GAP = 3e-2
 
 ROUGHLY = ("1f1b",)
 """The schedules that are searched for that: it keeps the fewest micro-batches in flight."""
+
+HIDING = ("eager-1f1b",)
+"""What is searched last where the time is over before all schedules are: transfers hide behind it, for more memory."""
+
+OVERTIME = 0.2
+"""For what share of the time that is over costs are worked out for that."""
 
 NEAR = 1e-2
 """By what share stages must be faster by their bounds for these to be worked out."""
@@ -139,7 +147,7 @@ def best(
         if exact.seconds <= (1 + CERTAIN) * rough.seconds:
             break
     if found is None:
-        raise InfeasibleError(f"no pipeline with {slicing.microbatches(reference)} or another number fits")
+        raise InfeasibleError(f"no pipeline with {microbatches(reference)} or another number fits")
     if found.seconds >= below:
         raise Slower(found.seconds)
     return found
@@ -182,12 +190,14 @@ def settled(
     limit: float = math.inf,
     *,
     must: bool = True,
+    hiding: Callable[[Priced], Sliced] | None = None,
 ) -> Sliced:
     """The best stages at costs that are worked out where they use them.
 
     The best stages by bounds are worked out, and the search is done again, until no bound of any others is below the
     best that is worked out by more than `NEAR`: first among equal submeshes and few schedules, which takes little time
-    and tells most of what is needed, then among all. Where the time is over, the best stages so far are the answer.
+    and tells most of what is needed, then among all. Where the time is over, the best stages so far are the answer;
+    where that is before all schedules were searched, those of one whose transfers hide are compared with them.
 
     Args:
       priced: costs of layers, most of them bounds.
@@ -196,7 +206,9 @@ def settled(
       work_out: the costs with some worked out, until a deadline if one is given; then raises OutOfTime.
       deadline: until when to search.
       limit: seconds; of stages that take as many or more, any are returned.
-      must: whether to go on without time until some stages are worked out.
+      must: whether to go on without time until some stages are worked out. Then the best of those are taken whose costs
+        are known, be they not the best by bounds.
+      hiding: the best stages at some costs with a schedule of `HIDING`; raises InfeasibleError if none fits.
       budget: bytes per device.
 
     Raises:
@@ -204,7 +216,7 @@ def settled(
       OutOfTime: none was worked out in the time.
     """
     best: Sliced | None = None
-    bound = 0.0
+    bound, rounds = 0.0, 0
     for rough in (True, False):
         while best is None or not deadline.over:
             if deadline.over and not must:
@@ -221,6 +233,11 @@ def settled(
             if found.seconds >= limit:
                 break
             wanted = priced.unknown(found.slices.stages)
+            if wanted and deadline.over and rounds:
+                certain = _certain(priced, lambda some, rough=rough: choose(some, rough))
+                if certain is not None:
+                    best = certain
+                    break
             if not wanted and (best is None or found.seconds < best.seconds):
                 best = found
             if not wanted or (best is not None and found.seconds >= (1 - NEAR) * best.seconds):
@@ -231,21 +248,66 @@ def settled(
                 if best is None:
                     raise
                 break
+            rounds += 1
             exact = _at(found, priced)
             if max(exact.slices.bytes) <= budget and (best is None or exact.seconds < best.seconds):
                 best = exact
     assert best is not None
+    if deadline.over and hiding is not None:
+        best = _hidden(best, priced, hiding, work_out, budget, Deadline(OVERTIME * deadline.spent))
+        priced = best.priced
     bound = min(max(bound, priced.least_seconds), best.seconds)
     return replace(best, priced=priced, bound=bound, unfinished=deadline.over)
 
 
+def _hidden(
+    best: Sliced,
+    priced: Priced,
+    hiding: Callable[[Priced], Sliced],
+    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
+    budget: float,
+    deadline: Deadline,
+) -> Sliced:
+    """The better of these stages and the best whose transfers hide, at costs that are worked out: see `settled`."""
+    found = _certain(priced, hiding)
+    if found is not None and found.seconds < best.seconds:
+        best = found
+    while True:
+        try:
+            found = hiding(priced)
+            if found.seconds >= (1 - NEAR) * best.seconds:
+                break
+            wanted = priced.unknown(found.slices.stages)
+            priced = work_out(priced, wanted, deadline) if wanted else priced
+        except (InfeasibleError, OutOfTime):
+            break
+        exact = _at(found, priced)
+        if max(exact.slices.bytes) <= budget and exact.seconds < best.seconds:
+            best = exact
+        if not wanted or deadline.over:
+            break
+    return replace(best, priced=priced)
+
+
+def _certain(priced: Priced, choose: Callable[[Priced], Sliced]) -> Sliced | None:
+    """The best stages that use no bound; None if there are none that fit."""
+    try:
+        found = choose(priced.certain)
+    except InfeasibleError:
+        return None
+    return None if priced.unknown(found.slices.stages) else replace(found, priced=priced)
+
+
 def _at(found: Sliced, priced: Priced) -> Sliced:
     """The same stages at other costs."""
-    seconds, size = slicing.evaluate(priced.costs(found.slices.num_microbatches), found.slices)
+    seconds, size = evaluate(priced.costs(found.slices.num_microbatches), found.slices)
     return replace(found, priced=priced, slices=replace(found.slices, seconds=seconds, bytes=size))
 
 
-def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: float, *, rough: bool = False) -> Sliced:
+def choose(
+    priced: Priced, method: Pipeline, counts: Sequence[int], budget: float,
+    *, rough: bool = False, names: tuple[str, ...] = schedules.NAMES, deadline: Deadline | None = None,
+) -> Sliced:  # fmt: skip
     """What the stage DP chooses.
 
     Args:
@@ -253,14 +315,15 @@ def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: floa
       method: what is given.
       counts: the numbers of micro-batches to choose from.
       budget: bytes per device.
-      rough: whether to look at equal submeshes and fewer schedules alone, and to stop farther from the optimum.
+      rough: whether to look at equal submeshes alone, and to stop farther from the optimum.
+      names: the schedules that are compared, where the method gives none.
+      deadline: after which the best stages so far are the answer, if there are any; None for no limit.
 
     Raises:
       InfeasibleError: no pipeline fits; names what binds.
       OptionError: the method asks for a rematerialisation that there is not.
     """
     shapes = method.mesh_shapes
-    names = ROUGHLY if rough else schedules.NAMES
     if method.lengths:  # whose gradients of parameters are not computed apart
         names = tuple(name for name in names if name != "zb-h1")
     options = SliceOptions(
@@ -273,14 +336,14 @@ def choose(priced: Priced, method: Pipeline, counts: Sequence[int], budget: floa
         equal=rough,
     )
     costs = [priced.costs(count) for count in counts]
-    found = slicing.slice_stages(costs, options)
+    found = slicing.slice_stages(costs, options, deadline)
     best = found.best
     if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
-        found = slicing.slice_stages(costs, replace(options, schedules=("1f1b",)))
+        found = slicing.slice_stages(costs, replace(options, schedules=("1f1b",)), deadline)
         best = found.best and replace(found.best, schedule="zb-h1")
     if best is None:
         assert found.infeasible is not None
-        numbers = " or ".join(map(slicing.microbatches, counts))
+        numbers = " or ".join(map(microbatches, counts))
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     return Sliced(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))

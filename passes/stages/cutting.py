@@ -124,7 +124,7 @@ class _Cut:
         assert loop is not None
         (body,) = loop.bodies
         items = body.instructions
-        slices = 1 + max(self.stage.phases.values(), default=1) // 2
+        slices = self.stage.num_slices
         count = 2 * slices if self.stage.phases else 3 if self.split else 2
         phases = self._phases(items, body, count - 1)
         made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}

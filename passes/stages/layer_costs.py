@@ -19,6 +19,7 @@ from alpa_lite.passes.layers.rematerialisation import is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import Market, market
+from alpa_lite.passes.stages import repeating
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_WISHES, Wishes
@@ -86,7 +87,7 @@ class Layer:
         self._graph, self._wishes = graph, wishes
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
         self._groups = grouping.group(traced, self._rules)
-        self._shared = tables.Shared(traced, self._groups)
+        self._shared = tables.Shared(traced, self._groups, repeating.repeats(graph))
         self._markets: dict[tuple[int, Sharded], Market] = {}
         self._known: dict[tuple[int, Sharded, int], LayerCost] = {}
         self._least: LayerCost | None = None

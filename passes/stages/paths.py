@@ -90,6 +90,7 @@ class Minimum:
       bound: no path is faster.
       by_stages: the fastest path that was met with each number of stages, with its seconds.
       evaluated: the thresholds for which shortest paths were computed.
+      finished: whether the search came to its end in the time.
     """
 
     seconds: float
@@ -97,15 +98,19 @@ class Minimum:
     bound: float
     by_stages: dict[int, tuple[float, Path]] = field(default_factory=dict)
     evaluated: int = 0
+    finished: bool = True
 
 
-def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -> Minimum:
+def minimise(
+    problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0, over: Callable[[], bool] = lambda: False
+) -> Minimum:  # fmt: skip
     """The fastest path, if it takes less than `cutoff` seconds.
 
     Args:
       problem: the graph, its costs and its limits.
       cutoff: paths of at least so many seconds are not wanted.
       gap: stop when the best path is proven to be within this fraction of the fastest.
+      over: whether the time is over: then the best path so far is the answer, and none if there is a cutoff.
     """
     best, path, evaluated = cutoff, None, 0
     search = _Search(problem, _below(best, gap))
@@ -115,7 +120,7 @@ def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -
     order = itertools.count()
     low, high = search.corner
     heap: list[tuple[float, int, _Box]] = [(search.root, next(order), _Box(low, high, problem.stages))]
-    while heap and heap[0][0] < _below(best, gap):
+    while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and over()):
         _, _, box = heapq.heappop(heap)
         evaluated += 1
         total, found, feasible = search.shortest(box, _below(best, gap))
@@ -134,25 +139,36 @@ def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -
             if bound < _below(best, gap):
                 heapq.heappush(heap, (bound, next(order), child))
     bound = min([best, *(bound for bound, _, _ in heap[:1])])
-    if path is None:
-        return Minimum(math.inf, None, bound, by_stages, evaluated)
-    return Minimum(best, path, bound, by_stages, evaluated)
+    finished = not heap or heap[0][0] >= _below(best, gap)
+    return Minimum(math.inf if path is None else best, path, bound, by_stages, evaluated, finished)
 
 
-def least_bytes(problem: PathProblem) -> tuple[float, Path | None]:
-    """The smallest budget under which there is a path, and that path; inf and None if there is none at all.
+def least_bytes(problem: PathProblem, limit: float = math.inf) -> tuple[float, Path | None]:
+    """The smallest budget under which there is a path, and that path; inf and None if there is none below `limit`.
 
     Where the count depends on S, every S is tried.
     """
     search = _Search(problem, memory=False)
+    if not search.least_of(search.fewest, np.maximum) < limit:
+        return math.inf, None
     lowest, highest = problem.stages
     ranges = [(lowest, highest)] if problem.exact_count else [(s, s) for s in range(lowest, highest + 1)]
     best, path = math.inf, None
     for stages in ranges:
-        value, found = search.by_position(stages, search.everything, np.maximum)
+        value, found = search.by_position(stages, search.everything, np.maximum, min(best, limit))
         if value < best:
             best, path = value, found
     return best, path
+
+
+def least_bytes_together(problem: PathProblem, meshes: int, virtual: int) -> float:
+    """Bytes that the fullest of so many submeshes takes at least, each with `virtual` stages of a path.
+
+    That is no less than what all take on average; and of what its stages keep of a micro-batch in flight, a submesh
+    holds the most of any, which is no less than their mean.
+    """
+    search = _Search(problem, memory=False)
+    return search.least_of(search.fewest / virtual, np.add) / meshes
 
 
 def _below(best: float, gap: float) -> float:
@@ -304,7 +320,7 @@ class _Search:
         for groups in reversed(_runs(active, p.tail)):
             rows = flat[self.base[groups][:, None] + self.columns]
             combine(rows, weights[groups][:, None], out=rows)
-            table[p.tail[groups[0]], p.devices :] = rows.min(0)
+            np.minimum.reduce(rows, out=table[p.tail[groups[0]], p.devices :])
         return table
 
     def _end(self, combine: np.ufunc) -> np.ndarray:
@@ -323,7 +339,7 @@ class _Search:
         base = p.tail * self.width + p.devices - p.size
         for groups in _runs(active, p.head):
             rows = flat[base[groups][:, None] + self.columns] + weights[groups][:, None]
-            table[p.head[groups[0]], p.devices :] = rows.min(0)
+            np.minimum.reduce(rows, out=table[p.head[groups[0]], p.devices :])
         return table
 
     def _walk(self, table: np.ndarray, weights: np.ndarray, latency: np.ndarray) -> Path:
@@ -343,10 +359,25 @@ class _Search:
         sources = self.problem.sources
         return sources[int(table[list(sources), -1].argmin())]
 
-    def by_position(self, stages: tuple[int, int], allowed: np.ndarray, combine: np.ufunc) -> tuple[float, Path | None]:
+    @property
+    def fewest(self) -> int:
+        """The micro-batches that any stage has in flight at least."""
+        p = self.problem
+        return min(p.count(left, p.stages[0]) for left in range(1, p.stages[1] + 1))
+
+    def least_of(self, count: float, combine: np.ufunc) -> float:
+        """The least of the combined bytes of a path's stages, each with `count` micro-batches in flight."""
+        p = self.problem
+        need = np.where(self.everything, p.fixed + np.where(self.everything, p.each, 0.0) * count, np.inf)
+        return self._at_sources(self._backward(_over_variants(need), combine))
+
+    def by_position(
+        self, stages: tuple[int, int], allowed: np.ndarray, combine: np.ufunc, limit: float = math.inf
+    ) -> tuple[float, Path | None]:
         """The least combined cost of paths with S in `stages`, by stages left.
 
-        With `np.add` the cost is latency under the budget, for the count of the least S; with `np.maximum` it is bytes.
+        With `np.add` the cost is latency under the budget, for the count of the least S; with `np.maximum` it is bytes,
+        below a limit.
         """
         p = self.problem
         table = np.full((p.num_nodes, self.width), np.inf)
@@ -357,7 +388,7 @@ class _Search:
         for left in range(1, stages[1] + 1):
             if p.count(left, stages[0]) != count:
                 count = p.count(left, stages[0])
-                cost = self._cost(groups, count, allowed, combine)
+                cost = self._cost(groups, count, allowed, combine, limit)
                 least = _over_variants(cost)
             costs.append(cost)
             weights = least if p.kinds is None else np.where(p.kind[groups] == p.kinds[-left], least, np.inf)
@@ -377,13 +408,15 @@ class _Search:
             return best, None
         return best, self._walk_positions(tables, costs, groups, stages[0] + values.index(best), combine)
 
-    def _cost(self, groups: np.ndarray, count: int, allowed: np.ndarray, combine: np.ufunc) -> np.ndarray:
+    def _cost(
+        self, groups: np.ndarray, count: int, allowed: np.ndarray, combine: np.ufunc, limit: float
+    ) -> np.ndarray:  # fmt: skip
         """[groups, V]: latency where the budget allows it, or bytes, with `count` micro-batches in flight."""
         p = self.problem
         need = p.fixed[groups] + p.each[groups] * count
         if combine is np.add:
             return np.where(allowed[groups] & (need <= p.budget), p.latency[groups], np.inf)
-        return np.where(allowed[groups], need, np.inf)
+        return np.where(allowed[groups] & (need < limit), need, np.inf)
 
     def _walk_positions(
         self,
@@ -424,4 +457,7 @@ def _starts(values: np.ndarray) -> np.ndarray:
 
 def _runs(active: np.ndarray, node: np.ndarray) -> list[np.ndarray]:
     """`active` groups, sorted by their `node`, cut where it changes."""
-    return np.split(active, _starts(node[active])[1:]) if len(active) else []
+    if not len(active):
+        return []
+    starts = [*_starts(node[active]).tolist(), len(active)]
+    return [active[a:b] for a, b in itertools.pairwise(starts)]

@@ -27,7 +27,8 @@ from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.market import market
 from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.stages import cutting, packing, staging, temporaries
+from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
@@ -100,6 +101,8 @@ class PlannedStage(DecidedStage):
     @cached_property
     def prices(self) -> Prices:
         """What its instructions cost."""
+        if self.twin is not None:
+            return replace(self.twin.prices, traced=self.graph.traced, program=self.program)
         cost = MeshCost(self.cluster, self.found.mesh)
         return prices(self.graph.traced, self.grouping, self.rules, cost, self.found, self.program)
 
@@ -187,6 +190,7 @@ def decide(
     *,
     price: float,
     time_limit: float,
+    split_weights: bool = False,
     pins: Pins = NO_PINS,
     wishes: Wishes = NO_WISHES,
     like: DecidedStage | None = None,
@@ -198,6 +202,7 @@ def decide(
       method: which logical meshes are allowed.
       price: of memory, in units of `sharding.market.Market`.
       time_limit: `solver_time_limit` of the options.
+      split_weights: whether gradients of parameters run in a segment of their own.
       pins: where arguments of the stage lie, by their number in it, all on one mesh; that mesh comes before the method.
       wishes: what the user says of arguments.
       like: a solved stage with the same `digest` and pins, on a submesh of the same kind, whose choices are taken over.
@@ -214,7 +219,8 @@ def decide(
         return DecidedStage(graph, rules, groups, like.found, cluster)
     groups = grouping.group(traced, rules)
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
-    found = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP).at(price)
+    shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
+    found = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared).at(price)
     return DecidedStage(graph, rules, groups, found, cluster)
 
 

@@ -96,6 +96,17 @@ class Priced:
         keys = [key for s in stages for key in self._keys(s.first, s.stop, s.kind, s.variant)]
         return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
 
+    @property
+    def certain(self) -> Priced:
+        """The same without what is a bound as yet: stages that would use one are not possible."""
+        known = np.array(
+            [
+                [[(layer, kind, price) in self.known for price, _ in VARIANTS] for kind in range(len(self.devices))]
+                for layer in self.layers
+            ]
+        )
+        return replace(self, tables={**self.tables, "forward": np.where(known, self.tables["forward"], np.inf)})
+
     def _keys(self, first: int, stop: int, kind: int, variant: int) -> list[Key]:
         return [(layer, kind, VARIANTS[variant][0]) for layer in self.layers[first:stop]]
 
@@ -121,10 +132,10 @@ class Priced:
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
-        boundary = np.zeros((len(layers) + 1, len(self.devices), len(self.devices)))
+        boundary, slowest = np.zeros((2, len(layers) + 1, len(self.devices), len(self.devices)))
         for a, first in enumerate(self.devices):
             for b, second in enumerate(self.devices):
-                boundary[:, a, b] = _link_seconds(self.cluster, crossing, first, second)
+                boundary[:, a, b], slowest[:, a, b] = link_seconds(self.cluster, crossing, first, second)
         return ranges.from_layers(
             count,
             forward=self.tables["forward"] * shared,
@@ -134,6 +145,7 @@ class Priced:
             inflight_bytes=self.tables["inflight"] * shared,
             split_bytes=self.tables["split"] * shared,
             boundary_seconds=boundary,
+            slowest_seconds=slowest,
             boundary_bytes=crossing / max(1, max(self.devices)),
             devices=self.devices,
             total_devices=self.cluster.num_devices,
@@ -262,12 +274,17 @@ def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.nda
     return out
 
 
-def _link_seconds(cluster: Cluster, crossing: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Seconds of sending bytes from a submesh to the next, sharded over the smaller of the two."""
+def link_seconds(cluster: Cluster, crossing: np.ndarray, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of sending bytes from a submesh to the next, sharded over the smaller of the two: the mean, and the most.
+
+    Of n such submeshes that share a node, the last sends to another node if there are several. The period of a stage in
+    1F1B is a mean over the stages from it on (`slicing`); the largest such mean begins at a cut that crosses: one of n.
+    """
     width = min(first, second)
-    link, node = cluster.node_link, cluster.devices_per_node
-    seconds = link.latency + crossing / (link.bandwidth * width)
-    if first + second > node and cluster.network_link is not None:
-        network = cluster.network_link
-        seconds = network.latency + crossing / (network.bandwidth * max(1.0, width / node))
-    return seconds
+    link, node, network = cluster.node_link, cluster.devices_per_node, cluster.network_link
+    within = link.latency + crossing / (link.bandwidth * width)
+    if cluster.num_devices <= node or network is None:
+        return within, within
+    across = network.latency + crossing / (network.bandwidth * max(1.0, width / node))
+    share = 1.0 if first + second > node else max(first, second) / node
+    return within + share * (across - within), np.maximum(within, across)

@@ -22,7 +22,9 @@ class StageCosts:
       fixed_bytes: [L, L+1, K, V], per device: parameters, gradients, optimizer, temporaries.
       inflight_bytes: [L, L+1, K, V], per device and micro-batch, from forward to backward.
       boundary_seconds: [L+1], one transfer over the cut before layer i, one way; or [L+1, K, K] by the kinds of
-        the stages before and behind it. Entries 0 and L are not read.
+        the stages before and behind it. Entries 0 and L are not read. The mean of such transfers, where some are within
+        a node and others are not.
+      slowest_seconds: as `boundary_seconds`, the slowest of such transfers; None for the same.
       boundary_bytes: [L+1], per device, transfer buffers of the cut before layer i, held by both its stages.
       devices: the devices of each kind of submesh.
       total_devices, devices_per_node: of the cluster.
@@ -44,6 +46,7 @@ class StageCosts:
     devices_per_node: int
     weight: np.ndarray | None = None
     split_bytes: np.ndarray | None = None
+    slowest_seconds: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         layers, kinds = self.forward.shape[0], len(self.devices)
@@ -54,6 +57,8 @@ class StageCosts:
                 raise OptionError(f"{name} has shape {value.shape}; give [L, L+1, K, V] = {shape}.")
         if self.boundary_seconds.shape not in ((layers + 1,), (layers + 1, kinds, kinds)):
             raise OptionError(f"boundary_seconds has shape {self.boundary_seconds.shape}; give [L+1] or [L+1, K, K].")
+        if self.slowest.shape != self.boundary_seconds.shape:
+            raise OptionError(f"slowest_seconds has shape {self.slowest.shape}; give that of boundary_seconds.")
         if self.boundary_bytes.shape != (layers + 1,):
             raise OptionError(f"boundary_bytes has shape {self.boundary_bytes.shape}; give [L+1].")
         if self.num_microbatches < 1:
@@ -86,10 +91,15 @@ class StageCosts:
             return self.split_bytes
         return self.inflight_bytes
 
-    def cut_seconds(self, layer: int, before: int, after: int) -> float:
-        """One transfer over the cut before `layer`, between stages of two kinds."""
+    @property
+    def slowest(self) -> np.ndarray:
+        """`slowest_seconds`, or `boundary_seconds`."""
+        return self.boundary_seconds if self.slowest_seconds is None else self.slowest_seconds
+
+    def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
+        """One transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""
         at = (layer, before, after) if self.boundary_seconds.ndim == 3 else layer
-        return float(self.boundary_seconds[at])
+        return float(self.boundary_seconds[at]), float(self.slowest[at])
 
     def buffer_bytes(self, first: int, stop: int) -> float:
         """Transfer buffers of a stage of layers [first, stop)."""
@@ -113,13 +123,14 @@ def from_layers(
     weight: np.ndarray | None = None,
     temporary_bytes: np.ndarray | None = None,
     split_bytes: np.ndarray | None = None,
+    slowest_seconds: np.ndarray | None = None,
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
 
     Args:
       temporary_bytes: [L, K, V], of which a range needs the maximum, not the sum; added to the fixed bytes.
       num_microbatches, forward, backward, update, fixed_bytes, inflight_bytes, boundary_seconds, boundary_bytes,
-        devices, total_devices, devices_per_node, weight: see `StageCosts`.
+        devices, total_devices, devices_per_node, weight, slowest_seconds: see `StageCosts`.
 
     Raises:
       OptionError: as `StageCosts`.
@@ -141,6 +152,7 @@ def from_layers(
         devices_per_node=devices_per_node,
         weight=None if weight is None else _ranges(weight, np.add),
         split_bytes=None if split_bytes is None else _ranges(split_bytes, np.add),
+        slowest_seconds=slowest_seconds,
     )
 
 
@@ -148,6 +160,7 @@ def _ranges(layers: np.ndarray, combine: np.ufunc) -> np.ndarray:
     """[L, L+1, ...]: `combine` over layers i to j-1. Equal runs of equal layers give bit-equal values."""
     length = len(layers)
     out = np.zeros((length, length + 1, *layers.shape[1:]))
-    for i in range(length):
-        out[i, i + 1 :] = combine.accumulate(layers[i:], axis=0)
+    for i, layer in enumerate(layers):  # what ends with a layer, from what ends before it
+        combine(out[:i, i], layer, out=out[:i, i + 1])
+        out[i, i + 1] = layer
     return out

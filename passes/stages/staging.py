@@ -67,6 +67,7 @@ class StageGraph:
       arrivals: for each late argument, by value number, the round that makes it elsewhere.
       constants: for each of the graph's constants its number in the whole step.
       phases: of a step in slices of the sequence, the phase of each body op, by `Op.index` in this graph; else empty.
+      num_slices: of the sequence.
     """
 
     traced: Traced
@@ -80,6 +81,7 @@ class StageGraph:
     arrivals: Mapping[int, int]
     constants: tuple[int, ...]
     phases: Mapping[int, int] = field(default_factory=dict)
+    num_slices: int = 1
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
@@ -351,6 +353,7 @@ class _Stage:
             arrivals={v: step.value_round[v] for v in late_in},
             constants=tuple(step.constant[v] for v in constants),
             phases={place[i]: phase for i, phase in assignment.phases.items() if i in place},
+            num_slices=assignment.num_slices,
         )
 
     def _arguments(self, read: set[int], outputs: Sequence[int]) -> tuple[list[int], list[Port]]:
@@ -372,18 +375,24 @@ class _Stage:
         if not ops and not owned:
             return [], {}, {}
         ys = [(atom, result) for atom, result in view.ys if result in owned]
-        used = set(values_in([*(a for op in ops for a in op.operands), *(atom for atom, _ in ys)]))
-        carries = [view.carries[i] for i in held]
+        ops = sorted(ops, key=step.phase)
+        used = dict.fromkeys(values_in([*(a for op in ops for a in op.operands), *(atom for atom, _ in ys)]))
+        place = {value: i for i, value in enumerate(used)}  # in this order, so that identical layers are equal
+        every = view.carries
+        carries = [every[i] for i in held]
         carries = [c if c.end in owned else c._replace(end=self.rewriter.fresh(c.input)) for c in carries]
         stacks_in, stacks_out = (
             {value: self.rewriter.shaped(value, (view.length, *step.graph.values[value].shape)) for value in values}
             for values in (step.crossing_in[number], step.crossing_out[number])
         )
         scan = view.rebuilt(
-            sorted(ops, key=step.phase),
-            [pair for pair in view.consts if pair[1] in used],
+            ops,
+            sorted((pair for pair in view.consts if pair[1] in used), key=lambda pair: place[pair[1]]),
             carries,
-            [*(pair for pair in view.xs if pair[1] in used), *((stack, v) for v, stack in stacks_in.items())],
+            [
+                *sorted((pair for pair in view.xs if pair[1] in used), key=lambda pair: place[pair[1]]),
+                *((stack, v) for v, stack in stacks_in.items()),
+            ],
             [*ys, *stacks_out.items()],
         )
         return [replace(scan, key=step.scan.key)], stacks_in, stacks_out

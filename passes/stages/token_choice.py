@@ -58,12 +58,17 @@ def step_of(tokens: int, platform: str) -> int:
     return step
 
 
-def first(tokens: int, step: int) -> tuple[int, ...]:
+def first(tokens: int, step: int, most: int = MOST) -> tuple[int, ...]:
     """Slices that say most of the model: an eighth, an eighth, a quarter and a half of the sequence; or fewer.
 
-    Four lengths and contexts, as many as the model has coefficients.
+    Four lengths and contexts, as many as the model has coefficients. Where there is no time for as many, two halves.
+
+    Args:
+      most: the number of slices that there is time for.
     """
     steps = tokens // step
+    if most < 4 and steps >= 2:
+        return _lengths([steps // 2, steps - steps // 2], step, tokens)
     if steps < 4:
         return _lengths([1] * max(steps, 2) if tokens >= 2 else [1], 1 if steps < 2 else step, tokens)
     eighth = max(1, steps // 8)
@@ -79,7 +84,7 @@ def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
 
 
 def proposed(
-    latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
+    latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float, most: int = MOST
 ) -> tuple[Proposal, ...]:  # fmt: skip
     """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
 
@@ -92,9 +97,10 @@ def proposed(
       counts: numbers of micro-batches.
       step: of which lengths are multiples, but for the last.
       dispatch: seconds that a slice takes the busiest process to dispatch.
+      most: the number of slices that there is time for.
     """
     size = -(-tokens // step)
-    shortest = -(-size // MOST)  # in steps
+    shortest = -(-size // most)  # in steps
     lengths, contexts = np.meshgrid(np.arange(1, size + 1) * step, np.arange(size) * step, indexing="ij")
     out = []
     for count in counts:
@@ -120,10 +126,11 @@ def proposed(
 def sizes(traced: Traced) -> tuple[int, ...]:
     """The numbers of tokens that the sequence of a step may have, by the dims of its batch.
 
-    An array may have one more than what the model reads, for the labels.
+    An array may have one more than what the model reads, for the labels. One example may have no dim of examples.
     """
     values = zip(traced.graph.block.inputs, traced.arguments, strict=False)
     shapes = [traced.graph.values[value].shape for value, argument in values if argument.role == "batch"]
-    dims = dict.fromkeys(n for shape in shapes for n in shape[1:] if n > 1)
+    first = 1 if any(len(shape) > 1 for shape in shapes) else 0
+    dims = dict.fromkeys(n for shape in shapes for n in shape[first:] if n > 1)
     shorter = (n - 1 for n in dims if n > 2)
     return tuple(dict.fromkeys((*dims, *shorter)))

@@ -73,15 +73,17 @@ def known(
       given: what is known of the block's inputs.
     """
     found: dict[int, tuple[Beyond, ...]] = dict(given or {})
-    masks: dict[int, tuple[Beyond, ...]] = {}
+    masks: dict[int, tuple[Beyond, ...]] = {}  # by the array, which several layers may share
 
     def of(atom: Atom) -> tuple[Beyond, ...]:
         if isinstance(atom, Lit) or atom in found:
             return () if isinstance(atom, Lit) else found[atom]
-        if atom not in masks:
-            array = statics.of(atom)
-            masks[atom] = () if array is None else _read(array)
-        return masks[atom]
+        array = statics.of(atom)
+        if array is None:
+            return ()
+        if id(array) not in masks:
+            masks[id(array)] = _read(array)
+        return masks[id(array)]
 
     for op in ops:
         if op.name in primitives.PAIRWISE:
@@ -111,8 +113,8 @@ def _read(array: np.ndarray) -> tuple[Beyond, ...]:
         others = [d for d in range(array.ndim) if d not in (row, column)]
         rows = array.transpose(*others, row, column).reshape(-1, array.shape[row], array.shape[column])
         number = rows[0, 0, -1]
-        differs = (rows != number).any(0)
-        first = np.where(differs.any(1), differs.shape[1] - differs[:, ::-1].argmax(1), 0)
+        differs = np.ascontiguousarray((rows != number).any(0)[:, ::-1])  # which is searched faster
+        first = np.where(differs.any(1), differs.shape[1] - differs.argmax(1), 0)
         if (first < differs.shape[1]).any():
             out.append(Beyond(row, column, first, float(number)))
     return tuple(out)

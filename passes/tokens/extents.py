@@ -2,7 +2,8 @@
 
 Rows follow from the lengths of the slices. Columns are found backwards, from what reads a matrix of attention: a sum,
 or a product that sums over keys, needs them up to the last that is not known to add nothing (`beyond`), a maximum up to
-the last that is not as good as minus infinity; what makes the matrix needs to make no more.
+the last that is not as good as minus infinity; what makes the matrix needs to make no more. Where one number is known
+to be behind, nothing needs to make it, whoever reads it (`behind`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from alpa_lite.graph import Block, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.tokens.beyond import Known
+from alpa_lite.passes.tokens.beyond import Beyond, Known
 from alpa_lite.passes.tokens.states import State, States, Way, row_factor
 from alpa_lite.strategy import Rule
 
@@ -125,9 +126,17 @@ class Extents:
         if state is None or state.free or state.column is None:
             return
         needs = self.need.setdefault(value, [0] * self.slices)
-        width = self.values[value].shape[state.column]
+        width = self.values[value].shape[state.column] if columns is None else columns
+        holds = self.behind(value)
         for piece, _ in self.over(state, (0, state.size) if rows is None else rows):
-            needs[piece] = max(needs[piece], width if columns is None else columns)
+            known = width if holds is None else int(holds.first[slice(*self.held(state, piece))].max())
+            needs[piece] = max(needs[piece], min(width, max(known, 1)))
+
+    def behind(self, value: int) -> Beyond | None:
+        """The number that a matrix of attention is known to hold behind some column of each row."""
+        state = self.found.of[value]
+        of = (b for b in self.known.get(value, ()) if (b.row, b.column) == (state.dim, state.column) and b.exact)
+        return next(of, None)
 
     def _demand(self, op: Op) -> None:
         """What an operation needs of its operands' columns."""

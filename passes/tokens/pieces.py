@@ -110,11 +110,27 @@ class Pieces:
             assert held is not None
             part = self._cut(held, state.dim, own, state.outer, state.inner)
             if state.column is not None:
-                width = self._shape(part)[state.column] if columns is None else columns
-                part = self._cut(part, state.column, (0, width))
+                width = self.rw.values[atom].shape[state.column] if columns is None else columns
+                part = self._of_width(atom, part, state.column, width)
             parts.append(part)
         self._memo[key] = parts[0] if len(parts) == 1 else self._join(parts, state)
         return self._memo[key]
+
+    def _of_width(self, value: int, part: Atom, column: int, width: int) -> Atom:
+        """The first columns of some rows, with the number that is known to be behind those that were made."""
+        made = self._shape(part)[column]
+        if width <= made:
+            return self._cut(part, column, (0, width))
+        holds = self.extents.behind(value)
+        assert holds is not None, "columns that somebody reads are made, or known"
+        number = holds.value
+
+        def run(x: jax.Array) -> jax.Array:
+            config = [(0, 0, 0)] * x.ndim
+            config[column] = (0, width - made, 0)
+            return lax.pad(x, jnp.asarray(number, x.dtype), config)
+
+        return self._made(run, [part], ("behind", column, width, number))
 
     def _join(self, parts: Sequence[Atom], state: State) -> Atom:
         dim, outer = state.dim, state.outer

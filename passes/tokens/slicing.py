@@ -32,6 +32,8 @@ from alpa_lite.passes.tokens.statics import Statics
 from alpa_lite.paths import shown
 from alpa_lite.strategy import Rule
 
+_PRODUCTS = primitives.COMPUTE_INTENSIVE
+
 
 def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
     """A step that is cut into stages, in slices of the sequence: the same layers on the same stages.
@@ -49,8 +51,18 @@ def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
         step,
         accumulated=accumulated,
         layering=layers,
-        assignment=replace(assignment.assign(layers, step.cuts), phases=phases),
+        assignment=replace(assignment.assign(layers, step.cuts), phases=phases, num_slices=len(lengths)),
     )
+
+
+def first_dim(traced: Traced, num_microbatches: int) -> int:
+    """The first dim of a batch's arguments that may be the sequence: 0 where the batch is one example without a dim.
+
+    Every argument then has one dim at most, and there is one micro-batch.
+    """
+    arguments = zip(traced.graph.block.inputs, traced.arguments, strict=False)
+    ranks = [len(traced.graph.values[value].shape) for value, argument in arguments if argument.role == "batch"]
+    return 0 if num_microbatches == 1 and max(ranks, default=0) == 1 else 1
 
 
 class _Slicer:
@@ -131,19 +143,20 @@ class _Slicer:
                 self._afresh()
             found = self._without_loops(self._states(sequence), sequence)
             tokens = _tokens(found)
-            if tokens != sum(self.lengths):
-                if tokens:
-                    reasons.append(
-                        f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}"
-                    )
+            fits = tokens == sum(self.lengths)
+            products = [op for op in self.body.ops if op.index in self.forward and op.name in _PRODUCTS]
+            if all(found.ways[op.index].kind == "whole" for op in products):  # then slices are of no use
+                reasons += [self._of_whole(op, found) for op in products if not found.of.keys().isdisjoint(op.operands)]
                 continue
-            if not self._products(found):
-                continue
-            made = expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, self.lengths)
+            made = self._expanded(found, self.lengths if fits else (tokens // 2, tokens - tokens // 2))
             late = self._late(made)
-            if late is None:
+            if late is None and fits:
                 return self._step(made)
-            reasons.append(f"{late.op.name} at {_where(late.op)} waits for later tokens: {late.reason}")
+            if late is not None:
+                reasons.append(f"{late.op.name} at {_where(late.op)} waits for later tokens: {late.reason}")
+            elif tokens:
+                reasons.append(f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}")
+        reasons.sort(key=lambda reason: "waits for" not in reason)
         why = reasons[0] if reasons else "no argument of the batch has a sequence that the model reads"
         raise OptionError(f"token_slices={list(self.lengths)}: {why}; leave token_slices out")
 
@@ -154,7 +167,8 @@ class _Slicer:
         arguments = list(zip(self.graph.block.inputs, self.traced.arguments, strict=False))
         shapes = {v: self.values[v].shape for v, argument in arguments if argument.role == "batch"}
         total = sum(self.lengths)
-        fits = {v: [d for d, n in enumerate(s) if d and n in (total, total + 1)] for v, s in shapes.items()}
+        first = first_dim(self.traced, self.scan.params["length"])
+        fits = {v: [d for d, n in enumerate(s) if d >= first and n in (total, total + 1)] for v, s in shapes.items()}
         every = {v: dims[0] for v, dims in fits.items() if dims}
         if every:
             yield every
@@ -163,7 +177,7 @@ class _Slicer:
                 if {value: dim} != every:
                     yield {value: dim}
         if not every:  # to say what there is
-            yield {v: 1 for v, shape in shapes.items() if len(shape) > 1}
+            yield {v: first for v, shape in shapes.items() if len(shape) > first}
 
     def _states(self, sequence: Mapping[int, int]) -> states.States:
         """Of the body, given the dims of the step's arguments."""
@@ -180,15 +194,16 @@ class _Slicer:
                 inner[value] = state.dim - 1
         return states.states(self.body, self.rules, self.values, self.known, self.forward, inner)
 
-    def _products(self, found: states.States) -> bool:
-        """Whether a product of the forward pass goes slice by slice; where none does, slices are of no use."""
-        forward = (op for op in self.body.ops if op.index in self.forward and op.name in primitives.COMPUTE_INTENSIVE)
-        return any(found.ways[op.index].kind != "whole" for op in forward)
+    def _of_whole(self, op: Op, found: states.States) -> str:
+        reason = found.ways[op.index].reason or "it takes the whole sequence"
+        return f"{op.name} at {_where(op)} waits for later tokens: {reason}"
+
+    def _expanded(self, found: states.States, lengths: Sequence[int]) -> expansion.Expanded:
+        return expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, lengths)
 
     def _late(self, made: expansion.Expanded) -> expansion.Late | None:
         """What a product of the forward pass waits for, if one waits."""
-        products = primitives.COMPUTE_INTENSIVE
-        return made.late[0] if any(late.op.name in products for late in made.late) else None
+        return made.late[0] if any(late.op.name in _PRODUCTS for late in made.late) else None
 
     # -- the new step ---------------------------------------------------------------------------------------------
 

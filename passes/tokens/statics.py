@@ -7,7 +7,7 @@ construction (it was broadcast) is kept with size one, so that the mask of every
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class Statics:
     def __init__(self, ops: Iterable[Op], values: Sequence[Value], constants: Mapping[int, Any]) -> None:
         self.values = values
         self._arrays: dict[int, np.ndarray | None] = {}
+        self._alike: dict[Hashable, np.ndarray | None] = {}
         self._constants = dict(constants)
         self._makers: dict[int, Op] = {}
         known = set(constants)
@@ -58,7 +59,10 @@ class Statics:
         return value in self._makers or value in self._constants
 
     def of(self, atom: Atom) -> np.ndarray | None:
-        """The array, of the rank of the value, with size one along dims where it is constant; None if not static."""
+        """The array, of the rank of the value, with size one along dims where it is constant; None if not static.
+
+        What several layers compute alike, such as their masks, is computed once, and is one array.
+        """
         if isinstance(atom, Lit):
             return np.asarray(atom.value)
         if atom not in self._arrays:
@@ -77,6 +81,13 @@ class Statics:
         if any(x is None for x in operands):
             return None
         given = [x for x in operands if x is not None]
+        key = (op.key, *map(_identity, op.operands, given))
+        if key not in self._alike:
+            self._alike[key] = self._of_operation(op, given, value)
+        return self._alike[key]
+
+    def _of_operation(self, op: Op, given: list[np.ndarray], value: int) -> np.ndarray | None:
+        """What an operation makes of arrays; None of one that is too large."""
         if math.prod(np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()) > LARGEST:
             return None
         return self._computed(op, given, self.values[value])
@@ -92,8 +103,7 @@ class Statics:
             with np.errstate(all="ignore"):
                 return np.asarray(NUMPY[name](*operands)).astype(made.dtype)
         if name == "select_n":
-            cases = np.broadcast_arrays(*rest)
-            return np.choose(first.astype(np.int32), cases) if len(cases) == 2 else None
+            return np.where(first.astype(bool), rest[1], rest[0]) if len(rest) == 2 else None
         if name == "convert_element_type":
             return first.astype(made.dtype)
         if name == "broadcast_in_dim":
@@ -124,6 +134,11 @@ class Statics:
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+
+
+def _identity(atom: Atom, array: np.ndarray) -> Hashable:
+    """Equal for equal operands: the array itself, which is kept, or the value of a literal."""
+    return (array.dtype.str, array.tobytes()) if isinstance(atom, Lit) else id(array)
 
 
 def _reshaped(array: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray | None:

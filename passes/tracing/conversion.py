@@ -223,6 +223,9 @@ class _Builder:
             params, operands, bodies = self._while(params, operands)
         elif name == "cond":
             operands, bodies = self._cond(params, operands)
+        elif name == "concatenate":  # with nothing, such as the part of a head that is not rotated
+            dim = params["dimension"]
+            operands = [a for a, var in zip(operands, eqn.invars, strict=True) if var.aval.shape[dim]]
         head, effects = self._heads.get(id(eqn), (None, False))
         if head is None:
             head = self.keys.head(eqn.primitive, params, structured=bool(bodies))

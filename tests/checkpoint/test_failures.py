@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tm
     for seed in range(3):
         run = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run"), str(seed), str(first)],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
         assert run.returncode == -signal.SIGKILL, run.stderr
         found = CheckpointManager(tmp_path / "run").restore(state(0, 65536))
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing_behind(tmp_path:
     """The real writers meet a limit of the operating system, as they would a full disk."""
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "run")],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert f"{tmp_path / 'run' / '2'} could not be saved, since there is no room left" in run.stdout
@@ -185,7 +185,7 @@ def test_no_room_for_any_of_the_files_is_an_error_in_time(
         begin = time.monotonic()
         with pytest.raises(CheckpointError, match=r"run/2 could not be saved, since there is no room left.*No space"):
             manager.wait()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60  # and not the 600 that files are waited for
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
     manager.wait()  # the error is raised once
     assert manager.restore(state(0)).step == 1

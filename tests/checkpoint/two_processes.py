@@ -21,6 +21,9 @@ from alpa_lite import _jax, checkpoint
 from alpa_lite.checkpoint import CheckpointError, CheckpointManager, arrays
 from tests.checkpoint import states
 
+TIMEOUT = 200.0
+"""Seconds that the manager waits for files and for the other process."""
+
 
 def on(value: np.ndarray, low: int, high: int, *spec: str | None) -> jax.Array:
     """An array on some of all devices; a process that has none of them has an array without blocks."""
@@ -107,7 +110,7 @@ def main(folder: Path) -> None:
         assert all(len(x.addressable_shards) == 4 for x in jax.tree.leaves(found))
 
     train_in_stages(folder, want)
-    manager = CheckpointManager(folder / "run", timeout=20.0)
+    manager = CheckpointManager(folder / "run", timeout=TIMEOUT)
     manager.save(1, state())
     manager.save(2, state(), metadata={"from": 2})
     manager.wait()
@@ -141,15 +144,13 @@ def main(folder: Path) -> None:
     manager.close()
     # The other does not come.
     if me == 0:
-        lonely = CheckpointManager(folder / "other", timeout=1.0)
+        lonely = CheckpointManager(folder / "other", timeout=5.0)
         lonely.save(1, state())
         said["alone"] = failure(lonely.wait)
-    else:
-        time.sleep(2.0)
     (folder / f"said {me}.pkl").write_bytes(pickle.dumps(said))
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(500, exit=True)
     jax.distributed.initialize()
     main(Path(sys.argv[1]))

@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+LONGEST = 500.0
+"""Seconds after which processes are killed. It bounds a hang alone: pytest's own limit of a test is 600 s."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -34,7 +37,7 @@ class Ended:
 
 
 def run(
-    script: str, processes: int, devices: int, *args: str, seconds: float = 120.0, env: dict[str, str] | None = None
+    script: str, processes: int, devices: int, *args: str, seconds: float = LONGEST, env: dict[str, str] | None = None
 ) -> list[Ended]:
     """Runs a script of this folder in so many processes of so many devices each, and waits until all have ended.
 
@@ -69,9 +72,9 @@ def run(
         return [Ended(code, path.read_text(errors="replace")) for code, path in zip(codes, paths, strict=True)]
 
 
-def agreed(script: str, processes: int, devices: int, *args: str, seconds: float = 120.0) -> list[str]:
+def agreed(script: str, processes: int, devices: int, *args: str) -> list[str]:
     """What each process wrote; raises AssertionError unless all have ended well."""
-    ended = run(script, processes, devices, *args, seconds=seconds)
+    ended = run(script, processes, devices, *args)
     wrong = [f"--- process {n}: {one.code}\n{one.text[-3000:]}" for n, one in enumerate(ended) if one.code != 0]
     assert not wrong, "\n".join(wrong)
     return [one.text for one in ended]

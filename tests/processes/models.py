@@ -1,13 +1,14 @@
 """Trains models over all processes by several methods, and compares every step with one device. Argument: the cases.
 
-A case is [name, options]: a model of this project, one of them with "/nnx" for the step in NNX's own style, or one of
-the tests' zoo; and `kind` the method, `microbatches`, and the method's own options.
+A case is [name, options]: a model of this project, one of them with "/nnx" for the step in NNX's own style, one of the
+tests' zoo, or the "mlp" of this folder; and `kind` the method, `microbatches`, and the method's own options.
 """
 
 import functools
 import json
 from typing import Any
 
+import mlp
 import worker
 
 import alpa_lite
@@ -25,6 +26,8 @@ SMALL = {
 @functools.cache
 def made(name: str) -> tuple[Any, Any, str]:
     """A step, its arguments, and its style; one jitted reference then serves all methods."""
+    if name == "mlp":
+        return mlp.step, mlp.arguments(), ""
     own, _, style = name.partition("/")
     if own in SMALL:
         build = models.get(own).build_nnx if style else models.get(own).build
@@ -42,9 +45,10 @@ def main() -> None:
         kind, parts = getattr(alpa_lite, options.pop("kind")), options.pop("microbatches", "auto")
         ours = alpa_lite.parallelize(step, num_microbatches=parts, method=kind(**options))
         blocks = worker.train(ours, step, args, style)
-        meshes = [stage.mesh_shape for stage in ours.plans[0].stages]
-        worker.say(name, kind.__name__, "agrees in", blocks, "blocks, meshes", meshes)
-        worker.say(name, "slices", list(ours.plans[0].division.token_slices))
+        plan = ours.plans[0]
+        meshes = [stage.mesh_shape for stage in plan.stages]
+        worker.say(name, kind.__name__, "agrees in", blocks, "blocks, meshes", meshes, plan.schedule)
+        worker.say(name, "slices", list(plan.division.token_slices))
 
 
 if __name__ == "__main__":

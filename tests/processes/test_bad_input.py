@@ -21,7 +21,7 @@ SAID = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
 def test_what_differs_is_said_by_all(what):
-    ended = driver.run("bad.py", 2, 1, what, "1", env={"ALPA_LITE_PROCESS_TIMEOUT": "60"})
+    ended = driver.run("bad.py", 2, 1, what, "1", env={"ALPA_LITE_PROCESS_TIMEOUT": "240"})
     for number, one in enumerate(ended):
         assert one.code == 0, one.text
         assert "no error" not in one.text, one.text

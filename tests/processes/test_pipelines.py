@@ -11,9 +11,10 @@ from tests.processes import driver
 
 def test_a_pipeline_over_two_processes_trains_as_one_device_does():
     """Stages of two devices, each in a process of its own: losses, parameters and every block of them."""
-    for text in driver.agreed("mlp.py", 2, 2, json.dumps([{"submesh_shapes": [2, 2], "schedule": "1f1b"}])):
-        assert "meshes [(2,), (2,)]" in text
-        assert "blocks 15 " in text  # 3 steps: 2 parameters on 2 devices, and the loss, which both are told
+    first, last = driver.agreed("mlp.py", 2, 2, json.dumps([{"submesh_shapes": [2, 2], "schedule": "1f1b"}]))
+    assert "meshes [(2,), (2,)]" in first and "meshes [(2,), (2,)]" in last
+    assert "blocks 15 " in first  # 3 steps: 2 parameters on 2 devices, and the loss, which it is told on one
+    assert "blocks 18 " in last  # which has the loss on the devices that made it
 
 
 TWO = [
@@ -23,19 +24,14 @@ TWO = [
     {"submesh_shapes": [[2, 2], 4], "schedule": "interleaved-1f1b"},
     {"submesh_shapes": [1, 1], "schedule": "1f1b"},  # both in one process; the other has no part, but is told the loss
 ]
-FOUR = [
-    {"submesh_shapes": [2, 2], "schedule": "1f1b"},  # each stage on two processes
-    {"submesh_shapes": [1, 2], "schedule": "zb-h1"},
-    {"submesh_shapes": [1, 1, 1, 1], "schedule": "gpipe"},
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 4, TWO), (4, 1, FOUR)])
-def test_schedules_and_submeshes(processes, devices, cases):
-    for text in driver.agreed("mlp.py", processes, devices, json.dumps(cases)):
+def test_schedules_and_submeshes():
+    """On two processes; on four, and by every method and schedule, in `benchmarks/process_correctness.py`."""
+    for text in driver.agreed("mlp.py", 2, 4, json.dumps(TWO)):
         lines = [line for line in text.splitlines() if line.startswith("blocks")]
-        assert [line.split()[2] for line in lines] == [case["schedule"] for case in cases]
+        assert [line.split()[2] for line in lines] == [case["schedule"] for case in TWO]
         assert all(int(line.split()[1]) >= 3 for line in lines)  # the loss of each step at least
 
 
@@ -43,40 +39,53 @@ def over(*shape, microbatches=2, **more):
     return {"kind": "Pipeline", "submesh_shapes": shape, "microbatches": microbatches, **more}
 
 
-MODELS_ON_TWO = [
-    ["nnx_user_gpt", over(2, 2)],  # modules that are updated in place
-    ["linen_gpt_scan", over(2, 2)],  # parameters under a scan that unequal stages share
-    ["moe/nnx", {"kind": "DataParallel"}],
-    ["moe/nnx", over(2, 2, schedule="gpipe")],  # after the other, JAX 0.10 hung while the loss was told
-]
-MODELS_ON_FOUR = [
-    ["linen_moe", {"kind": "Sharded"}],
-    ["linen_moe", {"kind": "Zero", "stage": 2}],
-    ["gpt", {"kind": "TensorParallel"}],
-    ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
-]
+MODELS = {
+    "modules": (2, 2, [["nnx_user_gpt", over(2, 2)]]),  # they are updated in place
+    "scan": (2, 2, [
+        ["linen_gpt_scan", over(2, 2)],  # parameters under a scan that unequal stages share
+        ["linen_gpt_scan", over(2, 2, schedule="1f1b", token_slices=[9, 7])],
+    ]),
+    "experts": (2, 2, [
+        ["moe/nnx", {"kind": "DataParallel"}],
+        ["moe/nnx", over(2, 2, schedule="gpipe")],  # after the other, JAX 0.10 hung while the loss was told
+    ]),
+    "mlp on four": (4, 1, [
+        ["mlp", over(2, 2, microbatches=4, schedule="1f1b")],  # each stage on two processes
+        ["mlp", over(1, 2, microbatches=4, schedule="zb-h1")],
+    ]),
+    "experts on four": (4, 1, [
+        ["linen_moe", {"kind": "Sharded"}],
+        ["linen_moe", {"kind": "Zero", "stage": 2}],
+    ]),
+    "gpt on four": (4, 1, [
+        ["gpt", {"kind": "TensorParallel"}],
+        ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
+    ]),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 2, MODELS_ON_TWO), (4, 1, MODELS_ON_FOUR)])
-def test_models_and_methods(processes, devices, cases):
-    """GPT and mixture of experts, of Linen and NNX, as functions and as modules."""
-    for text in driver.agreed("models.py", processes, devices, json.dumps(cases), seconds=240):
-        found = [line.split()[:2] for line in text.splitlines() if " agrees in " in line]
-        assert found == [[name, options["kind"]] for name, options in cases]
+@pytest.mark.parametrize("which", MODELS)
+def test_models_and_methods(which):
+    """GPT and mixture of experts, of Linen and NNX, as functions and as modules.
 
-
-@pytest.mark.slow
-def test_slices_of_the_sequence():
-    """Keys, values and their cotangents stay in the process of their stage; what crosses does so slice by slice."""
-    cases = [["linen_gpt_scan", over(2, 2, schedule="1f1b", token_slices=[9, 7])]]
-    texts = driver.agreed("models.py", 2, 2, json.dumps(cases))
-    assert all("linen_gpt_scan Pipeline agrees in" in text and "slices [9, 7]" in text for text in texts)
+    Of slices of the sequence, keys, values and their cotangents stay in the process of their stage; what crosses does
+    so slice by slice.
+    """
+    processes, devices, cases = MODELS[which]
+    for text in driver.agreed("models.py", processes, devices, json.dumps(cases)):
+        lines = text.splitlines()
+        ran = [(*line.split()[:2], line.split()[-1]) for line in lines if " agrees in " in line]
+        for (name, kind, schedule), (wanted, options) in zip(ran, cases, strict=True):
+            assert (name, kind) == (wanted, options["kind"])
+            assert schedule == options.get("schedule", schedule)
+        slices = [line.split(" slices ")[1] for line in lines if " slices " in line]
+        assert slices == [str(options.get("token_slices", [])) for _, options in cases]
 
 
 @pytest.mark.slow
 def test_state_is_born_evaluated_and_moved_where_it_belongs():
-    for text in driver.agreed("state.py", 2, 2, "[2, 2]", "[1, 2]", seconds=240):
+    for text in driver.agreed("state.py", 2, 2, "[2, 2]", "[1, 2]"):
         for line in ("born in", "trained", "evaluated at", "short batch", "moved"):
             assert line in text
         assert "all held" not in text
@@ -86,7 +95,7 @@ def test_state_is_born_evaluated_and_moved_where_it_belongs():
 @pytest.mark.parametrize("method", [{"kind": "Sharded"}, {"kind": "Pipeline", "submesh_shapes": [4, 4]}])
 def test_steps_may_be_called_long_before_their_results_are_read(method):
     """XLA holds 32 programs a device; with as few threads as devices (NPROC), JAX 0.10 hung beyond that."""
-    for one in driver.run("ahead.py", 2, 4, json.dumps(method), "100", seconds=60, env={"NPROC": "1"}):
+    for one in driver.run("ahead.py", 2, 4, json.dumps(method), "100", env={"NPROC": "1"}):
         assert one.code == 0, one.text
         assert "agrees" in one.text
 

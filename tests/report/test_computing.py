@@ -90,7 +90,7 @@ def test_explained_with_what_bounds_it():
     told = planned().explain("dot_general")
     assert "the method fixed this sharding" in told and "bound by FLOPs: FLOPs 29" in told
     assert "of the computing and the collectives of the stage" in told
-    plan = planned(alpa_lite.Sharded())
+    plan = planned(alpa_lite.Sharded()).weighed()
     decision = max((d for d in plan.decisions if d.name.startswith("dot_general")), key=lambda d: d.seconds)
     chosen = decision.chosen
     assert chosen is not None

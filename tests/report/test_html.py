@@ -133,7 +133,7 @@ def browse(file: Path, *flags: str) -> dict:
     assert CHROMIUM is not None
     profile = f"--user-data-dir={file.parent / ('profile' + ''.join(flags))}"
     command = [CHROMIUM, *FLAGS, *flags, profile, "--window-size=1200,900", "--dump-dom", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert match, done.stderr[-2000:]
     return json.loads(match[1])

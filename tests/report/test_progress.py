@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def wait_for(there: Any) -> None:
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 60
     while not there() and time.perf_counter() < deadline:
         time.sleep(0.02)
     assert there()

@@ -75,10 +75,12 @@ def test_what_is_faster_is_not_called_slower() -> None:
         Candidate("c", (4,), 0.9 * best, 1, "slower"),
         Candidate("d", (4,), best * (1 - 1e-9), 1, "slower"),
         Candidate("e", (4,), 1.5 * best, 1, "optimal"),
+        Candidate("f", (4,), None, None, "cutoff"),
     ]
     said = {c.method: text._status(c, best) for c in rows}
     assert said["b"] == said["c"] == "faster by 10 % in a rough estimate, not priced itself"
     assert said["d"] == "equally fast" and said["e"] == "slower by 50 %"
+    assert said["f"] == "not finished: cannot be faster"
 
 
 def test_small_leaves_are_folded_and_nothing_is_lost() -> None:

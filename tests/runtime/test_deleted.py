@@ -92,7 +92,7 @@ def test_a_deleted_array_is_refused_and_the_process_lives(case):
     program = textwrap.dedent(SETUP) + textwrap.dedent(text).replace("METHOD", method)
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=root, capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "ignore", "-c", program], cwd=root, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("refused") == refusals, done.stdout

@@ -423,7 +423,7 @@ def test_a_sharded_constant_without_elements():
     empty = np.zeros((0, 8), np.float32)
 
     def double(x):
-        return 2 * jnp.concatenate([jnp.asarray(empty), x])
+        return 2 * x + jnp.asarray(empty).sum()
 
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     traced = trace(double, (x,), {}, batch_argnums=())

@@ -91,7 +91,7 @@ def test_each_process_gives_its_rows_or_all_of_them(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from alpa_lite.cli import main; main()",
          "launch", "-n", "2", "--devices-per-process", "2", "--platform", "cpu", "--", "fed.py"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, text=True, capture_output=True, timeout=120,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, text=True, capture_output=True, timeout=500,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     halves = [list(range(8)), list(range(8, 16))]

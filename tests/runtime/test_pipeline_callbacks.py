@@ -185,16 +185,16 @@ def test_an_interrupt_leaves_no_device_at_work(calls):
     sizes = {"products": 1, "rows": 16, "width": 8} if calls else {"products": 10, "rows": 512, "width": 256}
     command = [sys.executable, "-c", INTERRUPTED.format(calls=calls, **sizes)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        give_up = threading.Timer(120, process.kill)
+        give_up = threading.Timer(280, process.kill)
         give_up.start()
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "started\n", process.communicate(timeout=60)[1]
+            assert process.stdout.readline() == "started\n", process.communicate(timeout=240)[1]
             try:
                 process.wait(timeout=1)  # it is in the middle of its steps
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGINT)
-            out, errors = process.communicate(timeout=60)
+            out, errors = process.communicate(timeout=240)
         finally:
             give_up.cancel()
             process.kill()

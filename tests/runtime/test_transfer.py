@@ -200,10 +200,10 @@ def is_ready(array: Any) -> bool:
 
 
 def _blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array:
-    """An array whose first block is computed only once `release` is set, or after 20 s."""
+    """An array whose first block is computed only once `release` is set, or after 200 s."""
 
     def wait() -> np.float32:
-        release.wait(20)
+        release.wait(200)
         return np.float32(0)
 
     def local(block):

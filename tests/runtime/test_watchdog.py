@@ -37,16 +37,18 @@ def sgd(w, x):
     return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
 
 w = np.ones((4, 2), np.float32)
-with alpa_lite.Watchdog(report_after=1.0, end_after=2.5):
+x = np.ones((8, 4), np.float32)
+jax.block_until_ready(sgd(w, x))  # planning and compiling stand still for as long as they take
+with alpa_lite.Watchdog(report_after=1.0, end_after=8.0):
     for number in range(4):
         if number == 2 and jax.process_index() == 1:
-            time.sleep(60)  # a loader that has nothing
-        w = sgd(w, np.ones((8, 4), np.float32))
+            time.sleep(600)  # a loader that has nothing
+        w = sgd(w, x)
         jax.block_until_ready(w)
 """
 
 
-def wait_for(what: Any, seconds: float = 10.0) -> None:
+def wait_for(what: Any, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "not in time"
@@ -69,10 +71,9 @@ def test_it_says_which_step_and_that_nothing_runs(caplog: pytest.LogCaptureFixtu
         jax.block_until_ready((state, loss))
         assert one.now() == "between steps, after step 1 of train"
         step(state, examples(16))
-        wait_for(lambda: len(caplog.messages) > 1)
+        wait_for(lambda: "This process: between steps, after step 2 of train" in caplog.text)
         with one.doing("saving"):
             assert one.now() == "saving"
-    assert "This process: between steps, after step 2 of train" in caplog.text
     assert not watchdog.watching
     count = len(caplog.messages)
     time.sleep(0.15)
@@ -84,7 +85,7 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
 
     def stuck(y: Any, x: Any) -> Any:
         if np.any(np.asarray(x) == 3.0):
-            go_on.wait(20)
+            go_on.wait(120)
         return y
 
     def step(w: Any, x: jax.Array) -> Any:
@@ -105,11 +106,8 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
         caller = threading.Thread(target=lambda: jax.block_until_ready(planned(w, x)))
         caller.start()
         try:
-            time.sleep(1)
-            print(one.now())
-            wait_for(lambda: "micro-batch 1" in one.now())
-            assert one.now().startswith("step 1 of step, ")
-            assert "run stage 0 forward, micro-batch 1" in one.now()
+            standing = r"step 1 of step, instruction \d+ of \d+, run stage 0 forward, micro-batch 1\b"
+            wait_for(lambda: re.match(standing, one.now()))
         finally:
             go_on.set()
             caller.join()
@@ -118,16 +116,14 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
 @pytest.mark.slow
 def test_processes_that_wait_for_one_another_end_and_name_it(tmp_path: Path) -> None:
     (tmp_path / "standing.py").write_text(STANDING)
-    start = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-c", "from alpa_lite.cli import main; main()",
-         "launch", "-n", "2", "--platform", "cpu", "--grace", "8", "--", "standing.py"],
-        cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=60,
+         "launch", "-n", "2", "--platform", "cpu", "--grace", "60", "--", "standing.py"],
+        cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=500,
     )  # fmt: skip
     assert run.returncode == watchdog.EXIT_CODE, run.stderr
-    assert time.monotonic() - start < 45  # and not the sleeper's 60
     ends = [line for line in run.stderr.splitlines() if "this process ends" in line]
-    assert any(line.startswith("[0] ") for line in ends)
+    assert ends  # where process 1 is the first to end, the collective of process 0 may fail before it has its time
     assert all(
         re.search(r"Process 0[^,]*, for \d+ s: step 3 of sgd; Process 1[^,]*, for \d+ s: between", e) for e in ends
     )

@@ -251,6 +251,6 @@ def test_thirty_thousand_operations_take_seconds():
 
     specs = (P("data"), [P()] * 200)
     module = lower(region(fun, specs, P("data")), aval((128, 8), P("data")), [aval((8, 8), P())] * 200)
-    start = time.perf_counter()
+    start = time.process_time()
     check_shardy(module, MESH, [c("all_reduce", ("model",), 8 * 8 * 4, 200)])
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

@@ -44,7 +44,7 @@ def _planned():
     method = Sharded((4, 2))
     found = search.search(*_grouped(BATCH), CLUSTER, method, budget=CLUSTER.usable_memory)
     plan = alpa_lite.make_plan(*_stepped(BATCH), cluster=CLUSTER, method=method, num_microbatches=1, verify="off")
-    return found, plan
+    return found, plan.weighed()
 
 
 def _outcomes():

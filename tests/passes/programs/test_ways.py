@@ -12,7 +12,7 @@ import pytest
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
-from alpa_lite.passes.programs.ways import ANY, Outcome, Way, best, quickest
+from alpa_lite.passes.programs.ways import ANY, GAIN, Outcome, Unfinished, Way, begun, best
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 
@@ -28,7 +28,7 @@ def recomputed(remat: Remat) -> float:
 
 
 class Model:
-    """A step of 1 s and 0.1 s for each micro-batch, with 10 bytes of state and 80 of activations.
+    """A step of 1 s and 0.1 s for each micro-batch, or of so many units, with 10 bytes of state and 80 of activations.
 
     Within `budget` bytes it is slower by `slower` of its seconds for each byte that is missing, up to `missing` of
     them; with more missing it does not fit.
@@ -36,20 +36,21 @@ class Model:
 
     def __init__(
         self, budget: float, slower: float = 0.1, missing: float = 20.0, most: int = 64, narrow: int = 0,
+        unit: float = 1.0,
     ):  # fmt: skip
         self.budget, self.slower, self.missing, self.most = budget, slower, missing, most
-        self.tells, self.narrow = False, narrow
+        self.tells, self.narrow, self.unit = False, narrow, unit
         self.tried: list[Way] = []
         self.now = 0.0
 
     def seconds(self, way: Way) -> tuple[float, float]:
         """Within the budget, and without one."""
         share = recomputed(way.remat)
-        free = 1.0 + 0.1 * (way.count - 1) + COSTS[way.remat.choice] * share
+        free = self.unit * (1.0 + 0.1 * (way.count - 1) + COSTS[way.remat.choice] * share)
         lacks = 10 + 80 * (1 - SAVED[way.remat.choice] * share) / way.count - self.budget
         return (math.inf if lacks > self.missing else free * (1 + self.slower * max(lacks, 0.0))), free
 
-    def __call__(self, way: Way, cutoff: float, lessons: Lessons) -> Outcome[Way]:
+    def __call__(self, way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
         self.tried.append(way)
         self.lessons = lessons
         self.now += 1.0
@@ -159,6 +160,63 @@ def test_what_the_time_does_not_allow_is_said() -> None:
     assert chosen.late == (Way(4),)
 
 
+def test_a_search_goes_on_where_the_time_was_over() -> None:
+    """One and two micro-batches are tried in 2.5 s; four and eight when there is more, and nothing twice."""
+    model = Model(budget=20.0, missing=35.0)
+    chosen = model.best(seconds=2.5)
+    assert chosen.rest is not None and chosen.late == (Way(4),)
+    longer = chosen.rest(Deadline(100.0, clock=lambda: model.now))
+    whole = Model(budget=20.0, missing=35.0)
+    assert longer.value == whole.best().value == Way(8) and longer.seconds < chosen.seconds
+    assert model.tried == whole.tried and longer.rest is None and longer.late == ()
+
+
+def test_a_search_that_goes_on_tries_what_undercuts_another_plan() -> None:
+    """Four micro-batches take no less than two, 1.1 s, and so none is tried below a pipeline of 0.9 s."""
+    for below, tried in ((0.9, [Way(1), Way(2)]), (1.2, [Way(1), Way(2), Way(4)])):  # four take 1.3 s at least
+        model = Model(budget=20.0, missing=35.0)
+        chosen = model.best(seconds=2.5)
+        longer = chosen.rest(Deadline(100.0, clock=lambda model=model: model.now), below)
+        assert longer.seconds == chosen.seconds and model.tried == tried
+
+
+def test_a_search_goes_on_no_longer_than_it_repays() -> None:
+    """An attempt of 1 s repays in a hundred steps if a step takes 10 ms less."""
+    for unit, tried in ((1e-3, [Way(1), Way(2)]), (1e-1, [Way(1), Way(2), Way(4), Way(8)])):
+        model = Model(budget=20.0, missing=35.0, unit=unit)
+        chosen = model.best(seconds=2.5)
+        chosen.rest(Deadline(100.0, clock=lambda model=model: model.now))
+        assert model.tried == tried
+
+
+def test_where_nothing_fitted_in_the_time_the_search_goes_on() -> None:
+    model = Model(budget=30.0, slower=0.0, missing=0.0)  # says nothing of bytes
+    with pytest.raises(Unfinished) as stopped:
+        model.best(seconds=2.5, must=False)
+    with pytest.raises(Unfinished) as again:
+        stopped.value.rest(Deadline(0.0, clock=lambda: model.now))
+    assert model.tried == [Way(1), Way(2)]
+    assert again.value.rest(Deadline(100.0, clock=lambda: model.now)).value == Way(4)
+    assert model.tried == [Way(1), Way(2), Way(4)]
+
+
+def test_the_other_meshes_of_the_best_way_are_searched_when_there_is_more_time() -> None:
+    model = Model(budget=100.0)
+
+    def first_mesh(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
+        found = model(way, cutoff, lessons, deadline)
+
+        def rest(deadline: Deadline) -> Outcome[Way]:
+            return replace(found, seconds=0.95 * found.seconds, rest=None)
+
+        return replace(found, free=0.9, rest=rest)
+
+    chosen = best(first_mesh, ("none",), None, floor=10.0, budget=100.0, deadline=Deadline(0.0))
+    assert chosen.seconds == 1.0 and chosen.rest is not None
+    assert chosen.rest(Deadline(1e9), 0.9).seconds == 1.0  # none of them undercuts another plan
+    assert chosen.rest(Deadline(1e9)).seconds == 0.95
+
+
 def test_computing_again_begins_with_one_micro_batch() -> None:
     """2 micro-batches fit; one that computes something again is faster, and nothing that computes more can be."""
     model = Model(budget=50.0, missing=5.0)
@@ -167,22 +225,76 @@ def test_computing_again_begins_with_one_micro_batch() -> None:
     assert all(way.remat.choice != "layer" for way in model.tried)
 
 
-def test_the_meshes_that_were_not_searched_are_for_the_best_way_alone() -> None:
-    model, searched = Model(budget=50.0, missing=0.0), []
+def test_computing_again_comes_before_many_micro_batches() -> None:
+    """By their bytes 64 micro-batches fit, which add a third by rule of thumb: 4 that compute again are tried first."""
+    model = Model(budget=11.3, missing=9.0)
+    model.tells = True
+    chosen = model.best(("none", "selective", "layer"))
+    assert model.tried[:2] == [Way(1), Way(4, Remat("selective"))]
+    alone = Model(budget=12.5, slower=0.0, missing=18.0)
+    alone.tells = True
+    (note,) = alone.best(("none", "selective", "layer")).notes
+    assert note.startswith("2 micro-batches, rematerialisation 'selective': 1 micro-batch does not fit into memory")
+    ways = [Way(2**i, Remat(choice)) for i in range(2, 7) for choice in ("none", "selective", "layer")]
+    assert chosen.seconds <= model.seconds(least(model, ways))[0] * (1 + GAIN)
+    few = Model(budget=30.0, missing=0.0)  # four may fit, and add less than computing again does
+    few.tells = True
+    few.best(("none", "selective", "layer"))
+    assert few.tried[:2] == [Way(1), Way(4)]
 
-    def first_mesh(way: Way, cutoff: float, lessons: Lessons) -> Outcome[Way]:
-        found = model(way, cutoff, lessons)
 
-        def rest() -> Outcome[Way]:
-            searched.append(way)
-            return replace(found, seconds=0.9 * found.seconds, rest=None)
+def test_the_other_meshes_of_the_best_way_are_searched_before_other_ways() -> None:
+    """They take half of what is left, and what they find is the cutoff of what follows."""
+    model, searched, cutoffs = Model(budget=50.0, missing=0.0), [], {}
+
+    def first_mesh(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
+        cutoffs[way] = cutoff
+        found = model(way, cutoff, lessons, deadline)
+
+        def rest(deadline: Deadline) -> Outcome[Way]:
+            searched.append((way, deadline.left))
+            return replace(found, seconds=0.95 * found.seconds, rest=None)
 
         return replace(found, rest=rest)
 
-    remats = ("none", "selective")
-    found = best(first_mesh, remats, None, floor=10.0, budget=50.0, deadline=Deadline(1e9, clock=lambda: model.now))
-    assert searched == [Way(1, Remat("selective"))] == [found.value]
-    assert "this 0.945 s" in found.notes[0]
+    clock = Deadline(100.0, clock=lambda: model.now)
+    found = best(first_mesh, ("none", "selective", "layer"), None, floor=10.0, budget=50.0, deadline=clock)
+    assert searched == [(Way(2), 49.0)] and found.value == Way(2)  # after 2 attempts of 1 s
+    assert cutoffs[Way(1, Remat("selective"))] == pytest.approx(0.95 * 1.1 * 0.98)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5])
+def test_a_slow_plan_that_is_known_does_not_end_the_search(seconds: float) -> None:
+    """Four micro-batches fit: they take 1.3 s, no way less than 1 s, and the known plan 13 s.
+
+    Where that takes 1.9 s, only ways that are analysed are tried in no time.
+    """
+    model = Model(budget=30.0, slower=0.0, missing=0.0)
+    model.tells = True
+    assert model.best(seconds=seconds, must=False, start=known(Way(64), 13.0)).value == Way(4)
+    assert model.tried == [Way(1), Way(4)]
+    assert model.lessons.first is None  # textbook plans have a mesh of one axis, which tells nothing
+    fair, ready = known(Way(64), 1.9), lambda way: way.count in (1, 4, 64)  # of no more than twice the bound
+    assert model.best(seconds=seconds, must=False, start=fair, ready=ready).value == Way(4)
+    late = model.best(seconds=0.0, must=False, start=fair)
+    assert late.value == Way(64) and late.late[0] == Way(4)
+
+
+def test_what_an_attempt_is_expected_to_take_is_what_such_attempts_took() -> None:
+    """Ways to be analysed take 9 s more; 4 s are left after the first, which is enough for one that is ready."""
+    model = Model(budget=75.0)
+
+    def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
+        model.now += 0.0 if way.count == 2 else 9.0
+        return model(way, cutoff, lessons, deadline)
+
+    def tried(ready: Callable[[Way], bool]) -> list[Way]:
+        model.tried, model.now = [], 0.0
+        deadline = Deadline(14.0, clock=lambda: model.now)
+        best(solve, ("none",), None, floor=10.0, budget=75.0, deadline=deadline, ready=ready)
+        return model.tried
+
+    assert tried(lambda way: False) == [Way(1)] and tried(lambda way: way.count == 2) == [Way(1), Way(2)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +319,7 @@ def test_a_given_number_is_kept() -> None:
 
 
 def test_any_plan_is_below_the_first_cutoff() -> None:
-    assert Model(budget=100.0)(Way(), ANY, Lessons()).seconds == 1.0
+    assert Model(budget=100.0)(Way(), ANY, Lessons(), Deadline()).seconds == 1.0
 
 
 def test_what_is_computed_again_is_read_as_it_is_written() -> None:
@@ -232,13 +344,18 @@ def test_a_plan_that_is_known_is_returned_unless_a_faster_one_is_found() -> None
 
 def test_a_plan_that_is_known_is_returned_though_the_time_is_over() -> None:
     model = Model(budget=30.0, slower=0.0, missing=0.0)
-    chosen = model.best(seconds=0.0, must=False, start=known(Way(4), 9.0))
+    chosen = model.best(seconds=0.0, must=False, start=known(Way(4), 1.9))
     assert chosen.value == Way(4) and len(model.tried) == 1 and Way(2) in chosen.late
 
 
 def test_what_cannot_undercut_a_method_is_not_tried() -> None:
-    """One micro-batch takes 1 s at least, and what more take is no less."""
+    """One micro-batch takes 1 s at least, and what more take is no less: bounds of more cost nothing."""
     model = Model(budget=30.0, slower=0.0, missing=0.0)
-    assert quickest(model, None, floor=10.0, budget=30.0, below=1.0) is None and model.tried == [Way(1)]
-    found = quickest(Model(budget=30.0, slower=0.0, missing=0.0), None, floor=10.0, budget=30.0, below=math.inf)
+    method = begun(model, None, floor=10.0, budget=30.0)
+    assert (method.found, method.free, model.tried) == (None, 1.0, [Way(1)])
+    assert method.rest(1.0) is None and model.tried == [Way(1)]
+    method = begun(Model(budget=30.0, slower=0.0, missing=0.0), None, floor=10.0, budget=30.0)
+    found = method.rest(math.inf)
     assert found is not None and found[0] == Way(4)
+    roomy = begun(Model(budget=100.0), None, floor=10.0, budget=100.0)
+    assert roomy.found is not None and roomy.free == math.inf

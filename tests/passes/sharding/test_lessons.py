@@ -117,6 +117,24 @@ def test_where_the_first_mesh_does_not_fit_and_another_may_that_is_solved_at_onc
     assert caught.value.least > 0.1 * whole
 
 
+def test_a_way_that_does_not_fit_costs_two_meshes_however_much_time_there_is(monkeypatch):
+    """All meshes of it were built and solved where two seemed quick: the ways that fit then had no time."""
+    built = []
+    build = search.strategies.build
+    monkeypatch.setattr(
+        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
+    )
+    with pytest.raises(Beaten) as caught:
+        searched(1e3, cutoff=1e30, lessons=Lessons(quick=True))
+    assert set(built) == {(8,), (4, 2)} and caught.value.least > 1e3
+    built.clear()
+    found = searched(1e12, cutoff=1e30, lessons=Lessons(quick=True))
+    assert set(built) == {(8,), (4, 2)} and found.rest is not None
+    on_all = found.rest(Deadline())
+    assert set(built) == {(8,), (4, 2), (2, 2, 2)} and on_all.rest is None
+    assert on_all.solution.objective <= found.solution.objective
+
+
 def test_a_mesh_that_admits_nothing_says_nothing_of_bytes():
     race = Race("Sharded", 1.0, 1.0, [FLAT], Lessons())
     race.least = Least(math.inf, math.inf, FLAT)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alpa_lite.cluster import Cluster
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.choosing import best
-from alpa_lite.passes.stages.pricing import Priced
+from alpa_lite.passes.stages.pricing import Priced, link_seconds
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,17 @@ def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tup
 
     best(counts, (1,), price, choose, lambda count: None, Deadline())  # type: ignore[arg-type,return-value]
     assert asked == [priced]
+
+
+@pytest.mark.parametrize(("nodes", "devices", "share"), [(1, 4, 0.0), (2, 4, 0.5), (8, 2, 0.25), (8, 8, 1.0)])
+def test_of_the_cuts_between_submeshes_of_a_node_one_crosses_the_network(
+    nodes: int, devices: int, share: float
+) -> None:
+    """A node has 8 devices and 25 Gb/s: of its two submeshes of 4, one sends to the next node."""
+    cluster = Cluster.preset("p3.16xlarge", nodes=nodes)
+    crossing = np.array([67e6])
+    mean, slowest = link_seconds(cluster, crossing, devices, devices)
+    within, _ = link_seconds(Cluster.preset("p3.16xlarge", nodes=1), crossing, devices, devices)
+    across = 30e-6 + 67e6 / 3.125e9
+    assert mean[0] == pytest.approx(share * across + (1 - share) * within[0])
+    assert slowest[0] == pytest.approx(across if share else within[0])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import PlanError
@@ -12,6 +15,7 @@ from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
 from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.segments import Segments, Wire
 from tests.passes.layers.division_cases import driven
+from tests.pipeline_driver import drive
 
 CASES = [("plain", "1f1b"), ("tied", "gpipe"), ("norm", "1f1b"), ("plain", "zb-h1"), ("tied", "zb-h1")]
 each = pytest.mark.parametrize(("kind", "schedule"), CASES)
@@ -109,3 +113,23 @@ def test_an_operation_outside_regions_is_refused() -> None:
     program = replace(stage.program, body=replace(body, instructions=(outside, *body.instructions)))
     with pytest.raises(PlanError, match=f"{first_op(stage).name} cannot run inside a pipeline stage"):
         cutting.cut(stage.stage, program, split_weights=False)
+
+
+def test_a_stage_without_a_backward_pass_has_slices_of_its_forward_pass() -> None:
+    """What a checkpoint computes again is on the stage where the checkpoint begins; the next one goes forward alone."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [0.3 * jax.random.normal(key, (8, 8)) for key in keys]
+    layer = jax.checkpoint(lambda x, a, b: jnp.tanh(jnp.tanh(x @ a) @ b))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (layer(jnp.tanh(x @ params[0]), params[1], params[2]) @ params[3]).mean()
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    stages = drive(
+        step, (params, jnp.ones((2, 8, 8))), devices=(1, 1), microbatches=2, schedule="interleaved-1f1b", virtual=2,
+        tokens=(2, 2, 2, 2),
+    ).stages  # fmt: skip
+    (alone,) = [stage.segments.items for stage in stages if all(s.kind != "backward" for s in stage.segments.items)]
+    assert [segment.round for segment in alone if segment.kind == "forward"] == [0, 1, 2, 3]

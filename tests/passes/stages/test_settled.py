@@ -42,8 +42,15 @@ class Bounded:
         keys = [(layer, s.kind, s.variant) for s in stages for layer in range(s.first, s.stop)]
         return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
 
+    @property
+    def certain(self) -> Bounded:
+        some = Bounded(self.seed, self.known)
+        sure = np.array([[[key in self.known for key in self.keys(n, k)] for k in range(3)] for n in range(LAYERS)])
+        some.now["forward"] = np.where(sure, some.now["forward"], np.inf)
+        return some
+
     def worked_out(self, keys: Sequence[Any]) -> Bounded:
-        return Bounded(self.seed, self.known | frozenset(keys))
+        return type(self)(self.seed, self.known | frozenset(keys))
 
     @property
     def least_seconds(self) -> float:
@@ -58,6 +65,14 @@ class Bounded:
         )  # fmt: skip
 
 
+class Uncertain(Bounded):
+    """Of which nothing can be chosen by what is known alone."""
+
+    @property
+    def certain(self) -> Bounded:
+        raise InfeasibleError("nothing is known")
+
+
 def choose(priced: Any, rough: bool) -> Sliced:
     schedules = ("1f1b",) if rough else ("1f1b", "eager-1f1b", "gpipe")
     found = slice_stages([priced.costs(4)], SliceOptions(BUDGET, schedules, equal=rough))
@@ -66,9 +81,9 @@ def choose(priced: Any, rough: bool) -> Sliced:
     return Sliced(priced, found.best, found.weighed, found.bound)
 
 
-def settle(seed: int, deadline: Deadline, rounds: float = math.inf, **options: Any) -> Sliced:
-    """`rounds`: how often costs are worked out before the time is over."""
-    bounds: Any = Bounded(seed)
+def settle(seed: int, deadline: Deadline, rounds: float = math.inf, kind: Any = Bounded, **options: Any) -> Sliced:
+    """`rounds`: how often costs are worked out before the time is over. `kind`: of the costs."""
+    bounds: Any = kind(seed)
     left = [rounds]
 
     def work_out(costs: Any, keys: Sequence[Any], until: Deadline | None) -> Any:
@@ -125,8 +140,48 @@ def test_without_time_the_first_stages_that_fit_are_the_answer_or_none() -> None
         settle(1, over, must=False)
 
 
+def test_without_time_what_is_known_is_chosen_from_before_more_is_worked_out() -> None:
+    saved = 0
+    for seed in range(16):
+        try:
+            patient: Any = settle(seed, Deadline(0.0), kind=Uncertain)
+        except InfeasibleError:
+            continue
+        found: Any = settle(seed, Deadline(0.0))
+        assert max(found.slices.bytes) <= BUDGET
+        assert not found.priced.unknown(found.slices.stages)
+        assert found.priced.known <= patient.priced.known
+        saved += len(patient.priced.known) - len(found.priced.known)
+    assert saved
+
+
 def test_stages_beyond_a_limit_are_not_worked_out() -> None:
     found = settle(1, Deadline(), limit=0.0)
     known: Any = found.priced
     assert found.seconds > 0.0 and not math.isinf(found.seconds)
     assert not known.known
+
+
+def test_where_the_time_is_over_stages_whose_transfers_hide_are_compared() -> None:
+    """By costs that are worked out, within memory, and never slower than the answer without them."""
+
+    def hiding(priced: Any) -> Sliced:
+        found = slice_stages([priced.costs(4)], SliceOptions(BUDGET, ("eager-1f1b",), equal=True))
+        if found.best is None:
+            raise InfeasibleError("nothing fits")
+        return Sliced(priced, found.best, found.weighed, found.bound)
+
+    faster = 0
+    for seed in range(16):
+        try:
+            without = settle(seed, Deadline(0.0))
+        except InfeasibleError:
+            continue
+        found = settle(seed, Deadline(0.0), hiding=hiding)
+        assert not found.priced.unknown(found.slices.stages)
+        assert max(found.slices.bytes) <= BUDGET
+        assert found.seconds <= without.seconds
+        faster += found.seconds < without.seconds
+        if found.seconds < without.seconds:
+            assert found.slices.schedule == "eager-1f1b"
+    assert faster

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from alpa_lite import schedules
 from alpa_lite.errors import OptionError
+from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.stages.formulas import evaluate
+from alpa_lite.passes.stages.paths import least_bytes_together
 from alpa_lite.passes.stages.ranges import StageCosts, from_layers
 from alpa_lite.passes.stages.slices import Infeasible, SliceOptions, StageChoice, StageSlices
-from alpa_lite.passes.stages.slicing import evaluate, place, slice_stages
+from alpa_lite.passes.stages.slicing import slice_stages
+from alpa_lite.passes.stages.tasks import place, problem_of, tasks_of
 
 EXACT = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 
@@ -291,6 +295,24 @@ def test_seconds_are_not_below_the_simulated_schedule(seed, meshes, count, name)
     assert end(timeline) <= evaluate(costs, chain(meshes, count, name))[0] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe"])
+@pytest.mark.parametrize("network", [0.5, 2.0, 8.0])
+def test_stages_that_share_nodes_wait_for_the_cuts_that_cross_the_network(name, network):
+    """Two stages a node: every other cut is free. The formula is an upper estimate, and none without the network is."""
+    meshes, count = 8, 32
+    costs = uniform(
+        meshes, count, devices=(1,), total=meshes, node=2, boundary_seconds=np.full(meshes + 1, network / 2),
+        slowest_seconds=np.full(meshes + 1, network),
+    )  # fmt: skip
+    free = uniform(meshes, count, devices=(1,), total=meshes)
+    crossing = [network if s % 2 else 0.0 for s in range(meshes - 1)]
+    timeline = schedules.simulate(
+        schedules.schedule(name, meshes, count), forward=2.0, backward=4.0, transfer=crossing
+    )  # fmt: skip
+    estimate, without = (evaluate(c, chain(meshes, count, name))[0] for c in (costs, free))
+    assert without < end(timeline) <= estimate * (1 + 1e-9) < 1.6 * end(timeline)
+
+
 def end(timeline):
     return max(event.end for event in timeline.events)
 
@@ -416,6 +438,39 @@ def test_weighed_lists_the_schedules():
     assert [w.status for w in found.weighed].count("chosen") == 1
     assert all(w.bound >= found.bound * (1 - 1e-9) for w in found.weighed)
     assert all(w.seconds is None or w.seconds >= w.bound * (1 - 1e-9) for w in found.weighed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances(schedules.NAMES), st.integers(0, 40))
+def test_without_time_the_answer_is_a_pipeline_that_fits_wherever_there_is_one(instance, looks):
+    """The time is over after so many looks at the clock."""
+    costs, options = instance
+    clock = itertools.chain([0.0], itertools.repeat(0.0, looks), itertools.repeat(2.0))
+    full, found = slice_stages(costs, options), slice_stages(costs, options, Deadline(1.0, lambda: next(clock)))
+    assert (found.best is None) == (full.best is None)
+    assert found.bound <= full.bound * (1 + 1e-9)
+    if found.best is not None and full.best is not None:
+        own = next(c for c in costs if c.num_microbatches == found.best.num_microbatches)
+        assert evaluate(own, found.best) == (found.best.seconds, found.best.bytes)
+        assert max(found.best.bytes) <= options.budget
+        assert found.best.seconds >= full.bound * (1 - 1e-9)
+
+
+def test_what_the_time_did_not_allow_to_search_is_said():
+    costs = [uniform(4, count, devices=(1, 2), total=4) for count in (2, 8)]
+    found = slice_stages(costs, SliceOptions(math.inf), Deadline(0.0, lambda: 0.0))
+    assert "not searched" in {row.status for row in found.weighed}
+    assert "not searched" not in {row.status for row in slice_stages(costs, SliceOptions(math.inf)).weighed}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_stages_that_share_submeshes_take_less_than_their_bound(seed):
+    costs = random_costs(np.random.default_rng(seed), (4,), 4, (1,), 2, 2)[0]
+    options = SliceOptions(math.inf, ("interleaved-1f1b",))
+    (task,) = tasks_of(costs, options)
+    bound = least_bytes_together(problem_of(task, options, True), task.meshes, task.virtual)
+    assert math.isinf(least([costs], replace(options, budget=bound * (1 - 1e-6)), False))
 
 
 def test_infeasible_for_other_reasons():

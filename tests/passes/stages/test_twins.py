@@ -55,6 +55,8 @@ def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> No
         assert costs(shared, name) == costs(alone, name)
         assert sum(map(bool, costs(alone, name))) or name == "overlap"
     assert shared.held == alone.held
+    assert shared.prices.operations is first.prices.operations
+    assert shared.prices.operations == alone.prices.operations and shared.prices.arguments == alone.prices.arguments
 
 
 def test_stages_that_differ_are_no_twins(graphs: tuple[Any, Any]) -> None:

@@ -58,8 +58,11 @@ def products(made: Expanded) -> list[int]:
     return [counts[phase] for phase in range(max(counts) + 1)]
 
 
-def language_model(attend: Any) -> tuple[Any, Any]:
-    """Two layers around a function of queries, keys, values ([batch, tokens, heads, ...]) and tokens."""
+def language_model(attend: Any, *, far: bool = False) -> tuple[Any, Any]:
+    """Two layers around a function of queries, keys, values ([batch, tokens, heads, ...]) and tokens.
+
+    If `far`, it is also given a number for each of eight distances and each head, which is learned.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 20))
 
     def weight(*shape: int) -> jax.Array:
@@ -67,12 +70,14 @@ def language_model(attend: Any) -> tuple[Any, Any]:
 
     layers = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE), "mlp": weight(WIDE, WIDE)} for _ in range(2)]
     params = {"embed": weight(VOCAB, WIDE), "layers": layers, "head": weight(WIDE, VOCAB)}
+    params |= {"far": [weight(8, HEADS)]} if far else {}
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embed"][tokens]
         for layer in params["layers"]:
             heads = (jax.nn.standardize(x) @ layer["qkv"]).reshape(*x.shape[:2], 3, HEADS, WIDE // HEADS)
-            x = x + attend(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], tokens).reshape(x.shape) @ layer["out"]
+            attended = attend(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], tokens, *params.get("far", ()))
+            x = x + attended.reshape(x.shape) @ layer["out"]
             x = x + jnp.tanh(x @ layer["mlp"])
         losses = optax.softmax_cross_entropy_with_integer_labels((x @ params["head"])[:, :-1], tokens[:, 1:])
         return losses.mean()
@@ -168,6 +173,23 @@ def test_slices_compute_what_the_whole_does(attend):
     forward, backward = products(made)[:3], products(made)[3:]
     assert len(set(forward)) == len(set(backward)) == 1  # every slice does the same, none waits for another
     assert 2 * forward[0] <= backward[0] <= 3 * forward[0]
+
+
+def learned(q, k, v, tokens, far):
+    """A bias for each distance, whose gradient is made of a matrix of attention; no part of a head is not rotated."""
+    q, k = (jnp.concatenate([rotated(x), x[..., WIDE // HEADS :]], -1) for x in (q, k))
+    bias = jnp.moveaxis(far[jnp.clip(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS), 0, 7)], -1, 0)
+    scores = jnp.where(CAUSAL, jnp.einsum("blhd,bmhd->bhlm", q, k) + bias, -1e9)
+    return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.slow
+def test_who_reads_a_whole_matrix_of_attention_does_not_ask_for_what_is_zero():
+    made, expected, actual = expanded(*language_model(learned, far=True), UNEVEN)
+    assert_equal(expected, actual)
+    assert not made.late
+    assert len(set(products(made)[:3])) == 1
 
 
 def both_ways(q, k, v, tokens):

@@ -345,7 +345,7 @@ def test_keys_do_not_depend_on_the_process():
     )
     environment = dict(os.environ, PYTHONHASHSEED="7", PYTHONPATH=os.pathsep.join([os.getcwd(), *sys.path]))
     found = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, timeout=280
     )
     assert found.stdout.splitlines() == all_keys()
     assert not any(" at 0x" in key or ".py" in key for key in all_keys())

@@ -1,0 +1,126 @@
+"""The published models of TeraPipe, planned whole: what a step in slices is predicted to take beside whole sequences.
+
+`token_slices.py` prices a stage by a formula, as the paper does. Here the pipelines are planned: a GPT of the paper's
+layers, width, heads and tokens (Li et al., ICML 2021) is traced, cut into the paper's stages of the paper's devices,
+sharded, written in slices and simulated, for one replica and its examples, one to a micro-batch. The paper's stages
+have layers alone: the vocabulary is 256. Adam's state is held, in float32; layers compute in float16. Of each setting:
+
+    whole     Pipeline(...)
+    paper     Pipeline(token_slices=the paper's lengths)
+    auto      Pipeline(token_slices="auto"), with as much time as it takes
+    Auto      Auto(), which is free to choose another division or no pipeline, in the time that it has by default
+
+All seconds of steps are predictions of this project's cost model. Planning takes CPU seconds, of a machine with other
+work. Rows that are not there have not been planned.
+
+    python benchmarks/token_published.py "1 (GPT-3 1B)" whole paper auto
+
+adds rows to benchmarks/results/token_published.json and writes token_published.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from token_slices import SETTINGS, Setting
+
+import alpa_lite
+from alpa_lite import models
+from alpa_lite.errors import AlpaLiteError
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = ("whole", "paper", "auto", "Auto")
+ENDLESS = 1e5  # seconds
+
+
+def planned(setting: Setting, row: str) -> dict[str, Any]:
+    """What one way of running a setting is predicted to take, and how it was planned."""
+    step, args = models.get("gpt").abstract(
+        "2.6B", setting.batch, layers=setting.stages * setting.layers, hidden=setting.hidden, heads=setting.heads,
+        seq=setting.sequence, vocab=256, dtype=jnp.float16,
+    )  # fmt: skip
+    cluster = alpa_lite.Cluster.preset("p3.16xlarge", nodes=setting.stages * setting.tensor // 8)
+    method: Any = alpa_lite.Auto()
+    options: dict[str, Any] = {}
+    if row != "Auto":
+        method = alpa_lite.Pipeline(
+            num_stages=setting.stages, submesh_shapes=((1, setting.tensor),) * setting.stages, schedule="1f1b",
+            token_slices={"whole": None, "paper": setting.slices, "auto": "auto"}[row],
+        )  # fmt: skip
+        options = {"num_microbatches": setting.batch, "search_time_limit": ENDLESS}
+    start = time.process_time()
+    try:
+        plan = alpa_lite.make_plan(step, *args, cluster=cluster, method=method, verify="off", **options)
+    except AlpaLiteError as error:
+        return {"refused": str(error)}
+    division = plan.division
+    return {
+        "seconds": plan.step_seconds,
+        "stages": len(plan.stages),
+        "microbatches": plan.num_microbatches,
+        "slices": list(division.token_slices) if division else [],
+        "memory": max(stage.memory.total for stage in plan.stages),
+        "notes": [note for note in plan.notes if "token_slices" in note or "search_time_limit" in note],
+        "planning": time.process_time() - start,
+    }
+
+
+def table(known: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    lines = [
+        "# TeraPipe's published models, planned",
+        "",
+        "Written by `python benchmarks/token_published.py`, which says what is planned. Steps are predicted; the",
+        "paper's speed-up, of its slices over whole sequences, is measured. Planning takes CPU seconds of a machine",
+        "with other work.",
+        "",
+        "| setting | way | step, s | speed-up | paper's speed-up | stages | micro-batches | slices | GiB per device "
+        "| planning, s |",
+        "|---|---|--:|--:|--:|--:|--:|---|--:|--:|",
+    ]
+    for setting in SETTINGS:
+        rows = known.get(setting.name, {})
+        whole = rows.get("whole", {}).get("seconds")
+        for row in ROWS:
+            if row not in rows:
+                continue
+            found = rows[row]
+            if "refused" in found:
+                lines.append(f"| {setting.name} | {row} | {found['refused']} | | | | | | | |")
+                continue
+            gain = f"{whole / found['seconds']:.2f}" if whole else "-"
+            paper = f"{setting.measured[0] / setting.measured[1]:.2f}" if row == "paper" else ""
+            slices = ", ".join(map(str, found["slices"])) or "none"
+            lines.append(
+                f"| {setting.name} | {row} | {found['seconds']:.3f} | {gain} | {paper} | {found['stages']} "
+                f"| {found['microbatches']} | {slices} | {found['memory'] / 2**30:.1f} | {found['planning']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Plans some ways of one setting, and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=[setting.name for setting in SETTINGS])
+    parser.add_argument("rows", nargs="*", default=list(ROWS))
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    setting = next(s for s in SETTINGS if s.name == arguments.setting)
+    path = RESULTS / "token_published.json"
+    for row in arguments.rows:
+        found = planned(setting, row)
+        print(setting.name, row, found, flush=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known.setdefault(setting.name, {})[row] = found
+        path.write_text(json.dumps(known, indent=1) + "\n")
+        (RESULTS / "token_published.md").write_text(table(known))
+
+
+if __name__ == "__main__":
+    main()

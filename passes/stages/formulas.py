@@ -1,0 +1,52 @@
+"""Seconds and bytes of a pipeline, straight from the formulas of `stages.slicing`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.passes.stages.ranges import StageCosts
+from alpa_lite.passes.stages.slices import StageSlices
+from alpa_lite.schedules import in_flight_formula
+
+
+def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step, and bytes per device of each submesh, straight from the formulas of the module.
+
+    `costs` must be those of `slices.num_microbatches`; seconds and bytes in `slices` are not read.
+    """
+    count, meshes = slices.num_microbatches, slices.num_meshes
+    found = []
+    fixed: list[list[float]] = [[] for _ in range(meshes)]
+    each: list[list[float]] = [[] for _ in range(meshes)]
+    for s, stage in enumerate(slices.stages):
+        at = stage.first, stage.stop, stage.kind, stage.variant
+        after = slices.stages[s + 1].kind if s + 1 < len(slices.stages) else None
+        cut = (0.0, 0.0) if after is None else costs.cut_seconds(stage.stop, stage.kind, after)
+        latency, excess = terms(slices.schedule, costs, at, cut, slices.virtual)
+        found.append((float(latency), float(excess), float(costs.update[at])))
+        fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
+        each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
+    counts = [in_flight_formula(slices.schedule, meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
+    total = sum(t[0] for t in found) + max(t[1] for t in found) + max(t[2] for t in found)
+    return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
+
+
+def terms(schedule: str, costs: StageCosts, at: Any, cut: Any, virtual: int) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and excess of stages `at` (an index into the cost arrays) with `cut` behind them: as of `cut_seconds`."""
+    count = costs.num_microbatches
+    forward, backward = costs.forward[at], costs.backward[at]
+    t, both, most = forward + backward, 2 * np.asarray(cut[0]), 2 * np.asarray(cut[1])
+    possible = np.isfinite(t + both)
+    with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
+        latency, excess = t + both, (count - 1) * (t + both)
+        if schedule in ("gpipe", "eager-1f1b"):
+            excess = (count - 1) * np.maximum(t, most)
+        elif schedule == "zb-h1":
+            weight = costs.weight_seconds[at]
+            hidden = 2 * np.minimum(np.minimum(weight, forward), np.maximum(backward - weight, 0.0))
+            latency, excess = latency - hidden, excess + hidden
+        elif schedule == "interleaved-1f1b":
+            latency, excess = latency / virtual, (count * virtual - 1) * (t + both)
+    return np.where(possible, latency, np.inf), np.where(possible, excess, np.inf)

@@ -1,0 +1,226 @@
+"""What one search for stages is of: one number of micro-batches and one schedule, as a graph of choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.passes.stages.formulas import evaluate, terms
+from alpa_lite.passes.stages.paths import Path, PathProblem
+from alpa_lite.passes.stages.ranges import StageCosts
+from alpa_lite.passes.stages.slices import SliceOptions, StageChoice, StageSlices
+from alpa_lite.schedules import in_flight_formula
+
+
+@dataclass(frozen=True)
+class Task:
+    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind."""
+
+    costs: StageCosts
+    schedule: str
+    virtual: int = 1
+    meshes: int = 0
+    kind: int = -1
+
+
+def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
+    """The least and the largest number of submeshes."""
+    fixed = len(options.kinds) if options.kinds is not None else options.num_stages
+    most = min(costs.num_layers, costs.total_devices // min(costs.devices))
+    return (1, most) if fixed is None else (fixed, min(fixed, most))
+
+
+def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
+    """What can be searched for one B."""
+    count, layers = costs.num_microbatches, costs.num_layers
+    lowest, highest = stage_range(costs, options)
+    tasks = []
+    for name in options.schedules:
+        if name != "interleaved-1f1b":
+            top = min(highest, count) if name == "zb-h1" else highest
+            tasks += [Task(costs, name)] if lowest <= top else []
+            continue
+        for v in options.virtual:
+            for kind, size in enumerate(costs.devices):
+                most = min(highest, costs.total_devices // size, layers // v)
+                for s in range(max(2, lowest), most + 1):
+                    if options.allowed is not None and (kind not in options.allowed or s * size != costs.total_devices):
+                        continue
+                    wanted = options.kinds is None or options.kinds == (kind,) * s
+                    tasks += [Task(costs, name, v, s, kind)] if wanted and count % s == 0 else []
+    return tasks
+
+
+def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
+    """What can be searched for one B on equal submeshes that take up all devices, one stage on each."""
+    lowest, highest = stage_range(costs, options)
+    tasks = []
+    for kind, size in enumerate(costs.devices):
+        stages, rest = divmod(costs.total_devices, size)
+        wanted = options.kinds is None or options.kinds == (kind,) * stages
+        if rest or not wanted or not lowest <= stages <= highest:
+            continue
+        own = costs
+        if costs.boundary_seconds.ndim == 3:
+            cut, slowest = costs.boundary_seconds[:, kind, kind], costs.slowest[:, kind, kind]
+            own = replace(costs, boundary_seconds=cut, slowest_seconds=slowest)
+        for name in options.schedules:
+            if name != "interleaved-1f1b" and (name != "zb-h1" or stages <= costs.num_microbatches):
+                tasks.append(Task(own, name, 1, stages, kind))
+    return tasks
+
+
+def can_use_all(task: Task) -> bool:
+    """Whether a task is one of pipelines that may use every device."""
+    return not task.meshes or task.meshes * task.costs.devices[task.kind] == task.costs.total_devices
+
+
+def least_area(costs: StageCosts, kind: int, variants: tuple[int, ...] | None) -> float:
+    """Device-seconds per micro-batch: every range at its cheapest; times B / D it is below any pipeline's seconds."""
+    seconds = costs.forward + costs.backward
+    size = np.asarray(costs.devices, dtype=float)
+    if kind >= 0:
+        seconds, size = seconds[:, :, kind : kind + 1], size[kind : kind + 1]
+    if variants is not None:
+        seconds = seconds[..., list(variants)]
+    cost = (seconds.min(-1, initial=np.inf) * size).min(-1)
+    least = np.full(len(cost) + 1, np.inf)
+    least[-1] = 0.0
+    for i in range(len(cost) - 1, -1, -1):
+        least[i] = (cost[i, i + 1 :] + least[i + 1 :]).min()
+    return float(least[0])
+
+
+def in_one_graph(task: Task, combine: Any = np.min) -> Task:
+    """The task with transfers that do not depend on the kinds beside a cut, which makes for a smaller graph.
+
+    Args:
+      combine: the transfer of a cut from those between the kinds: the fastest, or `np.max`, the slowest. Bytes do not
+        depend on it.
+    """
+    if task.costs.boundary_seconds.ndim == 1:
+        return task
+    seconds, slowest = (combine(one, axis=(1, 2)) for one in (task.costs.boundary_seconds, task.costs.slowest))
+    return replace(task, costs=replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest))
+
+
+def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
+    """The graph of a task: a node for each cut, or for each cut and kind of the stage behind it."""
+    c, name = task.costs, task.schedule
+    layers, kinds = c.num_layers, len(c.devices)
+    by_kind = c.boundary_seconds.ndim == 3
+    allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
+    allowed = [k for k in allowed if options.allowed is None or k in options.allowed]
+    unit = math.gcd(c.total_devices, *(c.devices[k] for k in allowed))
+    first, stop = (x.ravel() for x in np.meshgrid(np.arange(layers), np.arange(1, layers + 1), indexing="ij"))
+    first, stop = first[stop > first], stop[stop > first]
+    columns = []
+    for k in allowed:
+        for after in allowed if by_kind else [k]:
+            keep = (stop < layers) | (after == allowed[0]) | (not by_kind)
+            columns.append(np.stack([first[keep], stop[keep], np.full(keep.sum(), k), np.full(keep.sum(), after)]))
+    i, j, k, after = np.concatenate(columns, axis=1)
+    wide = kinds if by_kind else 1
+    tail = i * wide + (k if by_kind else 0)
+    head = np.where(j == layers, layers * wide, j * wide + (after if by_kind else 0))
+    order = np.argsort(tail, kind="stable")
+    i, j, k, after, tail, head = (x[order] for x in (i, j, k, after, tail, head))
+    sent = [seconds[j, k, after] if by_kind else seconds[j] for seconds in (c.boundary_seconds, c.slowest)]
+    cut = [np.where(j == layers, 0.0, seconds)[:, None] for seconds in sent]
+    at = i, j, k
+    latency, excess = terms(name, c, at, cut, task.virtual)
+    if options.variants is not None:
+        forbidden = np.setdiff1d(np.arange(c.forward.shape[3]), options.variants)
+        latency = latency.copy()
+        latency[:, forbidden] = np.inf
+    buffers = np.where(i == 0, 0.0, c.boundary_bytes[i]) + np.where(j == layers, 0.0, c.boundary_bytes[j])
+    count, most = c.num_microbatches, stage_range(c, options)
+    problem = PathProblem(
+        tail=tail,
+        head=head,
+        size=np.asarray(c.devices)[k] // unit,
+        kind=k,
+        latency=latency,
+        excess=excess,
+        update=c.update[at],
+        fixed=c.fixed_bytes[at] + buffers[:, None],
+        each=c.flying(name)[at],
+        num_nodes=layers * wide + 1,
+        sources=tuple(allowed) if by_kind else (0,),
+        devices=c.total_devices // unit,
+        fewer=fewer,
+        budget=options.budget,
+        count=lambda left, total: in_flight_formula(name, left, count, 0),
+        stages=most,
+        kinds=options.kinds,
+    )
+    if name == "zb-h1":
+        stages = most[0], min(most[1], count)
+        problem = replace(
+            problem,
+            count=lambda left, total: in_flight_formula(name, max(total, left), count, 0),
+            stages=stages,
+            exact_count=False,
+        )
+        return _of_equal(problem, task.meshes) if task.meshes else problem
+    if not task.meshes:
+        return problem
+    if task.virtual == 1:
+        return _of_equal(problem, task.meshes)
+    chunks = task.meshes * task.virtual
+
+    def in_chunk(left: int, total: int) -> int:
+        return in_flight_formula(name, task.meshes, count, (chunks - left) % task.meshes, task.virtual)
+
+    return replace(problem, size=np.zeros_like(k), devices=0, count=in_chunk, stages=(chunks, chunks), kinds=None)
+
+
+def _of_equal(problem: PathProblem, meshes: int) -> PathProblem:
+    """The problem of so many submeshes of one kind: there are no devices to divide."""
+    return replace(problem, size=np.zeros_like(problem.size), devices=0, stages=(meshes, meshes), kinds=None)
+
+
+def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:
+    """A path of a task's graph as a pipeline."""
+    c = task.costs
+    wide = len(c.devices) if c.boundary_seconds.ndim == 3 else 1
+    meshes = task.meshes or len(path)
+    stages = tuple(
+        StageChoice(int(problem.tail[g]) // wide, int(problem.head[g]) // wide, int(problem.kind[g]), v, s % meshes)
+        for s, (g, v) in enumerate(path)
+    )
+    devices = tuple(c.devices[stage.kind] for stage in stages[:meshes])
+    first = place(devices, c.devices_per_node)
+    slices = StageSlices(
+        stages=stages,
+        num_microbatches=c.num_microbatches,
+        schedule=task.schedule,
+        virtual=task.virtual,
+        seconds=math.nan,
+        devices=devices,
+        first_devices=first,
+        bytes=(),
+    )
+    seconds, memory = evaluate(c, slices)
+    return replace(slices, seconds=seconds, bytes=memory)
+
+
+def place(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
+    """The first device of each submesh, aligned: within a node to a multiple of its size, else to whole nodes.
+
+    In the given order where that leaves no gap, else by falling size, equal ones in order. No gap is ever needed: sizes
+    are multiples of a node, or divide it and each other; within one node that is all there is, they may be any.
+    """
+    unit = [min(n, devices_per_node) for n in devices]
+    starts = [sum(devices[:s]) for s in range(len(devices))]
+    if all(start % u == 0 for start, u in zip(starts, unit, strict=True)):
+        return tuple(starts)
+    offset, out = 0, [0] * len(devices)
+    for s in sorted(range(len(devices)), key=lambda s: -devices[s]):
+        out[s] = offset
+        offset += devices[s]
+    return tuple(out)

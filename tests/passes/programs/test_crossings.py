@@ -1,0 +1,57 @@
+"""Blocks of transfers between processes: as many bytes as the runtime keeps, and none within a process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import jax
+import pytest
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.passes.programs import staged, transfers
+from alpa_lite.passes.programs.crossings import crossing_bytes
+from alpa_lite.program import Program, peak_bytes
+from alpa_lite.runtime.across import MoverAcross
+from tests.passes.layers.division_cases import driven
+
+
+def nodes(count: int, devices: int) -> Cluster:
+    return dataclasses.replace(Cluster.preset("h100", nodes=count), devices_per_node=devices)
+
+
+def kept(program: Program, cluster: Cluster) -> Counter[int]:
+    """Bytes of zeros that the runtime keeps on each device, were every transfer one between processes."""
+    zeros: dict[Any, Any] = {}
+    for plans in {transfers.plans_of(program, number, cluster) for number in range(len(program.transfers))}:
+        MoverAcross(plans, jax.devices(), zeros)
+    found: Counter[int] = Counter()
+    for (_, _, device), block in zeros.items():
+        found[device.id] += block.nbytes
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_blocks_that_stay_are_those_of_the_runtime(devices: int) -> None:
+    """The plain model's stages hand on an activation of 8 x 8 floats; each device has a part of its rows or all."""
+    pipeline = driven("plain", 2, "1f1b", devices=devices)
+    program, cluster = pipeline.pipeline.program, nodes(2, devices)
+    found = crossing_bytes(program, cluster)
+    zeros = kept(program, cluster)
+    for mesh, submesh in enumerate(program.submeshes):
+        assert {zeros[device] for device in submesh.devices} == {found[mesh][0]}
+        assert found[mesh][0] > 0
+        assert found[mesh][1] == 8 * 8 * 4 // devices  # it lands in parts, which the destination gathers
+
+
+def test_submeshes_of_one_process_need_none_and_those_of_two_add_to_their_memory() -> None:
+    pipeline = driven("plain", 2, "1f1b")
+    program = pipeline.pipeline.program
+    assert crossing_bytes(program, nodes(1, 8)) == ((0, 0), (0, 0))
+    plain = peak_bytes(program)
+    for cluster in (nodes(1, 8), nodes(2, 1)):
+        used = staged._bytes(pipeline.pipeline, pipeline.stages, cluster)
+        blocks = crossing_bytes(program, cluster)
+        assert [peak for peak, _ in used] == [a + b for a, (b, _) in zip(plain, blocks, strict=True)]
+        assert all(rest >= dropped for (_, rest), (_, dropped) in zip(used, blocks, strict=True))
