@@ -117,8 +117,11 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
         if refusal is not None:
             raise
         return fitting(in_slices_alone(run, asked, layers, below), asked)
-    if refusal is None:
-        stages_for = for_slices(run, asked, layers, chosen)
+    if asked.pipeline.lengths:
+        stages_for = for_slices(run, asked, layers, chosen, len(asked.pipeline.lengths))
+        staged = token_slicing.in_given(run, asked, staged, chosen, stages_for, cut, realised, took)
+    elif refusal is None:
+        stages_for = for_slices(run, asked, layers, chosen, token_slicing.SLICES)
         staged = token_slicing.best(run, asked, staged, stages_for, counts, cut, realised, took) or staged
     elif refusal:
         staged = noted(staged, refusal)
@@ -146,14 +149,14 @@ def in_slices_alone(run: Passes, asked: Asked, layers: Layered, below: float) ->
     return found
 
 
-def for_slices(run: Passes, asked: Asked, layers: Layered, whole: Sliced) -> Sliced:
-    """Stages that suit slices, of which each is a run like a micro-batch; those of whole sequences without time."""
-    runs = [n * token_slicing.SLICES for n in layers.counts]
+def for_slices(run: Passes, asked: Asked, layers: Layered, whole: Sliced, slices: int) -> Sliced:
+    """Stages that suit so many slices, each a run like a micro-batch; those of whole sequences without time."""
+    runs = [n * slices for n in layers.counts]
     try:
         within = token_slicing.for_stages(token_slicing.without_split(asked))
         return sliced(run, whole.priced, within, runs, asked.budget, must=False)
     except (InfeasibleError, OutOfTime):
-        return token_slicing.as_runs(whole)
+        return token_slicing.as_runs(whole, slices)
 
 
 def of_whole_sequences(

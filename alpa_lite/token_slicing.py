@@ -28,6 +28,7 @@ from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.token_choice import Proposal
 from alpa_lite.passes.stages.token_latency import Sample
 from alpa_lite.program import Program
+from alpa_lite.report import units
 from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
@@ -129,11 +130,11 @@ def for_stages(asked: Asked) -> Asked:
     return asked.within(STAGES * asked.deadline.left)
 
 
-def as_runs(chosen: Sliced) -> Sliced:
-    """Stages for whole sequences as if they had been chosen for slices."""
+def as_runs(chosen: Sliced, slices_of_each: int) -> Sliced:
+    """Stages for whole sequences as if they had been chosen for so many slices of each."""
     slices = chosen.slices
     name = "1f1b" if slices.schedule == "zb-h1" else slices.schedule
-    count = slices.num_microbatches * SLICES
+    count = slices.num_microbatches * slices_of_each
     return replace(chosen, slices=replace(slices, schedule=name, num_microbatches=count))
 
 
@@ -185,6 +186,31 @@ def best(
     return noted(answer, f"{asked.ran_out}: {late}")
 
 
+def in_given(
+    run: Passes, asked: Asked, staged: Staged, before: Sliced, chosen: Sliced, cut: Callable[[int], Divisible],
+    realise: Realise, took: float,
+) -> Staged:  # fmt: skip
+    """The pipeline in the slices that are given, with stages that suit them if these are faster and there is time.
+
+    Args:
+      staged, before: in these slices with stages for whole sequences, and how these were chosen.
+      chosen: stages for slices.
+      took: seconds that planning `staged` took, once its stages were chosen.
+    """
+    lengths = asked.pipeline.lengths
+    count = chosen.slices.num_microbatches // len(lengths)
+    same = replace(chosen.slices, num_microbatches=count, seconds=before.slices.seconds, bytes=before.slices.bytes)
+    search = _Search(run, asked, realise, staged, took=took / len(lengths))
+    if same == before.slices or not search.has_time(len(lengths)):
+        return staged
+    try:
+        _plan(search, _with_microbatches(chosen, count, cut), lengths)
+    except (InfeasibleError, MicrobatchError, OptionError, OrderError) as refused:
+        logger.info("stages for slices of %s tokens: %s", lengths, refused)
+    assert search.best is not None
+    return search.best
+
+
 def _waiting(staged: Staged, asked: Asked) -> float:
     """The fraction of a step for which devices do not compute, those that are idle included."""
     pairs = zip(staged.timeline.busy, staged.program.submeshes, strict=True)
@@ -221,9 +247,12 @@ def _plan(search: _Search, chosen: Sliced, lengths: tuple[int, ...]) -> None:
     search.took = max(search.took, (time.perf_counter() - start) / len(lengths))
     search.samples += token_samples.samples(staged.program, lengths)
     search.program, before = staged.program, search.best
-    fits = staged.needed <= max(search.asked.budget, 0 if before is None else before.needed)
-    logger.info("slices of %s tokens: %.4g s%s", lengths, staged.seconds, "" if fits else ", which do not fit")
-    if fits and (before is None or staged.seconds < before.seconds):
+    room = search.asked.budget
+    better = staged.needed <= room
+    if before is not None:
+        better = (max(staged.needed, room), staged.seconds) < (max(before.needed, room), before.seconds)
+    logger.info("slices of %s tokens: %.4g s, %s", lengths, staged.seconds, units.nbytes(staged.needed))
+    if better:
         search.best = staged
 
 

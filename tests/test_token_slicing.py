@@ -48,6 +48,13 @@ def test_slices_are_chosen():
     assert (again.division, again.notes) == (plan.division, plan.notes)
 
 
+def test_slices_that_are_given_have_stages_that_suit_them():
+    """One micro-batch of whole sequences takes as long in any stages; its slices wait for the slowest of these."""
+    step, args = language_model(layers=3)
+    plan = piped(step, cluster(3), num_stages=3, schedule="1f1b", token_slices=(3, 3, 3, 3)).plan(*args)
+    assert max(plan.division.timeline.busy) < 1.5 * min(plan.division.timeline.busy)
+
+
 @pytest.mark.parametrize("most", [4, 0])
 def test_what_there_was_no_time_for_is_said(monkeypatch, most):
     """Slicings that would be planned or written too late are left out; the plan is the best so far, and says so."""
