@@ -86,6 +86,7 @@ def test_a_model_that_fits_stays_on_one_mesh():
     assert not found["auto"].pipelined
 
 
+@pytest.mark.slow
 def test_slow_links_between_nodes_lead_to_stages_per_node():
     step, args = step_and_args(layers=4, width=8192, batch=4096)
     where = dataclasses.replace(cluster(2, 4, network=0.5e9), peak_flops={"f32": 500e9})
@@ -100,6 +101,7 @@ def test_slow_links_between_nodes_lead_to_stages_per_node():
     assert all(span[0] // 4 == span[-1] // 4 for span in spans)
 
 
+@pytest.mark.slow
 def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeypatch):
     """A schedule that cannot run the stages that were chosen is a reason for a mesh, and no error."""
 
@@ -116,6 +118,7 @@ def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeyp
         alpa_lite.make_plan(step, *args, cluster=where, num_microbatches=8, verify="off", method=Pipeline())
 
 
+@pytest.mark.slow
 def test_memory_that_fits_no_mesh_leads_to_a_pipeline():
     """Sizes that divide into no equal parts cannot be sharded, but layers can be apart."""
     step, args = step_and_args(layers=4, width=2039, batch=32)

@@ -117,7 +117,7 @@ def test_what_works_example_by_example_is_cut_into_micro_batches(name: str, meth
     ("make", "microbatches", "remat"),
     [
         (largest_of_normalised, 2, "none"),
-        (padding_mask, 2, "layer"),
+        pytest.param(padding_mask, 2, "layer", marks=pytest.mark.slow),
         pytest.param(largest_of_normalised, 2, "layer", marks=pytest.mark.slow),
         pytest.param(largest_of_normalised, 1, "none", marks=pytest.mark.slow),
         pytest.param(padding_mask, 4, "selective", marks=pytest.mark.slow),
@@ -144,6 +144,7 @@ def two_batches() -> tuple[Any, Any]:
     return step_of(loss_fn), ({"params": params}, normal(3, 24, 4), normal(4, 8, 4))
 
 
+@pytest.mark.slow
 def test_batches_of_different_sizes_are_cut_each_by_itself() -> None:
     step, args = two_batches()
     with pytest.raises(SignatureError, match=r"inner|batch\[0\]|leading dims \[24\]"):

@@ -45,11 +45,11 @@ class Way:
 
 FAST = [
     Way("nnx_mlp", 2, 1, "gpipe"),
-    Way("nnx_moe", 2, 4, "interleaved-1f1b", 2),
     Way("linen_user_optax", 4, 2, "eager-1f1b"),
     Way("plain_masked_mean", 2, 4, "1f1b"),
 ]
 SLOW = [
+    Way("nnx_moe", 2, 4, "interleaved-1f1b", 2),
     Way("linen_unet", 2, 2, "1f1b"),
     Way("linen_resnet", 3, 8, "eager-1f1b"),
     Way("nnx_gpt_tied", 3, 2, "zb-h1"),

@@ -303,6 +303,7 @@ def test_what_was_used_longest_ago_is_dropped(monkeypatch, compiled):
     assert len(compiled) == 5
 
 
+@pytest.mark.slow
 def test_changing_shapes_do_not_fill_the_memory(monkeypatch, compiled):
     monkeypatch.setattr(api, "SIGNATURES", 2)
     parallel = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())

@@ -52,7 +52,7 @@ def assert_same(layers: Layering, result: Rewritten, arguments: Any, *, exact: b
 
 MODELS: list[Any] = [
     pytest.param("mlp", {}, id="mlp"),
-    pytest.param("gpt", {"layers": 1, **GPT}, id="gpt"),
+    pytest.param("gpt", {"layers": 1, **GPT}, id="gpt", marks=pytest.mark.slow),
     pytest.param("gpt", {"layers": 4, **GPT, "scan": True}, id="scan", marks=pytest.mark.slow),
     pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=pytest.mark.slow),
     pytest.param("unet", {"dtype": jnp.float32}, id="unet", marks=pytest.mark.slow),
@@ -128,6 +128,7 @@ def test_random_draws_are_the_same():
     assert_same(layers, result, (state, batch))
 
 
+@pytest.mark.slow
 def test_stages_run_what_is_rematerialised():
     step, state, batch = microbatched.zoo("gpt", 2, layers=1, batch=4, tx=SGD, **GPT)
     layers = layers_of(step, state, batch)

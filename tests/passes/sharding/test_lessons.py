@@ -85,6 +85,7 @@ def test_a_mesh_that_is_known_to_be_no_better_is_not_built(monkeypatch):
     assert caught.value.free == 2.0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_the_bytes_that_it_needs():
     """A bound of the bytes of the smallest budget that works, which takes integer programs to find: near, and below."""
     with pytest.raises(Beaten) as caught:

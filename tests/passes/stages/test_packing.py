@@ -73,7 +73,7 @@ def types_of(stage: Segments) -> dict[segments.Wire, Any]:
     }
 
 
-SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b")
+SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,7 @@ def test_nothing_larger_than_the_limit_is_packed(most: float, kinds: set[str]) -
             assert sum(len(pack.members) for pack in sums) == 3 * LAYERS // 2
 
 
+@pytest.mark.slow
 def test_random_keys_and_other_dtypes_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two dtypes and keys: packs of each dtype, and the keys alone. Bits are those of the step without packs."""
 

@@ -45,7 +45,8 @@ def gathers_planned(stage: PlannedStage) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "schedule"), [((), "1f1b"), ((), "zb-h1"), ((5, 4, 3), "1f1b"), ((3, 3, 3, 3), "1f1b")]
+    ("tokens", "schedule"),
+    [((), "1f1b"), ((), "zb-h1"), ((5, 4, 3), "1f1b"), pytest.param((3, 3, 3, 3), "1f1b", marks=pytest.mark.slow)],
 )
 def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int, ...], schedule: str) -> None:
     several = 0
@@ -59,6 +60,7 @@ def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int,
     assert several
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
     run = driven((6, 6))
