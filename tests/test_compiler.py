@@ -157,6 +157,7 @@ def residual_args() -> Any:
     return [(array(16, 128), array(128, 16)) for _ in range(4)], array(512, 16)
 
 
+@pytest.mark.slow
 def test_one_mesh_computes_again_what_does_not_fit() -> None:
     args = residual_args()
     where = cluster(1, 2)

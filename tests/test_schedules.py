@@ -14,7 +14,7 @@ from alpa_lite.schedules import Schedule, Task
 from alpa_lite.timeline import Timeline
 
 MOST_MESHES, MOST_MICROBATCHES = 16, 64
-SOME = (1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 33, 48, 64)
+SOME = (1, 2, 3, 4, 8, 15, 32, 64)
 VARIANTS = [(name, 1) for name in schedules.NAMES] + [("interleaved-1f1b", v) for v in (2, 3, 4)]
 UNIFORM = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
 
@@ -95,7 +95,7 @@ def test_bubble_of_any_durations(
 
 
 @given(st.data(), cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_dependencies_hold_in_the_simulation(data: st.DataObject, case: tuple[str, int, int, int]) -> None:
     name, virtual, meshes, microbatches = case
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)

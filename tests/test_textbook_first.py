@@ -52,7 +52,7 @@ def check(name: str, cluster: Cluster, seconds: float) -> None:
     assert {method: s for method, s in others.items() if s < auto.step_seconds * (1 - ROUNDING)} == {}
 
 
-@pytest.mark.parametrize("name", ["linen_gpt", pytest.param("nnx_gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("linen_gpt", "nnx_gpt")])
 def test_in_half_a_second_auto_is_no_slower_than_any_textbook_plan(name: str) -> None:
     check(name, A100, 0.5)
 

@@ -31,6 +31,7 @@ def assert_quick(first: list[dict[str, Any]], again: list[dict[str, Any]], *, he
             assert restarted["losses"] == done["losses"], case
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_neither_searches_nor_compiles(tmp_path: Path) -> None:
     first = started(tmp_path, "pipeline")
     assert any("stage_1_backward" in name for name in first[0]["pipeline"]["compiled"])

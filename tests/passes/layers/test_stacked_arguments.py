@@ -35,7 +35,7 @@ def apart(leaves: list[Any], pieces: tuple[Pieces, ...]) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("tx", [SGD, optax.adam(0.01)], ids=["momentum", "adam"])
+@pytest.mark.parametrize("tx", [pytest.param(SGD, marks=pytest.mark.slow), optax.adam(0.01)], ids=["momentum", "adam"])
 def test_leaves_and_their_moments_become_arguments_and_results_in_pieces(tx: Any):
     step, state, batch = stacked_mlp(tx=tx)
     traced = microbatched.traced_of(step, state, batch)

@@ -88,7 +88,13 @@ def check(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("plain_tied", 1), ("plain_scan", 1), ("plain_pick", 0), ("plain_custom_jvp", 1)]
+    ("name", "seed"),
+    [
+        pytest.param("plain_tied", 1, marks=pytest.mark.slow),
+        ("plain_scan", 1),
+        ("plain_pick", 0),
+        ("plain_custom_jvp", 1),
+    ],
 )
 def test_random_decisions_compute_what_one_device_computes(name, seed):
     check(name, seed)

@@ -88,6 +88,7 @@ def test_where_links_are_busier_only_as_much_as_is_computed_hides():
     assert plan.step_seconds > stage.hideable_seconds
 
 
+@pytest.mark.slow
 def test_all_plans_are_compared_by_what_hides():
     """Without overlap tensor parallelism in part is faster; with it, data parallelism that shards its state."""
     textbook = [alpa_lite.DataParallel(), alpa_lite.Zero(3), alpa_lite.TensorParallel()]

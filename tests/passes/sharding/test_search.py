@@ -131,6 +131,7 @@ def sharded(plan: alpa_lite.Plan, part: str) -> list[bool]:
     return [stage.shards(leaf.spec) > 1 for leaf in stage.arguments if leaf.path.startswith(f"state['{part}']")]
 
 
+@pytest.mark.slow
 def test_a_tightening_budget_trades_communication_for_state():
     plans = [adam_plan(None)]
     peak = plans[0].stages[0].memory.total

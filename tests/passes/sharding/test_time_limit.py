@@ -51,6 +51,7 @@ def searched(share: float) -> search.Found:
     return search.search(traced, groups, rules, cluster, method, budget=share * 4_463_104, time_limit=LIMIT)
 
 
+@pytest.mark.slow
 def test_a_budget_that_binds_is_met_within_the_limit(spent):
     assert searched(0.95).solution.status in ("optimal", "feasible")
     assert len(spent) > 1

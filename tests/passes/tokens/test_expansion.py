@@ -164,7 +164,7 @@ def in_full(cases: list[Any], fast: list[Any]) -> list[Any]:
     return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("attend", in_full(CASES, [segments]), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("attend", in_full(CASES, [grouped]), ids=lambda f: f.__name__)
 @pytest.mark.usefixtures("compiled_quickly")
 def test_slices_compute_what_the_whole_does(attend):
     made, expected, actual = expanded(*language_model(attend), UNEVEN)
@@ -205,7 +205,7 @@ def mean_over_tokens(q, k, v, tokens):
 
 
 @pytest.mark.parametrize(
-    "attend", in_full([both_ways, reversed_mask, mean_over_tokens], [both_ways]), ids=lambda f: f.__name__
+    "attend", in_full([both_ways, reversed_mask, mean_over_tokens], [mean_over_tokens]), ids=lambda f: f.__name__
 )
 @pytest.mark.usefixtures("compiled_quickly")
 def test_what_reads_later_tokens_is_named_and_still_right(attend):
