@@ -9,7 +9,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.programs.ways import Way
+from alpa_lite.passes.programs.outcomes import Way
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.tables import Shared

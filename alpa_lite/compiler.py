@@ -29,8 +29,8 @@ from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
 from alpa_lite.passes.plans import comparing, replay, weighing
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
+from alpa_lite.passes.programs.outcomes import Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
-from alpa_lite.passes.programs.ways import Way
 from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.sharding.search import Found

@@ -24,8 +24,8 @@ from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import ways
+from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
-from alpa_lite.passes.programs.ways import Chosen, Outcome, Unfinished, Way
 from alpa_lite.passes.sharding import search, worth
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
@@ -65,7 +65,7 @@ class OneMesh:
     """
 
     chosen: Chosen[Decided] | None
-    rest: ways.Rest[Decided] | None
+    rest: Rest[Decided] | None
     textbook: Callable[[float], Chosen[Decided] | None]
 
     @property
@@ -178,7 +178,7 @@ def analysed(run: Passes, step: Step, asked: Asked, way: Way) -> Analysed:
 
 
 def begun(
-    run: Passes, asked: Asked, analyse: Analyse, known: TextbookPlans, way: Way, solve: ways.Solve[Decided]
+    run: Passes, asked: Asked, analyse: Analyse, known: TextbookPlans, way: Way, solve: Solve[Decided]
 ) -> Outcome[Decided]:  # fmt: skip
     """The best textbook plan of a way, as what the search of ways begins with."""
     about = analyse(way)

@@ -28,7 +28,7 @@ from alpa_lite.asked import Asked, Step
 from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.methods import Auto, DataParallel, Sharded, TensorParallel, Zero
 from alpa_lite.passes.programs import ways
-from alpa_lite.passes.programs.ways import Outcome, Way
+from alpa_lite.passes.programs.outcomes import Outcome, Way
 from alpa_lite.passes.sharding import search
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
@@ -108,7 +108,7 @@ def _solved(
     run: Passes, asked: Asked, analyse: Analyse, plans: dict[Way, tuple[search.Plain, ...]], below: float, name: str,
     method: DataParallel | Zero | TensorParallel, way: Way, cutoff: float, lessons: Lessons, deadline: Deadline,
 ) -> Outcome[search.Found]:  # fmt: skip
-    """The best plan of a method in a way, which is added to `plans`. Raises as `ways.Solve`."""
+    """The best plan of a method in a way, which is added to `plans`. Raises as `outcomes.Solve`."""
     del lessons, deadline  # of one mesh, and whatever the time
     if not isinstance(method, TensorParallel) and asked.num_microbatches is None and way.count > 1:
         whole = analyse(Way()).shared.facts

@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.programs import ways
-from alpa_lite.passes.programs.ways import Outcome, Way
+from alpa_lite.passes.programs.outcomes import Outcome, Way
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 from tests import zoo

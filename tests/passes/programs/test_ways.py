@@ -12,7 +12,8 @@ import pytest
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
-from alpa_lite.passes.programs.ways import ANY, GAIN, Outcome, Unfinished, Way, begun, best
+from alpa_lite.passes.programs.outcomes import GAIN, Outcome, Unfinished, Way
+from alpa_lite.passes.programs.ways import ANY, begun, best
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 
