@@ -1,7 +1,7 @@
-# make demo | test | slow | test-all | coverage | tpu | lint | format | types | docs | wheel | clean
+# make demo | test | slow | thorough | test-all | coverage | tpu | lint | format | types | docs | wheel | clean
 #
 # make docs builds the documentation as a site, build/site/guide/index.html; broken links are errors
-# make test covers every module; make slow runs what takes longer, and make test-all both.
+# make test covers every module; make slow runs what takes longer, make thorough more cases of that, and make test-all all.
 # PYTHON=python3.12 make test    uses another interpreter, in a virtual environment of its own
 # CONSTRAINTS=file               pins versions (see .ci/constraints-3.11.txt)
 # WORKERS=4                      test processes; each loads JAX
@@ -19,23 +19,26 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test slow test-all coverage tpu lint format types docs wheel clean
+.PHONY: demo test slow thorough test-all coverage tpu lint format types docs wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/alpa-lite demo
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow and not thorough" $(TESTS)
 
 slow: $(INSTALLED)
-	$(PYTEST) -m slow $(TESTS)
+	$(PYTEST) -m "slow and not thorough" $(TESTS)
+
+thorough: $(INSTALLED)
+	$(PYTEST) -m thorough $(TESTS)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(TESTS)
 
 coverage: $(INSTALLED)
-	$(PYTEST) -m "not slow" --cov --cov-report=term $(TESTS)
+	$(PYTEST) -m "not slow and not thorough" --cov --cov-report=term $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

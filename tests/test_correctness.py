@@ -56,7 +56,18 @@ def in_turn(name: str, *, linen: bool) -> bool:
 
 
 def cases(names, fast: Collection[str] = FAST):
-    return [n if n in fast else pytest.param(n, marks=[pytest.mark.slow, pytest.mark.optimised]) for n in names]
+    """Those that are not fast are slow ones, or thorough ones where the twin is there."""
+    out = []
+    for name in names:
+        again = twin(name) in names and not in_turn(name, linen=len(name.partition("_")[2]) % 2 == 0)
+        marks = [pytest.mark.thorough if again else pytest.mark.slow, pytest.mark.optimised]
+        out.append(name if name in fast else pytest.param(name, marks=marks))
+    return out
+
+
+def every_other(cases):
+    """The other ones are thorough."""
+    return [case if n % 2 else pytest.param(*case, marks=pytest.mark.thorough) for n, case in enumerate(cases)]
 
 
 def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
@@ -83,7 +94,7 @@ def test_auto_on_eight_devices(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    [(n, m) for n in MODELS for m in METHODS if m != "auto" and in_turn(n, linen=m in ("data", "zero3"))],
+    every_other([(n, m) for n in MODELS for m in METHODS if m != "auto" and in_turn(n, linen=m in ("data", "zero3"))]),
 )
 def test_textbook_methods(name, method):
     """Each model by each method: of twins linen by two of the methods, and NNX by the others."""
@@ -93,7 +104,7 @@ def test_textbook_methods(name, method):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "devices"),
-    [(n, m, (2, 4)[(i + j) % 2]) for i, n in enumerate(ONE_OF_EACH) for j, m in enumerate(METHODS)],
+    every_other([(n, m, (2, 4)[(i + j // 2) % 2]) for i, n in enumerate(ONE_OF_EACH) for j, m in enumerate(METHODS)]),
 )
 def test_fewer_devices(name, method, devices):
     """Each model by each method, on two and on four devices in turn."""

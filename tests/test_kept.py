@@ -232,7 +232,7 @@ def gpt(**config):
 @pytest.mark.parametrize(
     ("stages", "devices", "schedule", "config"),
     [
-        (4, 8, "1f1b", {"tied": True}),
+        pytest.param(4, 8, "1f1b", {"tied": True}, marks=pytest.mark.thorough),
         (2, 4, "interleaved-1f1b", {"tied": False}),
         (2, 4, "1f1b", {"scan": True}),
     ],

@@ -16,6 +16,8 @@ from tests.loops.every import NAMES, loop
 FAST = ("nnx_optimizer",)
 """Those whose models compile quickest; the others are of the same shape."""
 
+SLOW = ("linen_train_state", "loss_scaling", "lora", "actor_critic", "haiku_state", "vision_batch_norm")
+
 
 def compare(caplog: pytest.LogCaptureFixture, name: str, steps: int, epoch: int, **options: Any) -> None:
     one = loop(name)
@@ -38,7 +40,7 @@ def test_two_steps_and_a_short_batch_equal_plain_jit(name: str, caplog: pytest.L
 
 @pytest.mark.slow
 @pytest.mark.optimised
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n if n in SLOW else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES])
 def test_twenty_steps_equal_plain_jit(name: str, caplog: pytest.LogCaptureFixture) -> None:
     compare(caplog, name, base.STEPS, base.EPOCH)
 

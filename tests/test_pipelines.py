@@ -52,26 +52,33 @@ SLOW = [
     Way("nnx_moe", 2, 4, "interleaved-1f1b", 2),
     Way("linen_unet", 2, 2, "1f1b"),
     Way("linen_resnet", 3, 8, "eager-1f1b"),
+    Way("nnx_gpt_scan", 2, 2, "zb-h1"),
+    Way("nnx_translator", 2, 4, "zb-h1"),
+    Way("linen_moe", 3, 8, "1f1b"),
+    Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
+    Way("linen_user_train_state", 2, 2, "interleaved-1f1b", 2),
+]
+THOROUGH = [
     Way("nnx_gpt_tied", 3, 2, "zb-h1"),
     Way("linen_gpt", 4, 8, "1f1b"),
-    Way("nnx_gpt_scan", 2, 2, "zb-h1"),
     Way("linen_gpt_remat", 3, 4, "gpipe"),
     Way("nnx_unet", 3, 1, "zb-h1"),
     Way("linen_unet", 4, 4, "interleaved-1f1b", 2),
     Way("linen_translator", 3, 2, "eager-1f1b"),
-    Way("nnx_translator", 2, 4, "zb-h1"),
-    Way("linen_moe", 3, 8, "1f1b"),
     Way("nnx_resnet", 2, 8, "interleaved-1f1b", 2),
     Way("nnx_gpt_dropout", 3, 2, "1f1b"),
-    Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
-    Way("linen_user_train_state", 2, 2, "interleaved-1f1b", 2),
 ]
 
 
 AS_USERS_COMPILE = [pytest.mark.slow, pytest.mark.optimised]
+MARKED = [
+    *FAST,
+    *(pytest.param(way, marks=AS_USERS_COMPILE) for way in SLOW),
+    *(pytest.param(way, marks=[*AS_USERS_COMPILE, pytest.mark.thorough]) for way in THOROUGH),
+]
 
 
-@pytest.mark.parametrize("way", [*FAST, *(pytest.param(way, marks=AS_USERS_COMPILE) for way in SLOW)], ids=str)
+@pytest.mark.parametrize("way", MARKED, ids=str)
 def test_a_pipeline_computes_the_step(way: Way) -> None:
     case = zoo.get(way.name)
     step, args = case.make()

@@ -53,7 +53,12 @@ def test_two_stages_have_a_scan_of_half_the_layers_each():
 @pytest.mark.parametrize(
     ("kind", "remat", "options"),
     [
-        ("nnx", ("none", "selective", "layer", "none"), {"devices": (2, 2, 2, 2), "layers": 8, "schedule": "zb-h1"}),
+        pytest.param(
+            "nnx",
+            ("none", "selective", "layer", "none"),
+            {"devices": (2, 2, 2, 2), "layers": 8, "schedule": "zb-h1"},
+            marks=pytest.mark.thorough,
+        ),
         ("linen", ("selective", "layer"), {"layers": 3, "microbatches": 4}),
         ("nnx", ("layer", "selective"), {"dropout": 0.25}),
     ],

@@ -48,8 +48,13 @@ def test_all_meshes_some_microbatches(name: str, virtual: int) -> None:
             holds(name, virtual, meshes, microbatches)
 
 
+OFTEN = (("zb-h1", 1), ("interleaved-1f1b", 3))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "virtual"), [one if one in OFTEN else pytest.param(*one, marks=pytest.mark.thorough) for one in VARIANTS]
+)
 def test_all_meshes_all_microbatches(name: str, virtual: int) -> None:
     for meshes in range(1, MOST_MESHES + 1):
         for microbatches in (n for n in range(1, MOST_MICROBATCHES + 1) if exists(name, meshes, n)):

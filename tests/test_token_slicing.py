@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_sliced_says_why():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.thorough)])
 def test_none_of_some_lengths_are_faster(stages, microbatches):
     """Through the simulator: every cutting at multiples of three tokens, planned and simulated."""
     step, args = language_model()

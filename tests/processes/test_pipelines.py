@@ -62,10 +62,11 @@ MODELS = {
         ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
     ]),
 }  # fmt: skip
+SLOW = ("modules", "scan", "experts on four", "gpt on four")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("which", [n if n in SLOW else pytest.param(n, marks=pytest.mark.thorough) for n in MODELS])
 def test_models_and_methods(which):
     """GPT and mixture of experts, of Linen and NNX, as functions and as modules.
 
