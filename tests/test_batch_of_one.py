@@ -92,7 +92,7 @@ def test_auto_chooses_slices():
 @pytest.mark.parametrize(
     ("make", "lengths"),
     [
-        (lambda: models.get("gpt").build("tiny", 1), (40, 24)),
+        pytest.param(lambda: models.get("gpt").build("tiny", 1), (40, 24), marks=pytest.mark.thorough),
         (lambda: one_example(zoo_linen.gpt(layers=2)), (9, 7)),
         (without_examples, (7, 5)),
         (lambda: without_examples(one_hot=True), (5, 7)),

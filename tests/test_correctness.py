@@ -17,6 +17,7 @@ from flax import nnx
 import alpa_lite
 from tests import zoo
 from tests.comparing import called, compare, leaves, norm
+from tests.marks import one_in
 
 IN_PIPELINES = {"linen_resnet", "linen_unet", "linen_translator", "nnx_resnet"}  # run by `test_pipelines` alone
 CASES = {case.name: case for case in zoo.CASES if case.name not in IN_PIPELINES}
@@ -55,19 +56,13 @@ def in_turn(name: str, *, linen: bool) -> bool:
     return twin(name) is None or name.startswith("linen") == linen
 
 
-def cases(names, fast: Collection[str] = FAST):
-    """Those that are not fast are slow ones, or thorough ones where the twin is there."""
-    out = []
-    for name in names:
-        again = twin(name) in names and not in_turn(name, linen=len(name.partition("_")[2]) % 2 == 0)
-        marks = [pytest.mark.thorough if again else pytest.mark.slow, pytest.mark.optimised]
-        out.append(name if name in fast else pytest.param(name, marks=marks))
-    return out
-
-
-def every_other(cases):
-    """The other ones are thorough."""
-    return [case if n % 2 else pytest.param(*case, marks=pytest.mark.thorough) for n, case in enumerate(cases)]
+def cases(names, fast: Collection[str] = FAST, count: int = 1):
+    """Those that are not fast are slow ones: one of two twins, and of these one in `count`; the others are thorough."""
+    slow = [n for n in names if n not in fast]
+    alone = [n for n in slow if twin(n) not in slow or in_turn(n, linen=len(n.partition("_")[2]) % 2 == 0)]
+    kept = {*alone[::count]}
+    marked = {n: [pytest.mark.slow if n in kept else pytest.mark.thorough, pytest.mark.optimised] for n in slow}
+    return [pytest.param(n, marks=marked[n]) if n in marked else n for n in names]
 
 
 def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
@@ -86,7 +81,7 @@ def on_one_device(case, donate, compiled_quickly):
     return called(jit(step, donate_argnums=donate), args, case.style)
 
 
-@pytest.mark.parametrize("name", cases(FLOAT32))
+@pytest.mark.parametrize("name", cases(FLOAT32, count=2))
 def test_auto_on_eight_devices(name):
     compare(*run(CASES[name], METHODS["auto"], 8))
 
@@ -94,7 +89,7 @@ def test_auto_on_eight_devices(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    every_other([(n, m) for n in MODELS for m in METHODS if m != "auto" and in_turn(n, linen=m in ("data", "zero3"))]),
+    one_in(4, [(n, m) for n in MODELS for m in METHODS if m != "auto" and in_turn(n, linen=m in ("data", "zero3"))]),
 )
 def test_textbook_methods(name, method):
     """Each model by each method: of twins linen by two of the methods, and NNX by the others."""
@@ -104,7 +99,7 @@ def test_textbook_methods(name, method):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "devices"),
-    every_other([(n, m, (2, 4)[(i + j // 2) % 2]) for i, n in enumerate(ONE_OF_EACH) for j, m in enumerate(METHODS)]),
+    one_in(4, [(n, m, (2, 4)[(i + j // 2) % 2]) for i, n in enumerate(ONE_OF_EACH) for j, m in enumerate(METHODS)]),
 )
 def test_fewer_devices(name, method, devices):
     """Each model by each method, on two and on four devices in turn."""
@@ -113,7 +108,7 @@ def test_fewer_devices(name, method, devices):
 
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    "name", cases([n for n in CASES if in_turn(n, linen=True)], {"linen_mlp", "plain_scan", "plain_bf16"})
+    "name", cases([n for n in CASES if in_turn(n, linen=True)], {"linen_mlp", "plain_scan", "plain_bf16"}, 2)
 )
 def test_bit_equal_on_one_device(name):
     """With equal donation: that alone changes the code that LLVM makes (a fused multiply-add on JAX 0.12)."""
@@ -124,7 +119,7 @@ def test_bit_equal_on_one_device(name):
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(
     "name",
-    cases([n for n in CASES if CASES[n].style == "functional" and in_turn(n, linen=False)], {"plain_vmap"}),
+    cases([n for n in CASES if CASES[n].style == "functional" and in_turn(n, linen=False)], {"plain_vmap"}, 3),
 )
 def test_bit_equal_on_one_device_with_a_donated_state(name):
     bit_equal(*run(CASES[name], METHODS["auto"], 1, donate_single=0))

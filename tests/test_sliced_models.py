@@ -87,7 +87,7 @@ def stacked(layers: int = 2) -> Any:
     [
         (stacked, (7, 5), {"schedule": "1f1b"}),
         (lambda: zoo_linen.gpt(scan=True, layers=2, remat=True, dropout=0.25), (9, 7), {}),
-        (lambda: zoo_nnx.gpt(scan=True, layers=2), (7, 9), {"remat": "layer"}),
+        pytest.param(lambda: zoo_nnx.gpt(scan=True, layers=2), (7, 9), {"remat": "layer"}, marks=pytest.mark.thorough),
     ],
     ids=["plain", "linen", "nnx"],
 )

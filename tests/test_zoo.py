@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests import zoo
+from tests.marks import one_in
 
 by_name = pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.name)
 functional = pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
@@ -54,7 +55,7 @@ def _check_form(case: zoo.Case) -> None:
 
 
 @pytest.mark.slow
-@by_name
+@pytest.mark.parametrize("case", one_in(2, zoo.CASES), ids=lambda case: case.name)
 def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
     step, args = case.make()
     if case.style == "nnx":

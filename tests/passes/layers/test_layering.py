@@ -165,10 +165,15 @@ def test_a_body_without_marks_is_split_by_order():
 
 MODELS: list[Any] = [
     pytest.param("mlp", {}, id="mlp"),
-    pytest.param("gpt", {"layers": 2, **GPT, "tied": False, "remat": True}, id="remat", marks=pytest.mark.slow),
+    pytest.param(
+        "gpt",
+        {"layers": 2, **GPT, "tied": False, "remat": True},
+        id="remat",
+        marks=[pytest.mark.slow, pytest.mark.thorough],
+    ),
     pytest.param("gpt", {"layers": 4, **GPT, "scan": True}, id="scan", marks=pytest.mark.slow),
-    pytest.param("gpt", {"layers": 4, **GPT}, id="gpt", marks=pytest.mark.slow),
-    pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=pytest.mark.slow),
+    pytest.param("gpt", {"layers": 4, **GPT}, id="gpt", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=[pytest.mark.slow, pytest.mark.thorough]),
     pytest.param("unet", {"dtype": jnp.float32}, id="unet", marks=pytest.mark.slow),
 ]
 

@@ -53,9 +53,9 @@ def assert_same(layers: Layering, result: Rewritten, arguments: Any, *, exact: b
 MODELS: list[Any] = [
     pytest.param("mlp", {}, id="mlp"),
     pytest.param("gpt", {"layers": 1, **GPT}, id="gpt", marks=pytest.mark.slow),
-    pytest.param("gpt", {"layers": 4, **GPT, "scan": True}, id="scan", marks=pytest.mark.slow),
-    pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=pytest.mark.slow),
-    pytest.param("unet", {"dtype": jnp.float32}, id="unet", marks=pytest.mark.slow),
+    pytest.param("gpt", {"layers": 4, **GPT, "scan": True}, id="scan", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("moe", {"dtype": jnp.float32}, id="moe", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("unet", {"dtype": jnp.float32}, id="unet", marks=[pytest.mark.slow, pytest.mark.thorough]),
 ]
 
 

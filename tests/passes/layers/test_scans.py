@@ -21,6 +21,7 @@ from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import choices, rematerialise
 from alpa_lite.passes.layers.scans import Cut, cut_scans, even_points, kept_points, layer_scans
+from tests.marks import one_in
 from tests.passes import microbatched, staged
 from tests.passes.layers.test_layering import GPT, layered
 from tests.zoo_base import normal
@@ -132,7 +133,7 @@ def test_stages_of_a_scanned_model_send_the_residual_stream():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", one_in(2, [True, False]))
 def test_gpt_with_scanned_layers(remat: bool):
     step, state, batch = microbatched.zoo("gpt", 2, layers=4, batch=4, tx=SGD, scan=True, remat=remat, **GPT)
     traced = microbatched.traced_of(step, state, batch)

@@ -277,7 +277,9 @@ class Linen(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(12,), (6, 6), (1,) * 12], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(6, 6), *(pytest.param(n, marks=pytest.mark.thorough) for n in ((12,), (1,) * 12))], ids=str
+)
 @pytest.mark.usefixtures("compiled_quickly")
 def test_linen(lengths):
     model, tokens = Linen(), jax.random.randint(jax.random.key(1), (2, TOKENS), 0, VOCAB)
