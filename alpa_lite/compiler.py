@@ -63,6 +63,14 @@ ONE_MESH = 0.5
 HOPE = 0.5
 """A pipeline that may take less than this fraction of the seconds of one mesh is evaluated whatever the time."""
 
+LONGER = 1 / 6
+"""The part of the time for searching in which one mesh that has a plan is searched on, after pipelines.
+
+What that finds it finds soon: with so much of 30 s, two models of 7 and 8 billion parameters and a GPT that memory
+binds have steps that are 2, 6 and 11 % faster, as with all the time that is left. CLIP was planned in 22 s in place of
+28 s, with the same step.
+"""
+
 AFTER = 2.0
 """What follows the search (writing the plan, verifying it), as a multiple of tracing: 1.3 to 1.9, measured."""
 
@@ -238,7 +246,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         except InfeasibleError as error:
             reason = error
     if mesh is not None and mesh.found is not None and not worth_a_pipeline(mesh.found, mesh.seconds, asked.cluster):
-        staged = one_mesh.finished(run, asked, mesh.longer(asked.deadline))
+        staged = one_mesh.finished(run, asked, mesh.longer(after(asked, mesh)))
         return beside(staged, "pipeline", "not searched: one mesh communicates too little for one to pay")
     found, why, note = None, "", ""
     try:
@@ -258,7 +266,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is None:
         assert found is not None
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    mesh = mesh.longer(asked.deadline, math.inf if found is None else found.seconds)
+    mesh = mesh.longer(after(asked, mesh), math.inf if found is None else found.seconds)
     if mesh.chosen is None:
         assert found is not None
         found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
@@ -283,6 +291,13 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     patience = repaid(mesh.found, mesh.seconds, asked.cluster)
     must = patience > worthwhile((1 - HOPE) * mesh.seconds)
     return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
+
+
+def after(asked: Asked, mesh: OneMesh) -> Deadline:
+    """Until when one mesh is searched on, after pipelines."""
+    if mesh.chosen is None:
+        return asked.deadline
+    return asked.within(LONGER * asked.options.search_time_limit).deadline
 
 
 def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:
