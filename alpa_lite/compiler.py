@@ -234,7 +234,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
-    little to repay the search, none is searched. What is left of the time after pipelines is again for one mesh.
+    little to repay the search, none is searched. Some time after pipelines is again for one mesh (`LONGER`).
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
