@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +30,18 @@ def changed(path: Path, page: Callable[[dict[str, Any]], str]) -> Iterator[dict[
         file.truncate(0)
         file.write(json.dumps(rows, indent=0, sort_keys=True) + "\n")
         path.with_suffix(".md").write_text(page(rows))
+
+
+def of_errors(title: str, steps: str, script: str, versions: Collection[str]) -> list[str]:
+    """The head of a page of errors against one device, with a table of models to which rows are added.
+
+    Args:
+      steps: how many consecutive ones are compared, in words.
+    """
+    return [
+        f"# {title}", "",
+        f"The largest error of any leaf in {steps} consecutive steps; 1 is what is allowed. `python "
+        f"benchmarks/{script}.py` says what is compared.", "",
+        "| model | " + " | ".join(f"{version}: cases | largest error" for version in versions) + " |",
+        "|---|" + "--:|--:|" * len(versions),
+    ]  # fmt: skip

@@ -114,13 +114,7 @@ def keep(case: Case, row: dict[str, Any]) -> None:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The results as a page."""
-    lines = [
-        "# Pipelines against one device", "",
-        "The largest error of any leaf in three consecutive steps; 1 is what is allowed. `python "
-        "benchmarks/pipeline_correctness.py` says what is compared.", "",
-        "| model | " + " | ".join(f"{version}: cases | largest error" for version in rows) + " |",
-        "|---|" + "--:|--:|" * len(rows),
-    ]  # fmt: skip
+    lines = kept_rows.of_errors("Pipelines against one device", "three", "pipeline_correctness", rows)
     for model in MODELS:
         cells = []
         for found in rows.values():

@@ -196,13 +196,8 @@ def keep(name: str, row: dict[str, Any]) -> None:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The results as a page."""
-    lines = [
-        "# Pipelines in slices of the sequence against one device", "",
-        "The largest error of any leaf in two consecutive steps; 1 is what is allowed. `python "
-        "benchmarks/token_correctness.py` says what is compared.", "",
-        "| model | " + " | ".join(f"{name}: cases | largest error" for name in rows) + " |",
-        "|---|" + "--:|--:|" * len(rows),
-    ]  # fmt: skip
+    title = "Pipelines in slices of the sequence against one device"
+    lines = kept_rows.of_errors(title, "two", "token_correctness", rows)
     for model in CAUSAL:
         cells = [cell for found in rows.values() for cell in _cells(list(_of(found, model)))]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
