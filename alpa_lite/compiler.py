@@ -307,10 +307,9 @@ def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Stag
       InfeasibleError: nothing fits one mesh, either.
     """
     try:
-        staged = one_mesh.finished(run, asked, mesh.longer(asked.deadline, must=True))
+        return one_mesh.finished(run, asked, mesh.longer(asked.deadline, must=True))
     except (InfeasibleError, MicrobatchError) as reason:
         raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
-    return staged
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:

@@ -61,6 +61,12 @@ DOUBT = 0.04
 """A proposal is planned if it may be the fastest when it takes less than the model says, by this share of it."""
 
 _WHOLE = "token_slices: whole sequences"
+_REFUSED = (
+    InfeasibleError,
+    MicrobatchError,
+    OptionError,
+    OrderError,
+)  # what stages or slices that cannot be planned raise
 
 Realise = Callable[[Passes, Sliced, Asked, tuple[int, ...]], Staged]
 """Plans chosen stages in slices of some lengths."""
@@ -177,7 +183,7 @@ def best(
         search.tried.add((proposal.microbatches, proposal.lengths))
         try:
             _plan(search, _with_microbatches(chosen, proposal.microbatches, cut), proposal.lengths)
-        except (InfeasibleError, MicrobatchError, OptionError, OrderError) as refused:
+        except _REFUSED as refused:
             logger.info("slices %s: %s", proposal, refused)
     answer = _said(search.best, whole, error)
     if answer is None or not search.late:
@@ -205,7 +211,7 @@ def in_given(
         return staged
     try:
         _plan(search, _with_microbatches(chosen, count, cut), lengths)
-    except (InfeasibleError, MicrobatchError, OptionError, OrderError) as refused:
+    except _REFUSED as refused:
         logger.info("stages for slices of %s tokens: %s", lengths, refused)
     assert search.best is not None
     return search.best

@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ from alpa_lite import schedules
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.runtime import comparing
-from benchmarks import random_operations
+from benchmarks import random_operations, virtual_devices
 from benchmarks.differential_results import RESULTS, Counts, keep
 from benchmarks.random_programs import Program, kinds_of
 
@@ -456,10 +455,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the counts")
     parser.add_argument("--dry", action="store_true", help="keep no counts")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
-    warnings.simplefilter("ignore")
+    virtual_devices.prepare()
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
     counts = search(seeds, arguments.seconds, arguments.shrink, arguments.scripts)
     print(dict(counts.programs), dict(counts.leaves), dict(counts.refused), len(counts.failures))

@@ -28,7 +28,6 @@ import itertools
 import random
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ import jax
 
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError
-from benchmarks import kept_rows, token_models, token_models_outside
+from benchmarks import kept_rows, token_models, token_models_outside, virtual_devices
 from tests import comparing, pipeline_driver
 
 RESULTS = Path(__file__).parent / "results" / "token_correctness.json"
@@ -102,10 +101,7 @@ def main() -> None:
     parser.add_argument("--ways", type=int, default=WAYS, help="of each model")
     parser.add_argument("--part", default="0/1", help="which part of how many of the models, for several processes")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
-    warnings.simplefilter("ignore")
+    virtual_devices.prepare()
     part, parts = map(int, arguments.part.split("/"))
     models = (arguments.models or [*ENCODERS, *CAUSAL])[part::parts]
     for number, model in itertools.product(range(arguments.ways), models):

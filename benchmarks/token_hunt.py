@@ -18,7 +18,6 @@ import itertools
 import json
 import random
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import optax
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.passes.ir.evaluation import evaluate
-from benchmarks import token_models
+from benchmarks import token_models, virtual_devices
 from benchmarks.token_models import TOKENS, VOCAB, Model, Weights
 from tests import comparing, pipeline_driver
 
@@ -49,10 +48,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=600)
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
-    warnings.simplefilter("ignore")
+    virtual_devices.prepare()
     until = time.monotonic() + arguments.seconds
     for seed in range(arguments.seed, arguments.seed + arguments.models):
         if time.monotonic() > until:

@@ -12,6 +12,7 @@ import pytest
 from alpa_lite.passes.lowering import lowering
 from benchmarks import differential, random_operations
 from benchmarks.random_programs import PRELUDE
+from tests.marks import one_in
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -23,7 +24,7 @@ def test_programs_are_planned_as_jit_runs_them(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1000, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1006, 1012, 1018))])
+@pytest.mark.parametrize("first", one_in(4, range(1000, 1024, 6)))
 def test_more_programs(first):
     counts = differential.search(range(first, first + 6), 100, 0)
     assert not counts.failures

@@ -12,6 +12,7 @@ import pytest
 import alpa_lite
 from tests.loops import base
 from tests.loops.every import NAMES, loop
+from tests.marks import only
 
 FAST = ("nnx_optimizer",)
 """Those whose models compile quickest; the others are of the same shape."""
@@ -40,7 +41,7 @@ def test_two_steps_and_a_short_batch_equal_plain_jit(name: str, caplog: pytest.L
 
 @pytest.mark.slow
 @pytest.mark.optimised
-@pytest.mark.parametrize("name", [n if n in SLOW else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES])
+@pytest.mark.parametrize("name", only(SLOW, NAMES))
 def test_twenty_steps_equal_plain_jit(name: str, caplog: pytest.LogCaptureFixture) -> None:
     compare(caplog, name, base.STEPS, base.EPOCH)
 

@@ -12,6 +12,7 @@ from alpa_lite import schedules
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.schedules import Schedule, Task
 from alpa_lite.timeline import Timeline
+from tests.marks import only
 
 MOST_MESHES, MOST_MICROBATCHES = 16, 64
 SOME = (1, 2, 3, 4, 8, 15, 32, 64)
@@ -52,9 +53,7 @@ OFTEN = (("zb-h1", 1), ("interleaved-1f1b", 3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "virtual"), [one if one in OFTEN else pytest.param(*one, marks=pytest.mark.thorough) for one in VARIANTS]
-)
+@pytest.mark.parametrize(("name", "virtual"), only(OFTEN, VARIANTS))
 def test_all_meshes_all_microbatches(name: str, virtual: int) -> None:
     for meshes in range(1, MOST_MESHES + 1):
         for microbatches in (n for n in range(1, MOST_MICROBATCHES + 1) if exists(name, meshes, n)):

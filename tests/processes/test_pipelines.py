@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.marks import only
 from tests.processes import driver
 
 
@@ -66,7 +67,7 @@ SLOW = ("modules", "scan", "experts on four", "gpt on four")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [n if n in SLOW else pytest.param(n, marks=pytest.mark.thorough) for n in MODELS])
+@pytest.mark.parametrize("which", only(SLOW, MODELS))
 def test_models_and_methods(which):
     """GPT and mixture of experts, of Linen and NNX, as functions and as modules.
 
