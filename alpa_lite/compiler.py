@@ -66,9 +66,9 @@ HOPE = 0.5
 LONGER = 1 / 6
 """The part of the time for searching in which one mesh that has a plan is searched on, after pipelines.
 
-What that finds it finds soon: with so much of 30 s, two models of 7 and 8 billion parameters and a GPT that memory
-binds have steps that are 2, 6 and 11 % faster, as with all the time that is left. CLIP was planned in 22 s in place of
-28 s, with the same step.
+What that finds it finds soon: with so much of 30 s, on a machine without other work, two models of 7 and 8 billion
+parameters and a GPT that memory binds have steps that are 2, 6 and 11 % faster, as with all the time that is left.
+Beside other work the 6 % were not found. CLIP was planned in 22 s in place of 28 s, with the same step.
 """
 
 AFTER = 2.0
