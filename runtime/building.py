@@ -42,8 +42,8 @@ from alpa_lite.runtime.transfer import Mover
 
 logger = logging.getLogger(__name__)
 
-Step = tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int]]
-"""Whether it is a run; what is called (None: nothing); the buffers that it reads, makes and drops."""
+Step = tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Whether it is a run; what is called; the buffers that it reads, makes, consumes, and that are dropped after it."""
 
 Numbered = tuple[int, int]
 """A submesh and a micro-batch."""
@@ -56,13 +56,14 @@ class Built:
     Attributes:
       compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
       steps: of the dispatch loop.
-      items: the instruction of each step.
+      items: the instruction of each step, which drops what the instructions that free buffers after it name: they are
+        no steps of their own.
       empty: all buffers before the arguments are placed: constants and micro-batch numbers, else None.
     """
 
     compiled: list[Any]
     steps: list[Step]
-    items: list[Run | Send | Free]
+    items: list[Run | Send]
     empty: list[Any]
 
 
@@ -114,8 +115,9 @@ class Builder:
         several = len(set(processes)) > 1
         if several:
             ordering.check_program(program, processes)
-        steps: list[Step] = []
-        items: list[Run | Send | Free] = []
+        steps: list[tuple[bool, Any, Sequence[int], Sequence[int], Sequence[int]]] = []
+        freed: dict[int, list[int]] = {}  # after which step; what is free before the first, after that
+        items: list[Run | Send] = []
         made = self._executables()
         empty, numbers = self._kept({
             (program.executables[item.executable].mesh, item.microbatch)
@@ -146,12 +148,14 @@ class Builder:
                     received = transfer.received if self.here[transfer.destination] else ()
                     steps.append((False, mover if isinstance(mover, Mover) else mover.call, sent, received, ()))
                 case Free(buffers=buffers) if self.here[mesh]:
-                    steps.append((False, None, (), (), buffers))
+                    freed.setdefault(max(0, len(steps) - 1), []).extend(buffers)
+                    continue
                 case _:
                     continue  # of another process, or a receive: the whole transfer was issued where it was sent
             items.append(item)
         self._label([compiled for compiled, _, _ in made], labels, told)
-        return Built([compiled for compiled, _, _ in made], steps, items, empty)
+        whole = [(*step, tuple(freed.get(number, ()))) for number, step in enumerate(steps)]
+        return Built([compiled for compiled, _, _ in made], whole, items, empty)
 
     def _label(
         self, compiled: Sequence[Any], labels: Mapping[int, Sequence[Any]], told: Mapping[int, NamedSharding]

@@ -95,9 +95,6 @@ class Executable:
         self._owned = Owned() if owned is None else owned
         self._ours: Callable[[Any], bool] = self._owned.has if donate == "auto" else _anything
         self._dies = _jax.DIES_OF_DELETED and mesh.size > 1
-        dtypes = [traced.graph.values[number].dtype for number in traced.graph.block.inputs]
-        plain = all(isinstance(dtype, np.dtype) for dtype in dtypes)  # and no random keys
-        self._gone = ownership.any_array_deleted if plain else ownership.any_deleted
         self._traced, self._flat_fun = traced, flat_fun
         self._failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
         self._look: Callable[[Sequence[Any]], Sequence[Any]] | None = None
@@ -324,7 +321,7 @@ class Executable:
             donated = self._settled(donated, leaves)
         elif list(map(is_weak, kept)) != self._kept_weak:
             self._weak.check(leaves)
-        if self._dies and (self._gone(donated) or ownership.any_deleted(kept)):
+        if self._dies and (ownership.any_deleted(donated) or ownership.any_deleted(kept)):
             self._check_alive(leaves)
         try:
             out = launch(donated, kept, self._constants)

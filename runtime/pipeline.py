@@ -32,7 +32,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.calls import is_weak
-from alpa_lite.program import Free, Program, Run, Send, describe
+from alpa_lite.program import Program, Run, Send, describe
 from alpa_lite.runtime import failing, invalid, moves, ownership, placement, presence, returning, watchdog
 from alpa_lite.runtime.building import Builder, Step
 from alpa_lite.runtime.elsewhere import Elsewhere
@@ -78,7 +78,7 @@ class PipelineExecutable:
         self._match = self._calling.matches if self._calling.has_static else None
         self._compiled: list[Any] = []
         self._steps: list[Step] = []
-        self._items: list[Run | Send | Free] = []  # the instruction of each step
+        self._items: list[Run | Send] = []  # the instruction of each step
         self._empty: list[Any] = []  # all buffers before the arguments are placed
         self._donated = returning.donated_inputs(self._program)
         self._elsewhere: Elsewhere | None = None
@@ -454,23 +454,24 @@ class PipelineExecutable:
     def _followed(self) -> Watch | None:
         """What tells a watchdog which instruction is under way."""
         return watchdog.following(
-            lambda number: describe(self._program, self._items[number]), [made for _, _, _, made, _ in self._steps]
+            lambda number: describe(self._program, self._items[number]), [step[3] for step in self._steps]
         )
 
     def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
         """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""
         number = 0
         try:
-            for number, (is_run, call, read, made, dropped) in enumerate(self._steps):
-                if call is not None:
-                    results = call(*[env[i] for i in read]) if is_run else call([env[i] for i in read])
-                    for k, i in enumerate(made):
-                        env[i] = results[k]
-                    results = None
-                for i in dropped:
+            for number, (is_run, call, read, made, consumed, freed) in enumerate(self._steps):
+                results = call(*[env[i] for i in read]) if is_run else call([env[i] for i in read])
+                for k, i in enumerate(made):
+                    env[i] = results[k]
+                results = None
+                for i in consumed:
                     env[i] = None
                 if watch is not None:
                     watch(number, env)
+                for i in freed:
+                    env[i] = None
         except KeyboardInterrupt:
             failing.drain(env if self._elsewhere is None else ())
             raise

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.passes.programs import simulation
-from alpa_lite.program import Free, Instruction, Program, Run, Send
+from alpa_lite.program import Program, Run, Send
 from alpa_lite.runtime import presence
 from alpa_lite.timeline import Timeline
 
@@ -34,7 +34,7 @@ class Stopwatch:
     """Watches one dispatch of a program: a context manager, called after every step."""
 
     def __init__(
-        self, program: Program, items: Sequence[Instruction], sharding_of: Callable[[int], NamedSharding]
+        self, program: Program, items: Sequence[Run | Send], sharding_of: Callable[[int], NamedSharding]
     ) -> None:
         """Compiles the functions that it dispatches in addition.
 
@@ -66,7 +66,7 @@ class Stopwatch:
         self._begin = self._now = 0.0
 
     def __enter__(self) -> Stopwatch:
-        for track in sorted({self._track(item) for item in self._items if not isinstance(item, Free)}):
+        for track in sorted({self._track(item) for item in self._items}):
             queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
             thread = threading.Thread(target=self._wait, args=(queue,), daemon=True)
             self._queues[track] = queue
@@ -78,12 +78,11 @@ class Stopwatch:
     def __call__(self, number: int, env: Sequence[Any]) -> None:
         """Notes that a step has been dispatched since the last call."""
         chosen, item = self._waited[number], self._items[number]
-        if not isinstance(item, Free):
-            self._dispatched[number] = self._now
-            array = None
-            if chosen is not None:
-                array = self._peeks[chosen](env[chosen]) if chosen in self._peeks else env[chosen]
-            self._queues[self._track(item)].put((number, array))
+        self._dispatched[number] = self._now
+        array = None
+        if chosen is not None:
+            array = self._peeks[chosen](env[chosen]) if chosen in self._peeks else env[chosen]
+        self._queues[self._track(item)].put((number, array))
         self._now = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
@@ -99,10 +98,8 @@ class Stopwatch:
         ready: dict[int, float] = {}  # buffer -> when it was there
         events = []
         for number, item in enumerate(self._items):
-            if isinstance(item, Free):
-                continue
             track = self._track(item)
-            read = item.inputs if isinstance(item, Run) else self._program.transfers[_number(item)].sent
+            read = item.inputs if isinstance(item, Run) else self._program.transfers[item.transfer].sent
             start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])
             end = max(start, self._ended[number])
             free[track] = end
@@ -111,7 +108,7 @@ class Stopwatch:
             if isinstance(item, Run):
                 events.append(simulation.run_event(self._program, item, *times))
             else:
-                events.append(simulation.transfer_event(self._program, _number(item), makers, *times))
+                events.append(simulation.transfer_event(self._program, item.transfer, makers, *times))
         return Timeline(tuple(events), len(self._program.submeshes), "executed")
 
     def _wait(self, queue: SimpleQueue[tuple[int, Any] | None]) -> None:
@@ -122,21 +119,14 @@ class Stopwatch:
             self._ended[number] = time.perf_counter()
             del entry, array
 
-    def _track(self, item: Instruction) -> Track:
+    def _track(self, item: Run | Send) -> Track:
         if isinstance(item, Run):
             return self._program.executables[item.executable].mesh, -1
-        transfer = self._program.transfers[_number(item)]
+        transfer = self._program.transfers[item.transfer]
         return transfer.source, transfer.destination
 
-    def _made(self, item: Instruction) -> tuple[int, ...]:
-        if isinstance(item, Run):
-            return item.outputs
-        return self._program.transfers[item.transfer].received if isinstance(item, Send) else ()
-
-
-def _number(item: Instruction) -> int:
-    assert isinstance(item, Send)
-    return item.transfer
+    def _made(self, item: Run | Send) -> tuple[int, ...]:
+        return item.outputs if isinstance(item, Run) else self._program.transfers[item.transfer].received
 
 
 def _peek(spec: jax.ShapeDtypeStruct) -> Any:
