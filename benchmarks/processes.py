@@ -9,9 +9,11 @@ processes, which other work on the machine changes less. *A task* is a run of an
 spent in calls of compiled executables and `jax.device_put` is ours, counted as the time that the calling thread was
 running. The program of a transfer is such an executable, though no task. Ours are thus all of the walk over the
 instructions, dropping arrays, labels of arrays that cross, what is done before and after, and waits before results are
-told; the waits of pacing count with the call that they follow. What reading the clocks takes is measured on calls of
-nothing, and taken off: half a microsecond a call, of which a task has two. *JAX's calls* are what the calls themselves
-take: what a bare loop would spend that makes the same calls with the same arguments and does nothing else.
+told; the waits of pacing count with the call that they follow. Reading the clocks around a call, of which a task has
+two, takes 1 us in a loop that does nothing else and 3 to 4 us here, where other threads have emptied the caches; so in
+every second step each call is timed once more by clocks that count for nothing, and what these add is taken off.
+*JAX's calls* are what the calls themselves take: what a bare loop would spend that makes the same calls with the same
+arguments and does nothing else.
 
 *A transfer* goes from a stage of two devices to one of two devices of another process, as the runtime moves it, and
 beside it, alternating, a bare `ppermute` of the same bytes over the same devices in a program of its own. Both begin
@@ -137,44 +139,65 @@ def timed_steps(steps: int) -> dict[str, Any]:
             state, loss = run(state, batch)
         float(loss)
         tasks = 0
+        once: Calls = []
+        twice: Calls = []
         if name == "pipeline":
-            tasks = instrumented(run._executable((state, batch), {}), clocks)
-        wall, ours, calls = [], [], []
-        cost = clocks.cost()
+            executable = run._executable((state, batch), {})
+            tasks, once = instrumented(executable, clocks)
+            _, twice = instrumented(executable, Clocks())
+        wall, ours, calls, more = [], [], [], []
         busy = time.process_time()
         with timed_puts(clocks):
-            for _ in range(steps):
+            for number in range(2 * steps):
+                for place, attribute, value in (once, twice)[number % 2]:
+                    setattr(place, attribute, value)
                 clocks.busy, clocks.calls = 0.0, 0
                 start, own = time.perf_counter(), time.thread_time()
                 state, loss = run(state, batch)
-                ours.append(time.thread_time() - own - clocks.busy - clocks.calls * cost)
+                (ours, more)[number % 2].append(time.thread_time() - own - clocks.busy)
                 calls.append(clocks.busy)
                 jax.block_until_ready(loss)
                 wall.append(time.perf_counter() - start)
         float(loss)
+        cost = statistics.median(more) - statistics.median(ours)
         out[name] = {
-            "wall": statistics.median(wall), "cpu": (time.process_time() - busy) / steps, "tasks": tasks,
-            "ours": statistics.median(ours), "calls": statistics.median(calls), "clocks": cost,
+            "wall": statistics.median(wall[::2]), "cpu": (time.process_time() - busy) / (2 * steps), "tasks": tasks,
+            "ours": statistics.median(ours) - cost, "calls": statistics.median(calls[::2]),
+            "clocks": cost / max(clocks.calls, 1),
         }  # fmt: skip
     return out
 
 
-def instrumented(executable: Any, clocks: Any) -> int:
-    """Times the compiled executables of a pipeline, those of transfers included; returns the runs of this process."""
+Calls = list[tuple[Any, str, Any]]
+"""What calls compiled executables: an object, an attribute of it, and the value that this has."""
+ATTRIBUTES = "_steps", "_cuts", "_joins", "_reshard", "_call"
+
+
+def instrumented(executable: Any, clocks: Any) -> tuple[int, Calls]:
+    """Times the compiled executables of a pipeline, those of transfers included.
+
+    Returns:
+      The runs of this process, and what calls executables now.
+    """
     from alpa_lite.runtime.across import MoverAcross
     from alpa_lite.runtime.crossing import Crossing
     from benchmarks import pipeline_overhead
 
     pipeline_overhead.instrument(executable, clocks)
-    for call in {id(call): call for _, call, *_ in executable._steps}.values():
+    moving = {id(call): call for is_run, call, *_ in executable._steps if not is_run}
+    for call in list(moving.values()):
         if isinstance(call, MoverAcross):
             call._reshard = call._reshard and clocks.timed(call._reshard)
         if isinstance(call, MoverAcross | Crossing):
             crossing = call if isinstance(call, Crossing) else call._crossing
             crossing._call = clocks.timed(crossing._call)
-    for told in executable._elsewhere._news if executable._elsewhere is not None else ():
+            moving[id(crossing)] = crossing
+    news = executable._elsewhere._news if executable._elsewhere is not None else []
+    for told in news:
         told._call = clocks.timed(told._call)
-    return sum(is_run for is_run, *_ in executable._steps)
+    objects = executable, *moving.values(), *news
+    calls = [(one, name, getattr(one, name)) for one in objects for name in ATTRIBUTES if hasattr(one, name)]
+    return sum(is_run for is_run, *_ in executable._steps), calls
 
 
 def timed_transfers(steps: int) -> dict[str, Any]:
