@@ -15,7 +15,9 @@ work. Rows that are not there have not been planned.
 
     python benchmarks/token_published.py "1 (GPT-3 1B)" whole paper auto
 
-adds rows to benchmarks/results/token_published.json and writes token_published.md.
+adds rows to benchmarks/results/token_published.json and writes token_published.md. With `long` in place of a setting it
+plans GPTs with long sequences and few micro-batches by `Auto()`, each in the time that a search has by default and in
+four times that, and says what it chose and what else it compared.
 """
 
 from __future__ import annotations
@@ -37,6 +39,61 @@ from alpa_lite.errors import AlpaLiteError
 RESULTS = Path(__file__).parent / "results"
 ROWS = ("whole", "paper", "auto", "Auto")
 ENDLESS = 1e5  # seconds
+
+
+LONG = {
+    "1 x 8,192 tokens, 8 layers of 2,048, 4 nodes": (8, 2048, 16, 8192, 1, 4),
+    "1 x 16,384 tokens, 8 layers of 1,024, 2 nodes": (8, 1024, 16, 16384, 1, 2),
+    "4 x 4,096 tokens, 8 layers of 2,048, 4 nodes": (8, 2048, 16, 4096, 4, 4),
+    "4 x 4,096 tokens, GPT 2.6B (32 layers of 2,560), 4 nodes": (32, 2560, 32, 4096, 4, 4),
+}
+"""Layers, hidden, heads, tokens, examples and nodes of eight V100, of models that `Auto()` plans."""
+LIMITS = 30.0, 120.0
+
+
+def planned_long(shape: tuple[int, ...], limit: float) -> dict[str, Any]:
+    """What `Auto()` chooses for a model of `LONG` in some time."""
+    layers, hidden, heads, tokens, examples, nodes = shape
+    step, args = models.get("gpt").abstract(
+        "2.6B", examples, layers=layers, hidden=hidden, heads=heads, seq=tokens, vocab=256, dtype=jnp.float16
+    )
+    cluster = alpa_lite.Cluster.preset("p3.16xlarge", nodes=nodes)
+    start = time.perf_counter()
+    plan = alpa_lite.make_plan(step, *args, cluster=cluster, search_time_limit=limit)
+    return {
+        "seconds": plan.step_seconds,
+        "took": time.perf_counter() - start,
+        "stages": len(plan.stages),
+        "microbatches": plan.num_microbatches,
+        "slices": list(plan.division.token_slices) if plan.division else [],
+        "others": {row.name: row.step_seconds for row in plan.comparisons},
+        "notes": [note for note in plan.notes if "slices" in note or "slicings" in note],
+    }
+
+
+def long_table(known: dict[str, dict[str, Any]]) -> list[str]:
+    """The part of the page on long sequences."""
+    lines = [
+        "",
+        "## Long sequences with few micro-batches",
+        "",
+        "What `Auto()` chooses on nodes of eight V100 (`p3.16xlarge`). The limit is `search_time_limit`, of which 30 s",
+        "are the default; planning takes wall seconds, tracing and checks included.",
+        "",
+        "| model | limit, s | step, s | stages | micro-batches | slices | whole sequences, s | one mesh, s "
+        "| planning, s |",
+        "|---|--:|--:|--:|--:|---|--:|--:|--:|",
+    ]
+    for name in LONG:
+        for limit, found in known.get(name, {}).items():
+            others = [found["others"].get(other) for other in ("whole sequences", "one mesh")]
+            whole, mesh = ("" if seconds is None else f"{seconds:.3f}" for seconds in others)
+            slices = ", ".join(map(str, found["slices"])) or "none"
+            lines.append(
+                f"| {name} | {limit} | {found['seconds']:.3f} | {found['stages']} | {found['microbatches']} | {slices} "
+                f"| {whole} | {mesh} | {found['took']:.0f} |"
+            )
+    return lines
 
 
 def planned(setting: Setting, row: str) -> dict[str, Any]:
@@ -101,25 +158,34 @@ def table(known: dict[str, dict[str, Any]]) -> str:
                 f"| {setting.name} | {row} | {found['seconds']:.3f} | {gain} | {paper} | {found['stages']} "
                 f"| {found['microbatches']} | {slices} | {found['memory'] / 2**30:.1f} | {found['planning']:.0f} |"
             )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + long_table(known)) + "\n"
 
 
 def main() -> None:
     """Plans some ways of one setting, and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", choices=[setting.name for setting in SETTINGS])
+    parser.add_argument("setting", choices=[*(setting.name for setting in SETTINGS), "long"])
     parser.add_argument("rows", nargs="*", default=list(ROWS))
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if arguments.setting == "long":
+        for name, shape in LONG.items():
+            for limit in LIMITS:
+                keep(name, f"{limit:g}", planned_long(shape, limit))
+        return
     setting = next(s for s in SETTINGS if s.name == arguments.setting)
-    path = RESULTS / "token_published.json"
     for row in arguments.rows:
-        found = planned(setting, row)
-        print(setting.name, row, found, flush=True)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known.setdefault(setting.name, {})[row] = found
-        path.write_text(json.dumps(known, indent=1) + "\n")
-        (RESULTS / "token_published.md").write_text(table(known))
+        keep(setting.name, row, planned(setting, row))
+
+
+def keep(name: str, row: str, found: dict[str, Any]) -> None:
+    """Writes one row, and the page."""
+    path = RESULTS / "token_published.json"
+    print(name, row, found, flush=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known.setdefault(name, {})[row] = found
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    (RESULTS / "token_published.md").write_text(table(known))
 
 
 if __name__ == "__main__":
