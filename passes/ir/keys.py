@@ -75,8 +75,8 @@ class Keys:
           block: the block.
           values: value number -> value.
           numbers: whether the numbers count that elementwise operations of the block itself have as literals, and where
-            slices begin. Layers that draw random numbers differ in the former: each folds its own into the key; layers
-            that read one row each of an array, in the latter.
+            slices begin (`placeless`). Layers that draw random numbers differ in the former: each folds its own into
+            the key; layers that read one row each of an array, in the latter.
         """
         local: dict[int, int] = {}
 
@@ -91,7 +91,8 @@ class Keys:
                 wires = ["L" if isinstance(atom, Lit) else f"%{local[atom]}" for atom in op.operands]
                 lines.append(f"{self._without_numbers(op, values)}:{','.join(wires)}")
             else:
-                lines.append(f"{op.key}:{','.join([name(atom) for atom in op.operands])}")
+                key = op.key if numbers else placeless(op, values)
+                lines.append(f"{key}:{','.join([name(atom) for atom in op.operands])}")
             for value in op.results:
                 local[value] = len(local)
         lines.append(",".join([name(atom) for atom in block.outputs]))
@@ -101,9 +102,7 @@ class Keys:
         """The key of an operation for which `_has_numbers` holds, without these."""
         if op.key not in self._unnumbered:
             types = ",".join([self.type_of(a.aval if isinstance(a, Lit) else values(a)) for a in op.operands])
-            sizes = ",".join([self.type_of(values(result)) for result in op.results])
-            params = {name: value for name, value in op.params.items() if name not in _BEGINNINGS}
-            self._unnumbered[op.key] = f"{self.head(op.primitive, params)}({types})->{sizes}"
+            self._unnumbered[op.key] = f"{self.head(op.primitive, op.params)}({types})"
         return self._unnumbered[op.key]
 
     def type_of(self, value: Any) -> str:
@@ -207,8 +206,23 @@ class Keys:
         return lines
 
 
-_BEGINNINGS = ("start_indices", "limit_indices")
-"""Parameters of `slice` that say where it begins and, with the size of its result, where it ends."""
+def placeless(op: Op, values: Callable[[int], Value]) -> str:
+    """The key of an operation, without where a slice begins or where what is padded lies.
+
+    No layout depends on that: a dim of which a part is taken, or that is padded, is not sharded, whichever part it is.
+    Layers that read one row each of an array are alike so. A stride, or padding between elements, does shard.
+    """
+    if op.name == "slice" and set(op.params["strides"] or (1,)) == {1}:
+        where = ""
+    elif op.name in ("dynamic_slice", "dynamic_update_slice") and any(isinstance(atom, Lit) for atom in op.operands):
+        where = str([isinstance(atom, Lit) for atom in op.operands])
+    elif op.name == "pad" and not any(interior for _, _, interior in op.params["padding_config"]):
+        where = str([tuple(map(int, config)) == (0, 0, 0) for config in op.params["padding_config"]])
+    else:
+        return op.key
+    types = [atom.aval if isinstance(atom, Lit) else values(atom) for atom in op.operands]
+    sizes = [f"{one.dtype}{one.shape}" for one in (*types, *map(values, op.results))]
+    return f"{op.name}{where}{sizes}"
 
 
 _NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
@@ -217,7 +231,7 @@ _NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
 
 def _has_numbers(op: Op) -> bool:
     """Whether an operation has numbers on which only what it computes depends, not how."""
-    return op.name == "slice" or (op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands))
+    return op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands)
 
 
 def _differ(one: Any, other: Any) -> bool:

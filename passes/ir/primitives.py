@@ -132,7 +132,10 @@ LINEAR_IN_FIRST = _names("""
 LINEAR_IN_EACH = PRODUCTS | _names("mul ragged_dot_general")
 """Linear in each operand while the others are fixed."""
 
-LINEAR_IN_ALL = ADDITIONS | _names("concatenate stack pad")
+JOINING = _names("concatenate stack")
+"""For no layout does it matter in which order their operands come."""
+
+LINEAR_IN_ALL = ADDITIONS | JOINING | _names("pad")
 """Linear in all operands together."""
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

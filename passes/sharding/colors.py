@@ -1,7 +1,9 @@
 """Colours of groups: groups of equal colour are identical, and share one decision.
 
 The first colour is what a group consists of. Two rounds of Weisfeiler-Lehman refinement over demands (Weisfeiler &
-Leman 1968) add what its neighbours are, so that a model of any depth has a bounded number of classes.
+Leman 1968) add what its neighbours are, so that a model of any depth has a bounded number of classes. Values of a
+neighbour that are alike are not told apart: each layer may make a mask for itself from the same batch, and it does not
+matter which of them is its own.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ from typing import Any
 from alpa_lite.passes.sharding.groups import Demand, Draft, Home
 
 
+class Digests:
+    """Short texts that are equal, in every process, where things are that have the same `repr`; remembers them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+
+    def __call__(self, thing: Any) -> str:
+        """The text of a thing, which must be hashable."""
+        if thing not in self._known:
+            self._known[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
+        return self._known[thing]
+
+
 def colors_of(
     drafts: Sequence[Draft], demands: Sequence[Demand], homes: Mapping[int, Home], rounds: int = 2
 ) -> list[str]:
     """The colour of each group; that of group 0 is "fixed"."""
-    digests: dict[Any, str] = {}
-
-    def digest(thing: Any) -> str:
-        if thing not in digests:
-            digests[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
-        return digests[thing]
+    digest = Digests()
 
     def part(item: Any) -> Any:
         return item if item[0] == "leaf" else (digest(item[0]), item[1], item[2])
@@ -36,11 +46,11 @@ def colors_of(
         leaving: list[list[Any]] = [[] for _ in drafts]
         for demand in demands:
             home = homes[demand.value]
-            arriving[demand.group].append((demand.slot, colors[home.group], home.slot if home.group else 0))
-            slot = demand.slot if demand.group else 0
-            leaving[home.group].append((home.slot, colors[demand.group], slot, demand.dims))
+            arriving[demand.group].append((demand.likeness, colors[home.group], home.likeness if home.group else ""))
+            wanted = demand.likeness if demand.group else ""
+            leaving[home.group].append((home.likeness, colors[demand.group], wanted, demand.dims))
         colors = [
-            digest((own, tuple(a), tuple(sorted(b)))) if i else "fixed"
+            digest((own, tuple(sorted(a)), tuple(sorted(b)))) if i else "fixed"
             for i, (own, a, b) in enumerate(zip(colors, arriving, leaving, strict=True))
         ]
     return colors

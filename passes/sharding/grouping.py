@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import needs_outside
-from alpa_lite.passes.sharding.colors import colors_of
+from alpa_lite.passes.sharding.colors import Digests, colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, Home
 from alpa_lite.passes.sharding.linear import linear_ops
 from alpa_lite.strategy import Factor, Rule
@@ -92,6 +92,7 @@ class _Builder:
         self.clock = 0
         self.linear: set[int] = set()
         self.zero_carries: set[int] = set()
+        self.digest = Digests()
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class _Builder:
 
     def leaf(self, value: int, trips: int, name: str) -> int:
         index, dims = self.new_leaf(self.values[value].shape, trips, name)
-        self.adopt(value, index, dims)
+        self.adopt(value, index, dims, "leaf")
         self.defined[value] = self.clock
         self.depth[value] = 0
         return index
@@ -265,15 +266,17 @@ class _Builder:
         self.want(atom, index, ((), *dims) if stacked else dims, trips)
         return index
 
-    def adopt(self, value: int, index: int, dims: Dims) -> None:
+    def adopt(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
         draft = self.drafts[index]
         rank = len(self.values[value].shape)
         if index == 0:
             dims = ((),) * rank
-        self.homes[value] = Home(index, dims, draft.values)
+        self.homes[value] = Home(index, dims, draft.values, likeness or f"slot {draft.values}")
         draft.values += 1
 
-    def want(self, atom: Atom, index: int, dims: Dims, trips: int, op: int = -1, operand: int = -1) -> None:
+    def want(
+        self, atom: Atom, index: int, dims: Dims, trips: int, op: int = -1, operand: int = -1, likeness: str = ""
+    ) -> None:
         """Records a demand; on a lazy value, the demands on what it is made from."""
         if isinstance(atom, Lit):
             return
@@ -287,10 +290,11 @@ class _Builder:
             for k, source in enumerate(lazy.operands):
                 if not isinstance(source, Lit):
                     inner = tuple(given.get(d[0], ()) if d else () for d in rule.operands[k])
-                    self.want(source, index, inner, trips, op, operand)
+                    self.want(source, index, inner, trips, op, operand, f"{likeness} {k}" if likeness else "")
             return
         draft = self.drafts[index]
-        self.demands.append(Demand(atom, index, dims, draft.wants, self.clock, trips, op, operand))
+        likeness = likeness or f"slot {draft.wants}"
+        self.demands.append(Demand(atom, index, dims, draft.wants, self.clock, trips, op, operand, likeness))
         draft.wants += 1
 
     # -- straight-line operations ---------------------------------------------------------------------------------
@@ -324,7 +328,7 @@ class _Builder:
                 self.lazy[result] = self.lazy[atom]
             else:
                 home = self.homes[atom]
-                self.homes[result] = Home(home.group, home.dims, home.slot)
+                self.homes[result] = home
                 if atom in self.followers:
                     self.followers[result] = self.followers[atom]
 
@@ -385,23 +389,34 @@ class _Builder:
             return tuple(tuple(factors[f] for f in dim) for dim in dims)
 
         refs: list[Any] = []
+        likes: list[Any] = []
+        wanted: list[int] = []
         for k, atom in enumerate(op.operands):
             if isinstance(atom, Lit):
                 refs.append("lit")
+                likes.append("lit")
                 continue
             dims = dims_of(rule.operands[k])
             home = self.homes.get(atom)
             if home is not None and home.group == index and home.dims == dims and draft.kind in ("light", "leaf"):
                 refs.append(home.slot)
+                likes.append(home.likeness)
                 continue
-            refs.append(("want", draft.wants, dims, self.lazy_signature(atom)))
-            self.want(atom, index, dims, trips, op.index, k)
+            lazy = self.lazy_signature(atom)
+            refs.append(("want", draft.wants + len(wanted), dims, lazy))
+            likes.append(("want", dims, lazy))
+            wanted.append(k)
+        key = keys.placeless(op, self.values.__getitem__)
+        likeness = self.digest((key, tuple(likes), factors))
+        for k in wanted:
+            place = "" if op.name in primitives.JOINING else f" {k}"
+            self.want(op.operands[k], index, dims_of(rule.operands[k]), trips, op.index, k, likeness + place)
         for k, value in enumerate(op.results):
-            self.adopt(value, index, dims_of(rule.results[k]))
+            self.adopt(value, index, dims_of(rule.results[k]), f"{likeness} {k}")
         draft.ops.append(op.index)
         draft.op_factors.append(factors)
         if index:
-            draft.signature.append((op.key, tuple(refs), factors))
+            draft.signature.append((key, tuple(refs), factors))
             if draft.name == "follow" or draft.kind == "light":
                 draft.name = op.name if len(draft.ops) == 1 else draft.name
 
@@ -410,7 +425,8 @@ class _Builder:
             return None
         number, result = self.lazy[atom]
         op = self.ops[number]
-        return (op.key, result, tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands))
+        key = keys.placeless(op, self.values.__getitem__)
+        return (key, result, tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands))
 
     # -- colours --------------------------------------------------------------------------------------------------
 

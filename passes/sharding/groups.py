@@ -15,19 +15,26 @@ GroupKind = Literal["fixed", "leaf", "heavy", "linear", "light"]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a value is made: its group, and the group's factors of each of its dims."""
+    """Where a value is made: its group, and the group's factors of each of its dims.
+
+    `slot` numbers the values of a group. Of those with equal `likeness` it does not matter which one somebody wants:
+    they are made by the same operations of the group from its other values, and have the same dims.
+    """
 
     group: int
     dims: Dims
     slot: int
+    likeness: str = ""
 
 
 @dataclass(frozen=True)
 class Demand:
     """Group `group` wants `value` with its dims sharded by the given factors of the group.
 
-    `slot` numbers the demands of a group; `position` is the program point of the use; `trips` how often it happens.
-    `op` is the operation that wants it, or -1 for an output, a carry or a port; `operand` its operand number.
+    `slot` numbers the demands of a group. Of those with equal `likeness` it does not matter whose value comes where:
+    operations of equal likeness want them, in equal dims, as the same operand, or as any of those that are joined.
+    `position` is the program point of the use; `trips` how often it happens. `op` is the operation that wants it, or -1
+    for an output, a carry or a port; `operand` its operand number.
     """
 
     value: int
@@ -38,6 +45,7 @@ class Demand:
     trips: int
     op: int = -1
     operand: int = -1
+    likeness: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -261,8 +261,8 @@ class _Maker:
                 for phase in self.phases(demand, value):
                     phases.setdefault(phase, []).append(demand)
             for phase, some in phases.items():
-                wanting = frozenset([(node_of[d.group], d.slot if d.group else 0, d.dims) for d in some])
-                key = (node_of[home.group], home.slot if home.group else value, wanting, phase)
+                wanting = frozenset([(node_of[d.group], d.likeness if d.group else "", d.dims) for d in some])
+                key = (node_of[home.group], home.likeness if home.group else value, wanting, phase)
                 found.setdefault(key, []).append(value)
                 example.setdefault(key, some)
         return found, example

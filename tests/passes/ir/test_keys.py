@@ -1,10 +1,13 @@
-"""Keys tell apart what is not equal, though it prints alike."""
+"""Keys tell apart what is not equal, though it prints alike, and leave out what no layout depends on."""
 
 from __future__ import annotations
 
+import jax
 import pytest
+from jax import lax
 
-from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.passes.ir.keys import Keys, placeless
+from alpa_lite.passes.tracing import tracing
 
 
 class Rate:
@@ -41,3 +44,27 @@ def test_objects_of_equal_repr_that_are_not_equal_have_keys_of_their_own():
 def test_equal_objects_share_a_key(make):
     keys = Keys()
     assert keys.text(make()) == keys.text(make())
+
+
+def first_op(function, *shapes):
+    """The first operation of a function, and the values of its graph."""
+    traced = tracing.trace(function, tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes), {})
+    return next(iter(traced.graph.ops())), traced.graph.values.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (lambda x: x[0:1], lambda x: x[3:4], True),
+        (lambda x: x[0:1], lambda x: x[3:5], False),
+        (lambda x: x[1:], lambda x: x[:, 1:], False),
+        (lambda x: x[0::2], lambda x: x[1::2], False),
+        (lambda x: lax.pad(x, 0.0, ((1, 2, 0), (0, 0, 0))), lambda x: lax.pad(x, 0.0, ((3, 0, 0), (0, 0, 0))), True),
+        (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))), lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), False),
+        (lambda x: lax.pad(x, 0.0, ((1, 0, 1), (0, 0, 0))), lambda x: lax.pad(x, 0.0, ((0, 1, 1), (0, 0, 0))), False),
+    ],
+)
+def test_where_a_part_begins_is_left_out_unless_layouts_depend_on_it(one, other, alike):
+    keys = [placeless(*first_op(function, (8, 8))) for function in (one, other)]
+    assert (keys[0] == keys[1]) is alike
+    assert first_op(one, (8, 8))[0].key != first_op(other, (8, 8))[0].key

@@ -173,3 +173,55 @@ def test_classes_of_a_transformer_do_not_grow_with_depth():
         step, args = spec.abstract("tiny", 8, **dict[str, Any]({layers: depth}))
         counts.append(len(grouped(step, *args)[1].classes))
     assert counts[0] == counts[1]
+
+
+# -- what does not tell layers apart ----------------------------------------------------------------------------------
+
+
+def classes_of(layers: int, made) -> int:
+    """The number of classes of so many layers, each of which weighs with what `made(number, batch)` gives."""
+
+    def loss(state, batch):
+        x = batch["x"]
+        for number, w in enumerate(state):
+            x = jnp.tanh(x @ w) * made(number, batch)
+        return jnp.sum(x)
+
+    batch = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32, 1), jnp.int32)}
+    _, groups, _ = grouped(descent(loss), [f32(16, 16) for _ in range(layers)], batch)
+    return len(groups.classes)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda number, batch: batch["rows"][number],
+        lambda number, batch: jax.lax.dynamic_slice(batch["rows"], (number, 0), (1, 16)),
+        lambda number, batch: jnp.where(batch["ids"] > 0, 1.0, 0.5),
+    ],
+    ids=["a row each", "a row each, cut by a number", "a mask for itself"],
+)
+def test_layers_are_tied_whichever_of_alike_values_they_read(made):
+    assert classes_of(8, made) == classes_of(12, made)
+
+
+def test_what_is_joined_is_tied_in_any_place():
+    def step(state, batch):
+        grads = jax.grad(lambda state: sum(jnp.sum((batch["x"] @ w) ** 2) for w in state))(state)
+        finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]).all()
+        return [jnp.where(finite, p - 0.1 * g, p) for p, g in zip(state, grads, strict=True)]
+
+    few, many = (
+        grouped(step, [f32(16, 32) for _ in range(layers)], {"x": f32(32, 16)})[1].classes for layers in (6, 12)
+    )  # fmt: skip
+    assert len(few) == len(many)
+
+
+def test_operands_that_are_not_alike_are_told_apart():
+    """Two weights of equal shape of which one is a scale and the other an offset, in one chain of operations."""
+    groups = grouped(
+        descent(lambda state, batch: jnp.sum(jnp.tanh(batch["x"] * state["scale"] + state["offset"]))),
+        {"scale": f32(32, 16), "offset": f32(32, 16)}, {"x": f32(32, 16)},
+    )[1]  # fmt: skip
+    scale, offset = (groups.groups[groups.leaves[n]].color for n in (1, 0))
+    assert scale != offset
