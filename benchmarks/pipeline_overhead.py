@@ -1,9 +1,10 @@
 """What a task of a pipeline costs in Python, beyond the jit and `device_put` calls that it makes.
 
 The stages are tiny, so that what is timed is the call of the step: from calling until it returns. In it, every call of
-a compiled executable and every `jax.device_put` is timed by itself; the rest is ours: walking the instruction lists,
-checking and placing arguments, the pieces of transfers, flattening and unflattening. It is divided by the number of
-tasks, which are runs of executables: one for each stage, micro-batch and direction, and those before and after.
+a compiled executable, every `jax.device_put` and every wait is timed by itself; the rest is ours: walking the
+instruction lists, checking and placing arguments, the pieces of transfers, flattening and unflattening. It is divided
+by the number of tasks, which are runs of executables: one for each stage, micro-batch and direction, and those before
+and after.
 
 All is repeated with fresh states. `ours_us` is the median over the calls of microseconds per task that are ours,
 `calls_us` those of the jit and `device_put` calls, and `ours_us_of_each` the medians of the repetitions. The devices
@@ -145,20 +146,25 @@ def measure(shapes: Any, layers: int, microbatches: int, repetitions: int, round
 
 
 class Clocks:
-    """Seconds within timed calls, by the clock and of the calling thread, and their number."""
+    """Seconds within timed calls, by the clock and of the calling thread, and their number. Calls within count once."""
 
     def __init__(self) -> None:
         self.wall = self.busy = 0.0
         self.calls = 0
+        self._within = False
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function, timed. What the timing itself takes is counted as ours."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._within:
+                return call(*args, **kwargs)
             start, busy = time.perf_counter(), time.thread_time()
+            self._within = True
             try:
                 return call(*args, **kwargs)
             finally:
+                self._within = False
                 self.busy += time.thread_time() - busy
                 self.wall += time.perf_counter() - start
                 self.calls += 1
@@ -188,13 +194,13 @@ def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:
 
 @contextlib.contextmanager
 def timed_puts(clocks: Clocks) -> Iterator[None]:
-    """Times `jax.device_put` while it lasts."""
-    put = jax.device_put
-    jax.device_put = clocks.timed(put)
+    """Times `jax.device_put` and `jax.block_until_ready` while it lasts."""
+    put, wait = jax.device_put, jax.block_until_ready
+    jax.device_put, jax.block_until_ready = clocks.timed(put), clocks.timed(wait)
     try:
         yield
     finally:
-        jax.device_put = put
+        jax.device_put, jax.block_until_ready = put, wait
 
 
 def _rounds(run: Any, args: Any, clocks: Clocks, rounds: int) -> list[tuple[float, float, float, float]]:

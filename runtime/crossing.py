@@ -125,8 +125,13 @@ class Crossing:
         return _labelled(moved, self._take) if self.lands_here else self._nothing
 
 
-def _labelled(arrays: Sequence[Any], labels: Sequence[tuple[Any, Callable[[Any], Any]]]) -> list[Any]:
+def _labelled(arrays: Sequence[Any], labels: Sequence[tuple[Any, Callable[[Any], Any]]]) -> Sequence[Any]:
     """Arrays by the labels that they are wanted with, which most are made with (`_jax.call_results`)."""
+    for array, (label, _) in zip(arrays, labels, strict=True):
+        if array.sharding is not label:
+            break
+    else:
+        return arrays
     return [
         array if array.sharding is label else relabel(array)
         for array, (label, relabel) in zip(arrays, labels, strict=True)

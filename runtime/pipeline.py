@@ -18,6 +18,7 @@ arrays that were donated before are gone, and all others can be used.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -268,6 +269,8 @@ class PipelineExecutable:
             for argument, number, _ in self._state:
                 env[number] = leaves[argument]
             places: Sequence[int] = [i for i in self._rest if not self._is_there(i, leaves[i], env)]
+            if not places:
+                return env
         else:
             places = range(len(leaves))
             self._warn_of_moves(leaves)
@@ -354,15 +357,15 @@ class PipelineExecutable:
 
     def _is_last(self, leaves: Sequence[Any]) -> bool:
         """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
-        own, arguments = self._owned.last, self._state
-        if own is None or own[2] is not self or not self._steady or own[0]() is not leaves[arguments[-1][0]]:
+        own = self._owned.last
+        if own is None or own[2] is not self or not self._steady:
             return False
-        if any(leaves[i] is not kept for (i, _, _), kept in zip(arguments, own[1], strict=False)):
+        state = [leaves[i] for i, _, _ in self._state]
+        if own[0]() is not state[-1] or not all(map(operator.is_, own[1], state)):
             return False
         if self._elsewhere is not None and not self._elsewhere.unchanged(leaves):
             return False
-        others = {id(leaves[i]) for i in self._rest}
-        return not any(id(leaves[i]) in others for i, _, _ in arguments)
+        return {id(leaves[i]) for i in self._rest}.isdisjoint(map(id, state))
 
     def _remember(self, outputs: Sequence[Any]) -> None:
         """Remembers the state among the results of the program, which the step may overwrite if it comes back."""
