@@ -188,7 +188,8 @@ def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:
         mover._joins = [(clocks.timed(join), pieces) for join, pieces in mover._joins]
         mover._reshard = mover._reshard and clocks.timed(mover._reshard)
     executable._steps = [
-        (is_run, clocks.timed(call) if is_run else call, *rest) for is_run, call, *rest in executable._steps
+        (is_run, clocks.timed(call) if is_run else call, read, made, consumed, freed)
+        for is_run, call, read, made, consumed, freed in executable._steps
     ]
 
 

@@ -154,7 +154,7 @@ class Builder:
                     continue  # of another process, or a receive: the whole transfer was issued where it was sent
             items.append(item)
         self._label([compiled for compiled, _, _ in made], labels, told)
-        whole = [(*step, tuple(freed.get(number, ()))) for number, step in enumerate(steps)]
+        whole: list[Step] = [(*step, tuple(freed.get(number, ()))) for number, step in enumerate(steps)]
         return Built([compiled for compiled, _, _ in made], whole, items, empty)
 
     def _label(

@@ -322,7 +322,7 @@ class _Maker:
 
 
 _ONCE, _LATE = (0,), (1,)
-_Key = tuple[int, int, frozenset[tuple[int, int, Dims]], int]
+_Key = tuple[int, str | int, frozenset[tuple[int, str, Dims]], int]
 # A value used again by its own group within so many operations is fused away rather than kept.
 _FUSED = 48
 # Values below this share of the arguments' bytes are left out of the memory constraint.
