@@ -47,7 +47,8 @@ MEBIBYTES = (1, 8, 32)
 TIME_LIMIT = 300.0
 NOTE = (
     "Python a task is that of the slowest process, which has half of the tasks and a part in every transfer.",
-    "The aim is 30 us. What the machine does for others moves it as it moves JAX's own calls: these two compare.",
+    "The aim is 30 us; four processes share two cores here. What the machine does for others moves it as it moves",
+    "JAX's own calls, and these two compare.",
 )
 
 

@@ -306,9 +306,10 @@ class PipelineExecutable:
         if wanted is None:
             wanted = self._wanted[argument] = self._wanted_of(argument)
         shape, dtype, sharding, buffers = wanted
-        if getattr(leaf, "sharding", self) is not sharding or not isinstance(leaf, jax.Array):
+        if type(leaf) is not _jax.PlainArray or leaf.sharding is not sharding:  # `isinstance` calls Python
             return False
-        if leaf.shape != shape or leaf.dtype != dtype:
+        aval = leaf.aval
+        if aval.shape != shape or aval.dtype != dtype:
             return False
         for b in buffers:
             env[b] = leaf
