@@ -33,8 +33,8 @@ from alpa_lite.passes.programs.outcomes import Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
-from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.stages import Slower, planning, promise, staging
+from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
@@ -60,9 +60,6 @@ PATIENCE = 1.0
 ONE_MESH = 0.5
 """The part of the time for searching that one mesh has, where pipelines are searched after it."""
 
-HOPE = 0.5
-"""A pipeline that may take less than this fraction of the seconds of one mesh is evaluated whatever the time."""
-
 LONGER = 1 / 6
 """The part of the time for searching in which one mesh that has a plan is searched on, after pipelines.
 
@@ -71,8 +68,8 @@ parameters and a GPT that memory binds have steps that are 2, 6 and 11 % faster,
 Beside other work the 6 % were not found. CLIP was planned in 22 s in place of 28 s, with the same step.
 """
 
-AFTER = 2.0
-"""What follows the search (writing the plan, verifying it), as a multiple of tracing: 1.3 to 1.9, measured."""
+AFTER = 1.25
+"""What follows the search (writing the plan, verifying it), as a multiple of tracing: 0.5 to 1.4, measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +242,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
             mesh = one_mesh.searched(run, step, asked.within(time), must=False)
         except InfeasibleError as error:
             reason = error
-    if mesh is not None and mesh.found is not None and not worth_a_pipeline(mesh.found, mesh.seconds, asked.cluster):
+    if mesh is not None and mesh.whole is not None and not worth_a_pipeline(mesh.whole, mesh.seconds):
         staged = one_mesh.finished(run, asked, mesh.longer(after(asked, mesh)))
         return beside(staged, "pipeline", "not searched: one mesh communicates too little for one to pay")
     found, why, note = None, "", ""
@@ -261,7 +258,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
                 raise
             raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
         why, note = str(error).split(";")[0], f"no pipeline was compared: {error}"
-        if mesh.found is None:
+        if mesh.whole is None:
             return _instead(run, asked, mesh, error)
     if mesh is None:
         assert found is not None
@@ -283,13 +280,15 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Staged:
     """The best pipeline, searched as long as it can repay; beside one mesh, if there is a plan of one.
 
+    One that is hoped for (`promise.HOPE`) is evaluated whatever the time.
+
     Raises:
       Slower, OutOfTime: with such a plan, as `pipelining.pipeline`, and its other errors.
     """
-    if mesh is None or mesh.found is None:
+    if mesh is None or mesh.whole is None:
         return pipelining.pipeline(run, step, asked)
-    patience = repaid(mesh.found, mesh.seconds, asked.cluster)
-    must = patience > worthwhile((1 - HOPE) * mesh.seconds)
+    patience = repaid(mesh.whole, mesh.seconds)
+    must = promise.is_hoped_for(mesh.whole, mesh.seconds)
     return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
 
 
@@ -348,18 +347,17 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     return kept.program_as(run, loop, planned_stages, schedule, asked, plan, verdict)
 
 
-def worth_a_pipeline(found: Found, seconds: float, cluster: Cluster) -> bool:
+def worth_a_pipeline(whole: DecidedStage, seconds: float) -> bool:
     """Whether a plan of one mesh spends enough on anything but computation for a pipeline to repay being searched."""
+    cluster, found = whole.cluster, whole.found
     least = LEAST_TASKS * cluster.dispatch.seconds(cluster.num_devices // cluster.nodes // 2 or 1)
     objective = found.solution.objective
-    return found.compute_seconds < min(WORTH * objective, objective - least) and (
-        repaid(found, seconds, cluster) >= PATIENCE
-    )
+    return found.compute_seconds < min(WORTH * objective, objective - least) and repaid(whole, seconds) >= PATIENCE
 
 
-def repaid(found: Found, seconds: float, cluster: Cluster) -> float:
+def repaid(whole: DecidedStage, seconds: float) -> float:
     """Seconds of search that the fastest pipeline that there can be repays, beside a plan of one mesh."""
-    return worthwhile(seconds - promise.least_seconds(found, cluster))
+    return worthwhile(seconds - promise.least_seconds(whole))
 
 
 def _check_memory(plan: Plan, options: Options) -> None:

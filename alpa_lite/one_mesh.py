@@ -30,7 +30,7 @@ from alpa_lite.passes.sharding import search, worth
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.tables import Shared
-from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages import planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.runner import Passes
 from alpa_lite.textbook_first import TextbookPlans
@@ -69,9 +69,9 @@ class OneMesh:
     textbook: Callable[[float], Chosen[Decided] | None]
 
     @property
-    def found(self) -> search.Found | None:
+    def whole(self) -> DecidedStage | None:
         """The plan."""
-        return None if self.chosen is None else self.chosen.value.stage.found
+        return None if self.chosen is None else self.chosen.value.stage
 
     @property
     def seconds(self) -> float:
@@ -138,6 +138,14 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
         known = textbook_first.evaluated(run, step, asked, analyse)
     solve = functools.partial(decided, run, asked, analyse, known.plans)
 
+    def elsewhere(seconds: float) -> bool:
+        """Whether a pipeline is hoped for, by what its products take."""
+        if not asked.pipelines:
+            return False
+        about = analyse(Way(asked.num_microbatches or 1))
+        values = about.loop.traced.graph.values
+        return promise.products_seconds(about.groups, about.rules, values, asked.cluster) < promise.HOPE * seconds
+
     def textbook(below: float) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""
         found = known.below(below)
@@ -152,7 +160,7 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
     try:
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
-            must=must, start=start, ready=ready.__contains__,
+            must=must, start=start, ready=ready.__contains__, elsewhere=elsewhere,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

@@ -101,6 +101,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       OutOfTime: without `must`, no pipeline could be evaluated in the time.
       Slower: none is faster than one mesh.
     """
+    if not must and asked.deadline.left <= reserve(run):
+        raise OutOfTime  # there is no time to plan stages, so that none need be chosen
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if math.isfinite(below):
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)

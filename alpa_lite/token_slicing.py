@@ -61,12 +61,8 @@ DOUBT = 0.04
 """A proposal is planned if it may be the fastest when it takes less than the model says, by this share of it."""
 
 _WHOLE = "token_slices: whole sequences"
-_REFUSED = (
-    InfeasibleError,
-    MicrobatchError,
-    OptionError,
-    OrderError,
-)  # what stages or slices that cannot be planned raise
+_REFUSED = InfeasibleError, MicrobatchError, OptionError, OrderError
+"""What stages or slices raise that cannot be planned."""
 
 Realise = Callable[[Passes, Sliced, Asked, tuple[int, ...]], Staged]
 """Plans chosen stages in slices of some lengths."""

@@ -230,21 +230,24 @@ def table(rows: dict[str, Any]) -> str:
         "`python benchmarks/outside_models.py`: steps that nobody here wrote, planned in fresh processes. Step, MFU",
         "and textbook seconds are predictions of one cost model. The load is the machine's before the case began: the",
         "search is limited by wall seconds, so that above the number of cores (two here) it finds less than it would.",
+        "Tracing is mostly JAX's own, which plain `jit` does, too.",
         "",
-        "| case | cluster | planned s | CPU s | target s | load | step s | MFU | plan | textbook | Auto / textbook |",
-        "|---|---|--:|--:|--:|--:|--:|--:|---|---|--:|",
+        "| case | cluster | planned s | CPU s | tracing s | target s | load | step s | MFU | plan | textbook "
+        "| Auto / textbook |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|--:|",
     ]
     for name, row in rows.items():
         case, plan, best = CASES[name], row.get("plan"), best_textbook(row)
         cluster = f"{case.nodes} x {case.cluster}" + ("" if case.method[0] == "Auto" else f", {case.method[0]}")
         if plan is None:
-            lines.append(f"| {name} | {cluster} | {row['status']} |" + " |" * 8)
+            lines.append(f"| {name} | {cluster} | {row['status']} |" + " |" * 9)
             continue
         what = plan["meshes"][0] if plan["stages"] == 1 else f"{plan['stages']} stages, {plan['schedule']}"
         what += f", {plan['microbatches']} micro-batches" if plan["microbatches"] > 1 else ""
         worse = best and plan["step_seconds"] > best[1] * (1 + 1e-4)
         cells = [
-            name, cluster, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", case.target or "-",
+            name, cluster, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}",
+            f"{row['planning_seconds']['tracing']:.1f}", case.target or "-",
             f"{row['load_before']:.1f}", f"{plan['step_seconds']:.4g}", f"{plan['mfu']:.0%}", what,
             f"{best[0]} {best[1]:.4g}" if best else "none fits" if "textbook" in row else "not planned",
             f"{plan['step_seconds'] / best[1]:.2f}{' WORSE' if worse else ''}" if best else "-",

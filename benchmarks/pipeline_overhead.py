@@ -171,14 +171,6 @@ class Clocks:
 
         return run
 
-    def cost(self, repetitions: int = 2000) -> float:
-        """Seconds of the calling thread that timing a call takes beyond what is counted as the call's."""
-        nothing = self.timed(lambda: None)
-        start, before = time.thread_time(), self.busy
-        for _ in range(repetitions):
-            nothing()
-        return (time.thread_time() - start - (self.busy - before)) / repetitions
-
 
 def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:
     """Times the compiled executables, those within transfers included."""

@@ -23,13 +23,13 @@ four times that, and says what it chose and what else it compared.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kept_rows
 from token_slices import SETTINGS, Setting
 
 import alpa_lite
@@ -85,13 +85,17 @@ def long_table(known: dict[str, dict[str, Any]]) -> list[str]:
         "|---|--:|--:|--:|--:|---|--:|--:|--:|",
     ]
     for name in LONG:
-        for limit, found in known.get(name, {}).items():
+        rows = known.get(name, {})
+        for limit in LIMITS:
+            found = rows.get(f"{limit:g}")
+            if found is None:
+                continue
             others = [found["others"].get(other) for other in ("whole sequences", "one mesh")]
             whole, mesh = ("" if seconds is None else f"{seconds:.3f}" for seconds in others)
             slices = ", ".join(map(str, found["slices"])) or "none"
             lines.append(
-                f"| {name} | {limit} | {found['seconds']:.3f} | {found['stages']} | {found['microbatches']} | {slices} "
-                f"| {whole} | {mesh} | {found['took']:.0f} |"
+                f"| {name} | {limit:g} | {found['seconds']:.3f} | {found['stages']} | {found['microbatches']} "
+                f"| {slices} | {whole} | {mesh} | {found['took']:.0f} |"
             )
     return lines
 
@@ -180,12 +184,9 @@ def main() -> None:
 
 def keep(name: str, row: str, found: dict[str, Any]) -> None:
     """Writes one row, and the page."""
-    path = RESULTS / "token_published.json"
     print(name, row, found, flush=True)
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known.setdefault(name, {})[row] = found
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    (RESULTS / "token_published.md").write_text(table(known))
+    with kept_rows.changed(RESULTS / "token_published.json", table) as known:
+        known.setdefault(name, {})[row] = found
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
     It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
     next travels with a leading dim that is sharded over its partial axes.
 
-    With `shared`, equal runs of instructions (`lowering.runs`) are calls of one function: the same instructions, traced
-    and lowered once for all layers, under the names and source lines of the first.
+    With `shared`, equal runs of instructions (`lowering.runs`) are calls of one function, in the bodies of loops, too:
+    the same instructions, traced and lowered once for all layers, under the names and source lines of the first.
     """
     pieces = _pieces(program.body.instructions)
 
@@ -122,7 +122,7 @@ def _region(
     layouts = program.registers
     inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
     if shared:
-        outputs = _run_shared(instructions, taken, wanted, inputs, program.mesh, traced)
+        outputs = _run_shared(instructions, wanted, dict(zip(taken, inputs, strict=True)), program.mesh, traced)
     else:
         body = Body(tuple(taken), instructions, tuple(wanted))
         outputs = _run(body, inputs, {}, program.mesh, traced)
@@ -131,20 +131,18 @@ def _region(
 
 def _run_shared(
     instructions: tuple[Instruction, ...],
-    taken: Sequence[int],
     wanted: Sequence[int],
-    inputs: Sequence[Any],
+    registers: dict[int, Any],
     mesh: LogicalMesh,
     traced: Traced,
 ) -> list[Any]:
     """Executes instructions, equal runs as calls of one function."""
-    registers: dict[int, Any] = dict(zip(taken, inputs, strict=True))
     functions: dict[Any, Callable[..., list[Any]]] = {}
     for run in runs_of(instructions, wanted, traced):
         body = Body(run.inputs, run.instructions, run.outputs)
         blocks = [registers[r] for r in run.inputs]
         if run.key is None:
-            outputs = _run(body, blocks, {}, mesh, traced)
+            outputs = _run(body, blocks, {}, mesh, traced, shared=True)
         else:
             if run.key not in functions:
                 functions[run.key] = jax.jit(functools.partial(_call, body, mesh, traced))
@@ -260,15 +258,24 @@ def run_region(
     """
     if not shared:
         return _run(body, inputs, {}, program.mesh, traced)
+    return _run_body_shared(body, inputs, {}, program.mesh, traced)
+
+
+def _run_body_shared(
+    body: Body, inputs: Sequence[Any], outer: Mapping[int, Any], mesh: LogicalMesh, traced: Traced
+) -> list[Any]:
+    """Executes a body that may read registers of `outer`, equal runs as calls of one function."""
     wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
-    made = dict(
-        zip(wanted, _run_shared(body.instructions, body.inputs, wanted, inputs, program.mesh, traced), strict=True)
-    )
+    registers = {**outer, **dict(zip(body.inputs, inputs, strict=True))}
+    made = dict(zip(wanted, _run_shared(body.instructions, wanted, registers, mesh, traced), strict=True))
     return [o.value if isinstance(o, Lit) else made[o] for o in body.outputs]
 
 
-def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
-    """Executes a body's instructions inside `shard_map`."""
+def _run(
+    body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced,
+    *, shared: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Executes a body's instructions inside `shard_map`; the bodies of its loops `shared` as of `emit`."""
 
     def read(operand: Operand) -> Any:
         return operand.value if isinstance(operand, Lit) else registers[operand]
@@ -296,7 +303,7 @@ def _run(body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: Log
                 registers[item.result] = block
             case Loop():
                 with _jax.under(item.op.source):
-                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced)
+                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced, shared)
                 for register, block in zip(item.results, results, strict=True):
                     registers[register] = block
             case Outside():
@@ -371,11 +378,14 @@ def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, in
     return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
 
 
-def _loop(item: Loop, operands: list[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced) -> list[Any]:
+def _loop(
+    item: Loop, operands: list[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced, shared: bool
+) -> list[Any]:
     """Emits a scan, while or cond over local bodies."""
+    execute = _run_body_shared if shared else _run
 
     def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
-        return lambda inputs: _strong(_run(body, inputs, registers, mesh, traced))
+        return lambda inputs: _strong(execute(body, inputs, registers, mesh, traced))
 
     return evaluation.control_flow(item.op, _strong(operands), [function(body) for body in item.bodies])
 

@@ -274,7 +274,13 @@ class Scope:
             return
         # What is added to is taken in one micro-batch alone, whatever examples that has.
         once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
-        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter, once=once)
+        kind = None
+        if op.name in primitives.DRAWS:  # many operations, the same in every layer
+            kind = "draw", op.key, op.ctx, form.operands, form.results
+        before = len(self.ops)
+        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter, kind, once)
+        if kind is not None:  # they may have been traced under another source
+            self.ops[before:] = [replace(made, source=op.source) for made in self.ops[before:]]
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
                 atom = self.trace(self._scaled, [atom], op.source)

@@ -52,7 +52,8 @@ FAILURES = 2
 """After so many doublings in a row without a gain, no more micro-batches are tried."""
 
 DUE = 2
-"""So many ways are tried at least before a plan that is known is all there is: one, and the first that may fit."""
+"""So many ways are tried at least before a plan that is known is all there is: one, and the first that may fit. Where
+pipelines are likely to be faster, it is one."""
 
 SLOW = 2.0
 """A plan that is known is slow where it takes more than this multiple of what no plan undercuts."""
@@ -80,6 +81,7 @@ def best(
     must: bool = True,
     start: Start[T] | None = None,
     ready: Callable[[Way], bool] = lambda way: False,
+    elsewhere: Callable[[float], bool] = lambda seconds: False,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -89,9 +91,11 @@ def best(
       floor: bytes per device of the training state when all of it is sharded; budget: bytes per device.
       deadline: after which nothing more is tried, once something has been.
       must: whether to go on without time until something fits. Else what follows the first misfit is tried whatever the
-        time: it takes less than a search for pipelines, and mostly finds what is faster than any.
+        time: it takes less than a search for pipelines, and mostly finds what is faster than any (`elsewhere`).
       start: a plan that is known.
       ready: whether a way is analysed already, so that trying it takes little.
+      elsewhere: whether something faster than all ways is likely to be found elsewhere, where none takes less than so
+        many seconds.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
@@ -99,7 +103,7 @@ def best(
     """
     search = _Search(solve, given, floor, budget, [Remat(remat) for remat in remats])
     search.best = search.start = start
-    search.ready = ready
+    search.ready, search.elsewhere = ready, elsewhere
     return search.until(deadline, must=must)
 
 
@@ -161,6 +165,7 @@ class _Search(Generic[T]):
         self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
         self.ready: Callable[[Way], bool] = lambda way: False
+        self.elsewhere: Callable[[float], bool] = lambda seconds: False
         self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
@@ -232,9 +237,14 @@ class _Search(Generic[T]):
 
     def is_due(self, way: Way) -> bool:
         """Whether a way is tried whatever the time: nothing is found, and the known plan is slow or the way ready."""
-        if self.start is None or self.best is not self.start or len(self.misfits) >= DUE:
+        if self.start is None or self.best is not self.start or self.are_enough(way):
             return False
         return self.ready(way) or self.start[1].seconds > SLOW * min(self.known(way).values(), default=math.inf)
+
+    def are_enough(self, way: Way) -> bool:
+        """Whether so many ways did not fit that no more is tried without time."""
+        few = 1 if self.elsewhere(min(self.known(way).values(), default=0.0)) else DUE
+        return len(self.misfits) >= few
 
     def known(self, way: Way) -> Bounds:
         """Bounds of the meshes of a way, by those of ways that are no more."""
@@ -305,7 +315,7 @@ class _Search(Generic[T]):
         """Tries a way: how many micro-batches of its column are next; None if no more may be a gain."""
         may_fit = self.floor < self.budget and not self.given
         late = self.best is None and not self.must and self.is_late(way)
-        if late and len(self.misfits) >= DUE:  # the first that may fit, by its bytes, mostly does
+        if late and self.are_enough(way):  # the first that may fit, by its bytes, mostly does
             raise OutOfTime
         try:
             found = self.attempt(way, quick=may_fit)

@@ -1,10 +1,12 @@
 """Whether a pipeline can be faster than a plan of one mesh: a lower bound of all pipelines, before any is searched.
 
 Computing. An operation that takes w seconds on one device takes at least w / n on n of them, since smaller pieces are
-computed no better; a pipeline of D devices thus computes for W / D seconds at least, W = sum of w. With S stages and n
-runs of each stage in each direction (micro-batches, times the stages of a submesh), it also waits for the first and the
-last one: the published bubbles are at least (S - 1) / 3n of its computing (that of zb-h1, whose idle time is a third of
-that of 1F1B). Dispatching. A process starts one task after the other: 2 n of them for each stage that it has.
+computed no better; a pipeline of D devices thus computes for W / D seconds at least, W = sum of w. Programs do not hold
+the strategies that divide nothing where a method or memory rules them out; of products W counts at least the FLOPs at
+the rate of large ones, those left out that are computed again. With S stages and n runs of each stage in each direction
+(micro-batches, times the stages of a submesh), it also waits for the first and the last one: the published bubbles are
+at least (S - 1) / 3n of its computing (that of zb-h1, whose idle time is a third of that of 1F1B). Dispatching. A
+process starts one task after the other: 2 n of them for each stage that it has.
 
     T  >=  min over n  of  max( W / D * (1 + 1 / 3n),  (2 n S_p - 1) * seconds of a dispatch )
 
@@ -14,25 +16,56 @@ and memory are left out: the bound is below whatever the search can find.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.graph import Value
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.strategy import Rule
+
+HOPE = 0.5
+"""A pipeline is hoped for where one mesh computes for less than this fraction of its seconds."""
 
 RUNS = tuple(1 << i for i in range(12))
 """The numbers of runs of a stage that are considered."""
 
 
-def least_seconds(found: Found, cluster: Cluster) -> float:
+def least_seconds(whole: DecidedStage) -> float:
     """Seconds that no pipeline of two or more stages undercuts.
 
     Args:
-      found: a plan of the same step on one mesh of all devices.
+      whole: the same step on one mesh of all devices.
     """
-    computing = sum(_undivided(node.compute) * len(node.members) for node in found.space.nodes) / cluster.num_devices
+    cluster, values = whole.cluster, whole.graph.traced.graph.values
+    undivided = sum(_undivided(node.compute) * len(node.members) for node in whole.found.space.nodes)
+    computing = max(undivided / cluster.num_devices, products_seconds(whole.grouping, whole.rules, values, cluster))
     stages = 2 if cluster.controller(cluster.num_devices - 1) == cluster.controller(0) else 1
     task = cluster.dispatch.seconds(1)
     return min(max(computing * (1 + 1 / (3 * n)), (2 * n * stages - 1) * task) for n in RUNS)
+
+
+def is_hoped_for(whole: DecidedStage, seconds: float) -> bool:
+    """Whether a pipeline that computes as a plan of one mesh does, and communicates nothing, takes less than `HOPE`."""
+    return max(whole.found.compute_seconds, least_seconds(whole)) < HOPE * seconds
+
+
+def products_seconds(
+    grouping: Grouping, rules: Mapping[Any, Rule], values: Sequence[Value], cluster: Cluster
+) -> float:  # fmt: skip
+    """Seconds that the products of a step take on all devices at the rate of large ones, each product once."""
+    total = 0.0
+    for group in grouping.groups:
+        for op in [grouping.ops[number] for number in group.ops]:
+            if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
+                flops = primitives.work(op, rules[op.key], values) * group.trips
+                total += flops / (cluster.peak(primitives.working_dtype(op, values)) * cluster.matmul_efficiency)
+    return total / cluster.num_devices
 
 
 def _undivided(compute: np.ndarray) -> float:

@@ -1,4 +1,8 @@
-"""A small residual network in linen with `batch_stats` in the `TrainState`, as the Flax ImageNet example has them."""
+"""A small residual network in linen with `batch_stats` in the `TrainState`, as the Flax ImageNet example has them.
+
+Its activations are smooth: where rounding turns the sign of one pre-activation, the derivative of a relu jumps, and a
+bias differed by 1.4e-5 after 20 steps in one run of the tests, on another processor.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
-        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        x = nn.silu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
         for channels in (8, 16):
             stride = 1 if channels == x.shape[-1] else 2
-            y = nn.relu(norm()(nn.Conv(channels, (3, 3), (stride, stride), use_bias=False)(x)))
+            y = nn.silu(norm()(nn.Conv(channels, (3, 3), (stride, stride), use_bias=False)(x)))
             y = norm(scale_init=nn.initializers.zeros)(nn.Conv(channels, (3, 3), use_bias=False)(y))
             if stride != 1:
                 x = norm()(nn.Conv(channels, (1, 1), (stride, stride), use_bias=False)(x))
-            x = nn.relu(x + y)
+            x = nn.silu(x + y)
         return nn.Dense(CLASSES)(x.mean(axis=(1, 2)))
 
 

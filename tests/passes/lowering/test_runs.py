@@ -51,8 +51,9 @@ def arguments() -> Any:
     return state, {"x": array(32, WIDTH), "y": array(32, WIDTH)}
 
 
-def planned(method: Method, fun: Any = step) -> Compiled:
-    options = make_options({"method": method, "verify": "off"})
+def planned(method: Method, fun: Any = step, microbatches: int | None = None) -> Compiled:
+    more = {} if microbatches is None else {"num_microbatches": microbatches}
+    options = make_options({"method": method, "verify": "off", **more})
     return compile_step(fun, arguments(), {}, options, Cluster.local(jax.devices()[:4]))
 
 
@@ -67,11 +68,14 @@ def modules(compiled: Compiled) -> list[Any]:
 
 
 METHODS = [alpa_lite.DataParallel(), alpa_lite.TensorParallel(), alpa_lite.Zero(stage=3)]
+# A layer of data parallelism does less in the body than the shortest run: its sums follow the loop.
+CASES = [*((method, None) for method in METHODS), *((method, 2) for method in METHODS[1:])]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_a_shared_program_computes_and_communicates_what_it_would_without(method):
-    compiled = planned(method)
+@pytest.mark.parametrize(("method", "microbatches"), CASES, ids=lambda x: type(x).__name__ if x else "")
+def test_a_shared_program_computes_and_communicates_what_it_would_without(method, microbatches):
+    """In the body of a loop over micro-batches, too, each distinct run is written once."""
+    compiled = planned(method, microbatches=microbatches)
     program = program_of(compiled)
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
     mesh = meshes.mesh_of(program.mesh)
@@ -92,8 +96,8 @@ def test_a_shared_program_computes_and_communicates_what_it_would_without(method
         assert not report.outside
     assert totals[0] == totals[1]
     assert max(totals[0].values()) >= LAYERS
-    written = [str(module).count(" stablehlo.") for module in (whole, short)]
-    assert written[1] < 0.7 * written[0]  # each distinct run is written once
+    written = [str(module).count(" stablehlo.dot_general") for module in (whole, short)]
+    assert written[0] >= 4 * LAYERS and written[1] < 0.8 * written[0]  # each distinct run is written once
 
 
 def test_a_wrong_count_is_found_in_a_shared_program():

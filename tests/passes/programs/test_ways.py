@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,6 +117,28 @@ def test_the_first_number_that_may_fit_is_tried_though_time_is_short() -> None:
         model.best(seconds=2.5, must=False)
     assert model.tried == [Way(1), Way(2)]
     assert model.best(seconds=2.5).value == Way(4)  # whoever must goes on
+
+
+def test_where_something_faster_is_likely_elsewhere_one_way_is_tried_in_little_time() -> None:
+    """Four micro-batches would fit; pipelines are hoped for below what no way undercuts, 1 s."""
+    asked: list[float] = []
+
+    def elsewhere(seconds: float) -> bool:
+        asked.append(seconds)
+        return seconds >= 1.0
+
+    for start in (None, known(Way(64), 13.0)):
+        model = Model(budget=30.0, slower=0.0, missing=0.0)
+        model.tells = True
+        best = functools.partial(model.best, must=False, elsewhere=elsewhere, start=start)
+        if start is None:
+            with pytest.raises(Unfinished):
+                best(seconds=1.5)
+        else:
+            assert best(seconds=1.5).value == Way(64)
+        assert model.tried == [Way(1)] and set(asked) == {1.0}
+        model.tried.clear()
+        assert best(seconds=100.0).value == Way(4)  # where there is time, all
 
 
 def test_what_the_first_meshes_alone_do_not_fit_is_tried_on_all_at_last() -> None:
