@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite import textbook_first
@@ -27,13 +27,16 @@ from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.sharding import search, worth
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import STEPS, Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.runner import Passes
 from alpa_lite.textbook_first import TextbookPlans
+
+REPAID = f"it would take longer than {STEPS} steps could win back"
+"""What notes begin with on what could save too little."""
 
 MAX_LAYERS = 72
 """The most layers that a forward pass is cut into: 64 parts of repeated blocks, and what is before and behind them."""
@@ -258,11 +261,18 @@ def lowered(run: Passes, asked: Asked, chosen: Chosen[Decided]) -> Staged:
     planned = run("lowering", planning.lowered_whole, stage, asked.options.communication)
     solution = found.solution
     verdict = Verdict("step", solution.status, solution.objective, solution.bound, found.candidates)
-    late = [candidate.mesh_shape for candidate in found.candidates if candidate.status == search.LATE]
-    if late:
-        costs = (*costs, f"{asked.ran_out}: meshes of {', '.join(map(str, late))} were not searched")
     staged = run("programs", programs.single, way.loop, planned, verdict, str(way.way.remat))
-    return noted(staged, *costs, *chosen.notes, *(f"{asked.ran_out}: {late} was not searched" for late in chosen.late))
+    return noted(staged, *costs, *chosen.notes, *_unsearched(asked, chosen))
+
+
+def _unsearched(asked: Asked, chosen: Chosen[Decided]) -> Iterator[str]:
+    """Notes on what was not searched, for want of time or since it could save too little."""
+    candidates = chosen.value.stage.found.candidates
+    for why, status, others in (asked.ran_out, search.LATE, chosen.late), (REPAID, search.LITTLE, chosen.little):
+        meshes = [candidate.mesh_shape for candidate in candidates if candidate.status == status]
+        if meshes:
+            yield f"{why}: meshes of {', '.join(map(str, meshes))} were not searched"
+        yield from (f"{why}: {way} was not searched" for way in others)
 
 
 def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:

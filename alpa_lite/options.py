@@ -74,7 +74,8 @@ class Options:
         rematerialisation, is another step. Tracing, building the programs and verification are not counted.
       search_time_limit: wall-clock seconds of planning a step, tracing and verification included, to within a fifth:
         the best plan found so far is taken then, and its notes say what was not searched. What tracing, one plan and
-        its verification take is taken in any case. `solver_time_limit` holds within it.
+        its verification take is taken in any case. `solver_time_limit` holds within it. Less is taken where what is
+        left to be searched could not save as much in 100 steps.
       dump_dir: a directory for the value after each pass, as text; None writes nothing.
       cache_dir: a directory where plans are kept, and found again without solving, for the same program, arguments,
         options, cluster and versions; None stands for the environment variable `ALPA_LITE_CACHE_DIR`, and keeps

@@ -82,6 +82,7 @@ class Chosen(Generic[T]):
       seconds: predicted, of a step.
       notes: for the plan: why this way.
       late: ways that the time did not allow to try.
+      little: ways that could not save enough to repay trying them.
       rest: the search goes on; None if all of it was searched.
     """
 
@@ -89,6 +90,7 @@ class Chosen(Generic[T]):
     seconds: float
     notes: tuple[str, ...]
     late: tuple[Way, ...]
+    little: tuple[Way, ...] = ()
     rest: Rest[T] | None = None
 
 

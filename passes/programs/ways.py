@@ -41,7 +41,7 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.programs.outcomes import GAIN, Chosen, Outcome, Solve, Start, T, Unfinished, Way
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Bounds, Lessons, doublings
 from alpa_lite.report import units
 
@@ -161,6 +161,7 @@ class _Search(Generic[T]):
     ) -> None:
         self.solve, self.given, self.floor, self.budget, self.remats = solve, given, floor, budget, remats
         self.deadline, self.must, self.below = Deadline(), True, math.inf
+        self.begun: Deadline | None = None  # since when a plan is known, so that more is to be repaid
         self.best: tuple[Way, Outcome[T]] | None = None
         self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
@@ -170,6 +171,7 @@ class _Search(Generic[T]):
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
         self.skipped: list[Way] = []
+        self.little: list[Way] = []
         self.bounds: dict[Way, Bounds] = {}
         self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
         # of each column: how many micro-batches are next, and the failures before
@@ -177,7 +179,9 @@ class _Search(Generic[T]):
 
     def until(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
         """The best way. As `best`, and as `Rest`."""
-        self.deadline, self.below, self.must = deadline, below, must
+        self.deadline, self.below, self.must = deadline.search(self.begun), below, must
+        if self.best is not None:
+            self.begun = self.begun or self.deadline
         self.skipped = []
         self.columns()
         self.wider()
@@ -186,13 +190,14 @@ class _Search(Generic[T]):
         if self.best is None:
             self.explain()
         if self.best is not None and self.best[1].free < below:
-            self.rest(deadline)
+            self.rest(self.deadline)
         if len(self.remats) > 1:
             self.fewer_layers()
         assert self.best is not None
         _, found = self.best
-        late = tuple(dict.fromkeys(self.skipped))
-        return Chosen(found.value, found.seconds, self.notes(), late, self.go_on if late or found.rest else None)
+        late, little = tuple(dict.fromkeys(self.skipped)), tuple(dict.fromkeys(self.little))
+        rest = self.go_on if late or found.rest else None
+        return Chosen(found.value, found.seconds, self.notes(), late, little, rest)
 
     def go_on(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
         """As `Rest`."""
@@ -203,7 +208,8 @@ class _Search(Generic[T]):
         for late in self.skipped:
             least = min(least, min(self.known(late).values(), default=0.0))
         gain = min(below, found.seconds) - least
-        deadline = deadline.within(worthwhile(max(gain, 0.0)))
+        deadline = deadline.search(self.begun)
+        deadline = deadline.within(deadline.patience(max(gain, 0.0)))
         if found.free < below:
             self.rest(deadline.within(REST * deadline.left))
         return self.until(deadline, below, must=must)
@@ -222,18 +228,25 @@ class _Search(Generic[T]):
         return min(self.known(way).values(), default=0.0) >= min(self.cutoff(way), self.below)
 
     def is_open(self, way: Way) -> bool:
-        """Whether a way may be taken, and the time allows to try it; notes it where the time alone does not."""
+        """Whether a way may be taken, and trying it is in time and can be repaid; notes it where it is not."""
         if self.is_beaten(way):
             return False
-        if self.best is not None and self.is_late(way) and not self.is_due(way):
-            self.skipped.append(way)
+        if self.best is None:
+            return True
+        gain = min(self.cutoff(way), self.below) - min(self.known(way).values(), default=0.0)
+        late, little = self.is_late(way), self.deadline.patience(gain) < self.longest(way)
+        if (late or little) and not self.is_due(way):
+            (self.skipped if late else self.little).append(way)
             return False
         return True
 
+    def longest(self, way: Way) -> float:
+        """Seconds that trying a way may take: as long as others took."""
+        return self.slowest[True] if self.ready(way) else max(self.slowest.values())
+
     def is_late(self, way: Way) -> bool:
-        """Whether trying a way may take longer than what is left: as long as others took."""
-        longest = self.slowest[True] if self.ready(way) else max(self.slowest.values())
-        return longest > self.deadline.left
+        """Whether trying a way may take longer than what is left."""
+        return self.longest(way) > self.deadline.left
 
     def is_due(self, way: Way) -> bool:
         """Whether a way is tried whatever the time: nothing is found, and the known plan is slow or the way ready."""
@@ -266,6 +279,8 @@ class _Search(Generic[T]):
         self.slowest[ready] = max(self.slowest[ready], self.deadline.spent - before)
         self.bounds[way] = found.bounds
         if isinstance(found, Outcome) and found.seconds < cutoff:
+            if self.begun is None:
+                self.begun = self.deadline = self.deadline.search()
             found = self.on_all(found, self.deadline.within(REST * self.deadline.left))
             self.first = self.first or (way, found)
             self.best, self.bounds[way] = (way, found), found.bounds
@@ -301,7 +316,7 @@ class _Search(Generic[T]):
                 if more is not None and failures < FAILURES:
                     waiting[remat] = more, failures
                     continue
-            elif not self.is_beaten(way):  # late
+            elif way in self.skipped:
                 self.left[remat] = count, failures
             del waiting[remat]
 
@@ -337,7 +352,7 @@ class _Search(Generic[T]):
         for way in reversed(ways):
             if self.is_open(way):
                 self.attempt(way)
-            elif not self.is_beaten(way):  # late
+            elif way in self.skipped:
                 self.narrow.insert(0, way)
 
     def rest(self, deadline: Deadline) -> None:

@@ -40,6 +40,11 @@ class _Work:
     moved: dict[Dims, float] = field(default_factory=dict)
     made: list[tuple[int, float]] = field(default_factory=list)
 
+    @property
+    def bytes(self) -> float:
+        """All of them, undivided."""
+        return sum(self.moved.values()) + sum(nbytes for _, nbytes in self.made)
+
     def add(self, dims: Dims, factors: tuple[int, ...], nbytes: float) -> None:
         """Bytes of a tensor with such dims of an operation whose factors are these of the group."""
         own = tuple([tuple([factors[f] for f in dim]) for dim in dims])
@@ -149,7 +154,10 @@ _BLOCK = 0.01
 
 
 def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
-    """Seconds of the FLOPs of a step on all devices at the rate of large products: no plan of any mesh takes less.
+    """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
+
+    However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no
+    less than 1 / D of its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh.
 
     Args:
       space: of a mesh, whose groups have been priced.
@@ -157,7 +165,7 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
     total = 0.0
     for node in space.nodes:
         work = shared.works.get((node.group, node.members[len(node.members) // 2]))
-        if work is not None and work.flops:
-            trips = shared.grouping.groups[node.group].trips
-            total += cost.compute(work.flops * trips * len(node.members), 0.0, work.dtype)
+        if work is not None:
+            runs = shared.grouping.groups[node.group].trips * len(node.members)
+            total += runs * cost.compute(work.flops, work.bytes, work.dtype)
     return total / cost.cluster.num_devices

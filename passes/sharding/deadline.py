@@ -3,6 +3,14 @@
 One `Deadline` begins with each compilation (`compiler.compile_step`), and its children, made by `within`, divide it:
 each ends by itself or with its parent, whichever is earlier. Passes are given a deadline, or seconds of one, and keep
 no clock of their own.
+
+A search also ends where it can no longer be repaid. Let g be the seconds a step that what is left to be searched may
+save at most: those of the best plan less a lower bound. Since it began, or a plan is known, a search takes no longer
+than
+
+    FEW + STEPS * g
+
+(`Deadline.patience`). As plans get better and bounds closer, g falls, and with it what may still be spent.
 """
 
 from __future__ import annotations
@@ -33,10 +41,13 @@ class Deadline:
       seconds: from its beginning to its end.
     """
 
-    def __init__(self, seconds: float = math.inf, clock: Clock = time.perf_counter) -> None:
-        """`clock` says what time it is; tests set it."""
+    def __init__(
+        self, seconds: float = math.inf, clock: Clock = time.perf_counter, begun: float | None = None
+    ) -> None:  # fmt: skip
+        """`clock` says what time it is; tests set it. A search that is limited began when it said `begun`, or now."""
         self.seconds, self._clock = seconds, clock
         self._end = clock() + seconds
+        self._begun = begun if begun is not None else clock() if math.isfinite(seconds) else math.inf
 
     @property
     def left(self) -> float:
@@ -64,7 +75,15 @@ class Deadline:
           seconds: at most; as many as are left, if that is less.
           least: even where fewer are left, and the limit is exceeded by it.
         """
-        return Deadline(max(min(seconds, self.left), least), self._clock)
+        return Deadline(max(min(seconds, self.left), least), self._clock, self._begun)
+
+    def search(self, before: Deadline | None = None) -> Deadline:
+        """The same limit for a search that begins now, or that began with the deadline of another."""
+        return Deadline(self.left, self._clock, None if before is None else before._begun)
+
+    def patience(self, gain: float) -> float:
+        """Seconds that the search may go on for what can save `gain` seconds a step at most; without a limit, all."""
+        return min(self.left, max(FEW + worthwhile(gain) - (self._clock() - self._begun), 0.0))
 
     def check(self) -> None:
         """Raises OutOfTime if nothing is left."""

@@ -13,11 +13,11 @@ Under a binding memory budget the program is also solved with state gathered aga
 Of the time until the deadline, two fifths are for building and bounding the programs of further shapes. Where ways to
 run the step are compared, or building alone would take a tenth of the time or more, the first two meshes are solved at
 once, so that there is something good to return, and to undercut, and what exceeds the budget is told before anything is
-spent on other meshes, which need as many bytes. The time limit is one
-for all solving: a shape gets a third of what is left, or an equal share of it if fewer than three wait, and divides
-that over its attempts, and no more than what can still be won repays (`STEPS` steps of the difference to the bound),
-but for a few seconds. Until something fits, a quarter of the limit is kept back for finding the smallest budget that
-would have done.
+spent on other meshes, which need as many bytes. Where a part of all that lives, as small as there are devices, exceeds
+it, no mesh will do, and none is solved. The time limit is one for all solving: a shape gets a third of what is left, or
+an equal share of it if fewer than three wait, and divides that over its attempts. Nor is a shape built or solved for
+longer than what it can win repays (`Deadline.patience`). Until something fits, a quarter of the limit is kept back for
+finding the smallest budget that would have done.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import Lessons, ordered
 from alpa_lite.passes.sharding.overlapped import OverlappedRace
-from alpa_lite.passes.sharding.race import LATE, Found, Plain, Problem, Race, Rest
+from alpa_lite.passes.sharding.race import LATE, LITTLE, Found, Plain, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-__all__ = ["LATE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
+__all__ = ["LATE", "LITTLE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
 
 
 def search(
@@ -102,8 +102,10 @@ def search(
     if not waiting:
         return _nothing_left(race)
     race.enter(waiting.pop(0), several=count > 1)
+    if math.isfinite(cutoff) and race.overflows():
+        raise race.beaten()
     rest = functools.partial(_all, traced, race, waiting, cluster, cutoff, time_limit, progress)
-    short = race.slowest * count > _SHORT * deadline.left
+    short = max(race.slowest.values()) * count > _SHORT * deadline.left
     if lessons.quick or short:
         is_beaten = race.begin(deadline.within(_FIRST * deadline.left), waiting.pop(0) if waiting else None)
         if race.best is None:
@@ -154,7 +156,7 @@ def unsearched(
 ) -> Found:  # fmt: skip
     """The best of some known plans of a method, where its meshes are not searched.
 
-    Its bound is that of all devices computing at their peak.
+    Its bound is that of equal parts on all devices (`computing.at_peak`).
     """
     meshes = [mesh for mesh, _ in limits.admitted(traced, grouping, cluster, method)]
     race = _race(shared, cluster, method, meshes, budget, math.inf, Lessons(), settled)
@@ -194,7 +196,7 @@ def _all(
     bounding, count = deadline.within(_BOUNDING * deadline.left), len(race.meshes)
     while waiting and not bounding.over:
         problem = waiting.pop(0)
-        if not race.is_beaten(problem.mesh):
+        if not race.is_beaten(problem.mesh) and race.repays(problem.mesh, deadline):
             progress("mesh shapes bounded", len(race.tried), count)
             race.enter(problem, several=True)
     race.run(deadline.within(time_limit), progress)
@@ -222,7 +224,8 @@ def _problems(
         cost, known = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **known))
         at_peak = functools.partial(computing.at_peak, shared, cost)
-        out.append(Problem(mesh, cluster.platform, build, at_peak))
+        in_equal_parts = functools.partial(tables.in_equal_parts, shared, devices=cluster.num_devices)
+        out.append(Problem(mesh, cluster.platform, build, at_peak, in_equal_parts))
     return out
 
 

@@ -99,6 +99,17 @@ def test_the_least_that_fits_is_found_without_asking_what_would_fit() -> None:
     assert "4 micro-batches: with fewer, the step does not fit into memory_per_device=30 B" in chosen.notes[0]
 
 
+def test_what_could_save_too_little_is_not_tried() -> None:
+    """Once a plan is known, there are two seconds, and 100 steps of what may be saved; trying a way takes one."""
+    for unit, last, little in ((1e-3, 16, (Way(32),)), (1e-1, 64, ())):
+        model = Model(budget=11.0, slower=0.5, unit=unit)
+        value, tried = Way(min(last, 32)), [2**i for i in range(8) if 2**i <= last]
+        chosen = model.best()
+        assert (chosen.value, chosen.late, chosen.little) == (value, (), little)
+        assert model.tried == [Way(count) for count in tried]
+        assert (chosen.rest is None) == (not chosen.late)
+
+
 def test_what_cannot_fit_by_its_bytes_is_not_tried() -> None:
     """With one micro-batch 90 bytes are needed, with b of them 10 + 80 / b: 4 for 30 bytes, and 16 for 15."""
     for budget, tried in ((30.0, [1, 4]), (29.9, [1, 8]), (15.0, [1, 16])):
@@ -205,10 +216,11 @@ def test_a_search_that_goes_on_tries_what_undercuts_another_plan() -> None:
 
 
 def test_a_search_goes_on_no_longer_than_it_repays() -> None:
-    """An attempt of 1 s repays in a hundred steps if a step takes 10 ms less."""
-    for unit, tried in ((1e-3, [Way(1), Way(2)]), (1e-1, [Way(1), Way(2), Way(4), Way(8)])):
-        model = Model(budget=20.0, missing=35.0, unit=unit)
-        chosen = model.best(seconds=2.5)
+    """An attempt of 1 s repays in a hundred steps if a step takes 10 ms less; two attempts need not."""
+    for unit, last in ((1e-3, 16), (1e-1, 64)):
+        model = Model(budget=11.0, slower=0.5, unit=unit)
+        chosen = model.best(seconds=3.5)
+        tried = [Way(2**i) for i in range(8) if 2**i <= last]
         chosen.rest(Deadline(100.0, clock=lambda model=model: model.now))
         assert model.tried == tried
 

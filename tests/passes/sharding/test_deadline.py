@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.sharding.deadline import FEW, STEPS, Deadline, OutOfTime
 
 
 class Clock:
@@ -52,3 +52,19 @@ def test_only_what_is_over_is_interrupted():
 def test_without_seconds_there_is_no_end():
     deadline = Deadline(clock=Clock())
     assert math.isinf(deadline.left) and not deadline.over and deadline.within(3.0).left == 3.0
+
+
+def test_a_search_goes_on_while_what_it_can_save_repays_it():
+    clock = Clock()
+    whole = Deadline(30.0, clock)
+    clock.now += 5.0
+    search = whole.search()
+    assert search.patience(0.0) == FEW and search.patience(0.01) == FEW + STEPS * 0.01
+    clock.now += 1.0
+    assert search.within(20.0).patience(0.01) == FEW + STEPS * 0.01 - 1.0
+    assert search.within(0.5).patience(0.01) == 0.5 and search.patience(1.0) == search.left == 24.0
+    clock.now += 10.0  # for pipelines, say, before the search goes on
+    again = whole.search(search)
+    assert again.patience(0.01) == 0.0 and again.patience(0.12) == pytest.approx(FEW + STEPS * 0.12 - 11.0)
+    assert whole.search().patience(0.01) == FEW + STEPS * 0.01
+    assert math.isinf(Deadline(clock=clock).search().patience(0.0))
