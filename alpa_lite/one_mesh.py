@@ -24,7 +24,7 @@ from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import ways
-from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way
+from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way, unknown
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.sharding import search, worth
 from alpa_lite.passes.sharding.deadline import STEPS, Deadline
@@ -64,12 +64,13 @@ class OneMesh:
     Attributes:
       chosen: the best way, not lowered yet; None if nothing that fits was found in the time.
       rest: the search goes on; None if all of it was searched.
-      textbook: takes the best of textbook plans not evaluated yet, where it takes less than so many seconds.
+      textbook: takes the best of textbook plans not evaluated yet, where it takes less than so many seconds; what was
+        chosen before says what none undercuts.
     """
 
     chosen: Chosen[Decided] | None
     rest: Rest[Decided] | None
-    textbook: Callable[[float], Chosen[Decided] | None]
+    textbook: Callable[[float, Chosen[Decided] | None], Chosen[Decided] | None]
 
     @property
     def whole(self) -> DecidedStage | None:
@@ -95,11 +96,11 @@ class OneMesh:
             except Unfinished as error:
                 mesh = replace(self, rest=error.rest)
             except InfeasibleError:
-                chosen = self.textbook(below)
+                chosen = self.textbook(below, None)
                 if chosen is None:
                     raise
                 return replace(self, chosen=chosen, rest=None)
-        chosen = mesh.textbook(min(below, mesh.seconds))
+        chosen = mesh.textbook(min(below, mesh.seconds), mesh.chosen)
         return mesh if chosen is None else replace(mesh, chosen=chosen)
 
 
@@ -149,9 +150,9 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
         values = about.loop.traced.graph.values
         return promise.products_seconds(about.groups, about.rules, values, asked.cluster) < promise.HOPE * seconds
 
-    def textbook(below: float) -> Chosen[Decided] | None:
+    def textbook(below: float, chosen: Chosen[Decided] | None) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""
-        found = known.below(below)
+        found = known.below(below, unknown if chosen is None else chosen.known)
         if found is None:
             return None
         assert found.best is not None
@@ -168,7 +169,7 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)
     except InfeasibleError:
-        chosen = textbook(math.inf)
+        chosen = textbook(math.inf, None)
         if chosen is None:
             raise
     return OneMesh(chosen, chosen.rest, textbook)

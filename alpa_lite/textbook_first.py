@@ -13,6 +13,7 @@ their bound is below all that was found by then. What cannot undercut the best p
 - where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
+- T >= the bound of the program with all choices on the same mesh, where that was searched;
 - ZeRO-1 is ZeRO-2 where no loop adds up gradients.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from alpa_lite.analysed import Analyse, Analysed
@@ -31,7 +32,7 @@ from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.outcomes import Outcome, Way
 from alpa_lite.passes.sharding import search
 from alpa_lite.passes.sharding.deadline import Deadline
-from alpa_lite.passes.sharding.lessons import Lessons
+from alpa_lite.passes.sharding.lessons import Bounds, Lessons
 from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
 from alpa_lite.runner import Passes
 
@@ -48,6 +49,10 @@ EACH = 8.0
 """Seconds that solving one program of a method may take; they take tenths."""
 
 
+SAME = 1e-4
+"""Relative difference of seconds that plans are said to be equal within: the gap at which programs count as solved."""
+
+
 @dataclass(frozen=True, eq=False)
 class TextbookPlans:
     """What was evaluated.
@@ -62,14 +67,19 @@ class TextbookPlans:
     best: Way | None
     left: tuple[ways.Begun[search.Found], ...]
 
-    def below(self, seconds: float) -> TextbookPlans | None:
-        """All ways that may take less than so many seconds evaluated; None if none takes less."""
+    def below(self, seconds: float, others: Callable[[Way], Bounds]) -> TextbookPlans | None:
+        """All ways that may take less than so many seconds evaluated; None if none takes less.
+
+        Args:
+          others: what no plan of a way undercuts, by mesh, with the operations of any method.
+        """
         best: Way | None = None
+        seconds *= 1 - SAME
         for method in sorted(self.left, key=lambda method: method.free):
             if method.free >= seconds:
                 continue
             try:
-                found = method.rest(seconds)
+                found = method.rest(seconds, others)
             except OptionError:  # a micro-batch does not divide
                 continue
             if found is not None and found[1].seconds < seconds:

@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.programs import ways
-from alpa_lite.passes.programs.outcomes import Outcome, Way
+from alpa_lite.passes.programs.outcomes import Outcome, Way, unknown
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
 from tests import zoo
@@ -101,7 +101,7 @@ def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monk
         def alone(*given: Any) -> None:
             with monkeypatch.context() as within:
                 within.setattr(one_mesh, "looped", noted)
-                evaluated(*given).below(math.inf)
+                evaluated(*given).below(math.inf, unknown)
             raise RuntimeError("only this phase is of interest")
 
         with monkeypatch.context() as outer:
@@ -130,12 +130,18 @@ def test_more_micro_batches_of_a_method_are_analysed_only_where_their_bound_is_b
             raise Beaten({}, least=40.0) if way.count > 1 else Beaten({LogicalMesh((8,), ("x",)): 1.0}, least=40.0)
         return Outcome(None, 1.5, 1.5)
 
-    known = textbook_first.TextbookPlans({}, None, (ways.begun(solve, None, floor=0.0, budget=10.0),))
+    def evaluated() -> textbook_first.TextbookPlans:
+        tried.clear()
+        return textbook_first.TextbookPlans({}, None, (ways.begun(solve, None, floor=0.0, budget=10.0),))
+
+    searched = {LogicalMesh((8,), ("x",)): 2.0, LogicalMesh((4, 2), ("x", "y")): 0.5}  # with any operations
+    assert evaluated().below(1.9, lambda way: searched) is None and tried == [Way(1)]
+    known = evaluated()
     assert tried == [Way(1)]
-    assert known.below(0.99) is None and tried == [Way(1)]
-    found = known.below(2.0)
+    assert known.below(0.99, unknown) is None and tried == [Way(1)]
+    found = known.below(2.0, unknown)
     assert found is not None and found.best == Way(4) and tried == [Way(1), Way(4)]
-    assert known.below(1.2) is None
+    assert known.below(1.2, unknown) is None
 
 
 def squared(state: Any, x: Any) -> Any:

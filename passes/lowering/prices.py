@@ -23,7 +23,7 @@ from typing import Any
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Op, Traced
-from alpa_lite.passes.ir import fusion
+from alpa_lite.passes.ir.fusion import Moved
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
 from alpa_lite.passes.sharding.groups import Grouping
@@ -118,7 +118,7 @@ def prices(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost, found: Found, program: LocalProgram
 ) -> Prices:
     """The price list of a step with the strategies that were found for it."""
-    alone = _alone(traced, grouping, rules, cost)
+    alone = _alone(traced, grouping, rules, cost, found.space.moved)
     nodes, choice = found.space.nodes, found.solution.choice
     operations: dict[int, Price] = {}
     arguments = 0.0
@@ -136,11 +136,10 @@ def prices(
 
 
 def _alone(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost, moved: Mapping[int, Moved]
 ) -> dict[int, float]:  # fmt: skip
     """Seconds of each operation by itself on one device, to share out its group's."""
     values = traced.graph.values
-    moved = fusion.moved(traced.graph.block, values)
     out = {}
     for number, op in grouping.ops.items():
         flops = 0.0 if op.bodies else work(op, rules[op.key], values)

@@ -40,7 +40,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.programs.outcomes import GAIN, Chosen, Outcome, Solve, Start, T, Unfinished, Way
+from alpa_lite.passes.programs.outcomes import GAIN, Chosen, Outcome, Solve, Start, T, Unfinished, Way, unknown
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Bounds, Lessons, doublings
 from alpa_lite.report import units
@@ -114,12 +114,13 @@ class Begun(Generic[T]):
     Attributes:
       found: the way and its plan, if it fits.
       free: seconds that no plan of a further way undercuts; `inf` if there is no further way.
-      rest: the best of all ways, where the further ones are tried that may undercut some seconds; None if none fits.
+      rest: the best of all ways, where the further ones are tried that may undercut some seconds, by the bounds of the
+        method and those that are given of programs with more choices; None if none fits.
     """
 
     found: Start[T] | None
     free: float
-    rest: Callable[[float], Start[T] | None]
+    rest: Callable[[float, Callable[[Way], Bounds]], Start[T] | None]
 
 
 def begun(solve: Solve[T], given: int | None, *, floor: float, budget: float) -> Begun[T]:
@@ -135,8 +136,8 @@ def begun(solve: Solve[T], given: int | None, *, floor: float, budget: float) ->
     search.left = {} if more is None else {NOTHING: (more, 0)}
     free = math.inf if more is None else min(search.known(Way(more)).values(), default=0.0)
 
-    def rest(below: float) -> Start[T] | None:
-        search.below = below
+    def rest(below: float, others: Callable[[Way], Bounds]) -> Start[T] | None:
+        search.below, search.others = below, others
         search.columns()
         return search.best
 
@@ -173,6 +174,7 @@ class _Search(Generic[T]):
         self.skipped: list[Way] = []
         self.little: list[Way] = []
         self.bounds: dict[Way, Bounds] = {}
+        self.others: Callable[[Way], Bounds] = unknown
         self.narrow: list[Way] = []  # misfits on the first meshes, which others may fit
         # of each column: how many micro-batches are next, and the failures before
         self.left: dict[Remat, tuple[int, int]] = dict.fromkeys(remats, (given or 1, 0))
@@ -197,7 +199,7 @@ class _Search(Generic[T]):
         _, found = self.best
         late, little = tuple(dict.fromkeys(self.skipped)), tuple(dict.fromkeys(self.little))
         rest = self.go_on if late or found.rest else None
-        return Chosen(found.value, found.seconds, self.notes(), late, little, rest)
+        return Chosen(found.value, found.seconds, self.notes(), late, little, rest, self.known)
 
     def go_on(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
         """As `Rest`."""
@@ -260,12 +262,13 @@ class _Search(Generic[T]):
         return len(self.misfits) >= few
 
     def known(self, way: Way) -> Bounds:
-        """Bounds of the meshes of a way, by those of ways that are no more."""
+        """Bounds of the meshes of a way, by those of ways that are no more, and of `others` that are given."""
         out: dict[LogicalMesh, float] = {}
         for other, bounds in self.bounds.items():
             if other.count <= way.count and _is_within(other.remat, way.remat):
                 out |= {mesh: max(bound, out.get(mesh, 0.0)) for mesh, bound in bounds.items()}
-        return out
+        others = self.others(way)
+        return {mesh: max(bound, others.get(mesh, 0.0)) for mesh, bound in out.items()}
 
     def attempt(self, way: Way, *, quick: bool = False) -> Outcome[T] | Beaten:
         """What comes of a way; it is kept if it is the best."""

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.passes.ir.fusion import Moved
 from alpa_lite.passes.sharding.groups import Dims
 from alpa_lite.strategy import Factor, StrategyGraph
 
@@ -67,6 +68,7 @@ class Space:
       late_from: program point from which a use counts as late (see `build`); None if uses are not split.
       buffer_values: for each of the program's buffers, the value that it holds.
       shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
+      moved: op index -> what the operation reads and writes on one device.
     """
 
     mesh: LogicalMesh
@@ -77,6 +79,7 @@ class Space:
     late_from: int | None
     buffer_values: tuple[int, ...]
     shares: Mapping[tuple[int, int], float]
+    moved: Mapping[int, Moved]
 
 
 def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:

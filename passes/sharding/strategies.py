@@ -120,7 +120,10 @@ class _Builder:
             names=tuple(self.grouping.groups[n.group].name for n in nodes),
         )
         shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
-        return Space(self.mesh, program, tuple(nodes), tables.node_of, tuple(moves), tables.late_from, held, shares)
+        return Space(
+            self.mesh, program, tuple(nodes), tables.node_of, tuple(moves), tables.late_from, held, shares,
+            self.shared.moved,
+        )  # fmt: skip
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""

@@ -13,7 +13,7 @@ import pytest
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.layers.remat import Remat
-from alpa_lite.passes.programs.outcomes import GAIN, Outcome, Unfinished, Way
+from alpa_lite.passes.programs.outcomes import GAIN, Outcome, Unfinished, Way, unknown
 from alpa_lite.passes.programs.ways import ANY, begun, best
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.sharding.lessons import Beaten, Lessons
@@ -389,9 +389,9 @@ def test_what_cannot_undercut_a_method_is_not_tried() -> None:
     model = Model(budget=30.0, slower=0.0, missing=0.0)
     method = begun(model, None, floor=10.0, budget=30.0)
     assert (method.found, method.free, model.tried) == (None, 1.0, [Way(1)])
-    assert method.rest(1.0) is None and model.tried == [Way(1)]
+    assert method.rest(1.0, unknown) is None and model.tried == [Way(1)]
     method = begun(Model(budget=30.0, slower=0.0, missing=0.0), None, floor=10.0, budget=30.0)
-    found = method.rest(math.inf)
+    found = method.rest(math.inf, unknown)
     assert found is not None and found[0] == Way(4)
     roomy = begun(Model(budget=100.0), None, floor=10.0, budget=100.0)
     assert roomy.found is not None and roomy.free == math.inf
