@@ -231,7 +231,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
-    little to repay the search, none is searched. Some time after pipelines is again for one mesh (`LONGER`).
+    little to repay the search, none is searched, and all of the time is for one mesh. After pipelines some is again
+    (`LONGER`).
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
@@ -243,7 +244,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         except InfeasibleError as error:
             reason = error
     if mesh is not None and mesh.whole is not None and not worth_a_pipeline(mesh.whole, mesh.seconds):
-        staged = one_mesh.finished(run, asked, mesh.longer(after(asked, mesh)))
+        staged = one_mesh.finished(run, asked, mesh.longer(asked.deadline))
         return beside(staged, "pipeline", "not searched: one mesh communicates too little for one to pay")
     found, why, note = None, "", ""
     try:
