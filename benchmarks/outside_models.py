@@ -254,11 +254,14 @@ def table(rows: dict[str, Any]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for of in ("issue", "published", "toy"):
-        seconds = sorted(row["seconds"] for name, row in rows.items() if CASES[name].of == of and "seconds" in row)
-        if seconds:
+        planned = [row for name, row in rows.items() if CASES[name].of == of and "seconds" in row]
+        if planned:
+            seconds = [row["seconds"] for row in planned]
+            beyond = statistics.median(row["seconds"] - row["planning_seconds"]["tracing"] for row in planned)
             lines += [
                 "",
-                f"{of}: {len(seconds)} planned, median {statistics.median(seconds):.1f} s, most {seconds[-1]:.1f} s",
+                f"{of}: {len(planned)} planned, median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s; "
+                f"beyond tracing, median {beyond:.1f} s",
             ]
     measured = {
         (row["environment"]["date"], row["environment"]["jax"]) for row in rows.values() if "environment" in row
