@@ -1,7 +1,8 @@
 """One mesh: the whole step as one executable on all devices, with a loop over micro-batches in it where that pays.
 
 Where nothing but the fastest plan is asked for, textbook plans are evaluated first (`textbook_first`): the search
-begins with the best of them, so that its plan is never slower than any, however little time there is.
+begins with the best of them, so that its plan is never slower than any (to `search.CLOSED`), however little time there
+is.
 
 A search that ran out of time can go on (`OneMesh.longer`): pipelines are searched in between.
 """

@@ -1,4 +1,4 @@
-"""Textbook plans: `Auto` and `Sharded` are never slower than any of them, to 1 in 10,000 (`SAME`).
+"""Textbook plans: `Auto` and `Sharded` are never slower than any of them, to 1 in 10,000 (`search.CLOSED`).
 
 Their operations are fixed (`sharding.textbook`), so that each is one integer program of few choices on the mesh of one
 axis, solved in tenths of a second; and they share the analysis of the step with the search that follows. They are
@@ -49,10 +49,6 @@ EACH = 8.0
 """Seconds that solving one program of a method may take; they take tenths."""
 
 
-SAME = 1e-4
-"""Relative difference of seconds that plans are said to be equal within: the gap at which programs count as solved."""
-
-
 @dataclass(frozen=True, eq=False)
 class TextbookPlans:
     """What was evaluated.
@@ -74,7 +70,7 @@ class TextbookPlans:
           others: what no plan of a way undercuts, by mesh, with the operations of any method.
         """
         best: Way | None = None
-        seconds *= 1 - SAME
+        seconds *= 1 - search.CLOSED
         for method in sorted(self.left, key=lambda method: method.free):
             if method.free >= seconds:
                 continue

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import alpa_lite
 from alpa_lite import compiler
-from alpa_lite.cluster import Cluster, Link
+from alpa_lite.cluster import Cluster
 from alpa_lite.passes import stages
 from alpa_lite.passes.stages import submeshes
+from tests.mlps import mlp, two_machines
 
 LAYERS, WIDTH = 4, 512
-MACHINES = Cluster(
-    device="two machines", platform="cuda", nodes=2, devices_per_node=4, memory=2**30, peak_flops=(("f32", 1e13),),
-    memory_bandwidth=1e12, node_link=Link(1e11, 1e-6), network_link=Link(1e9, 1e-5),
-)  # fmt: skip
-
-
-def mlp(width: int, batch: int, layers: int = LAYERS) -> tuple[Any, Any]:
-    def step(state: Any, batch: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            x = batch
-            for w in weights:
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-    f32 = jnp.dtype("float32")
-    weights = [jax.ShapeDtypeStruct((width, width), f32) for _ in range(layers)]
-    return step, (weights, jax.ShapeDtypeStruct((batch, width), f32))
+MACHINES = two_machines(2**30, 1e9)
 
 
 def planned(method: Any, **options: Any) -> alpa_lite.Plan:
-    step, args = mlp(WIDTH, 4096)
+    step, args = mlp(WIDTH, 4096, LAYERS)
     return alpa_lite.make_plan(step, *args, cluster=MACHINES, method=method, verify="off", **options)
 
 
@@ -70,7 +50,7 @@ def test_a_small_step_is_planned_without_layers(monkeypatch) -> None:
         raise AssertionError("layers of a step that no pipeline can repay are priced")
 
     monkeypatch.setattr(stages, "priced", priced)
-    step, args = mlp(128, 256)
+    step, args = mlp(128, 256, LAYERS)
     plan = alpa_lite.make_plan(step, *args, cluster=Cluster.local(), verify="off")
     assert len(plan.stages) == 1
     assert not any("no pipeline was compared" in note for note in plan.notes)

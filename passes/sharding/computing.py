@@ -156,8 +156,8 @@ _BLOCK = 0.01
 def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
     """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
 
-    However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no
-    less than 1 / D of its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh.
+    However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no less than 1 / D of
+    its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh.
 
     Args:
       space: of a mesh, whose groups have been priced.

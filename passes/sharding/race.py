@@ -65,21 +65,21 @@ LITTLE = "not searched: it could save too little"
 GROWTH = 6.0
 """How many times longer building and bounding a program takes for a mesh of one more axis, by rule of thumb.
 
-For meshes of two and three axes of a U-Net, two convolutional nets and a language model it took 4.6 to 7.6 times.
+With three axes in place of two it took four to eight times as long, of a U-Net, two convolutional nets and a language
+model.
 """
+
+CLOSED = 1e-4
+"""The relative gap of a proof, as of `solve.solve`: plans that differ by no more are said to be equal."""
 
 
 @dataclass(frozen=True)
 class Least:
-    """Bytes per device of a mesh: `bound`, that no plan undercuts, and `peak`, of a plan with few.
-
-    No plan of any mesh of as many devices has less than `anywhere`.
-    """
+    """Bytes per device of a mesh: `bound`, that no plan undercuts, and `peak`, of a plan with few."""
 
     bound: float
     peak: float
     mesh: LogicalMesh
-    anywhere: float = 0.0
 
 
 class Race:
@@ -89,7 +89,7 @@ class Race:
       tried: shapes with their programs and bounds.
       best: mesh, program and solution.
       meshes: all shapes. bounds: seconds that none of its plans undercuts, whatever the budget, where that is known.
-      at_peak: seconds that no plan of any shape undercuts, once one is tried.
+      at_peak, in_equal_parts: seconds, and bytes per device, that no plan of any shape undercuts, once one is tried.
       least: bytes per device of what was tried, where all of it is known to exceed the budget.
       slowest: seconds that building and bounding a program took at most, by the number of axes of the mesh.
       seconds: of the best. speedup: how many times below its objective the seconds of a plan may be.
@@ -104,7 +104,7 @@ class Race:
         self.tried: list[tuple[solve.Bound, Problem, Space]] = []
         self.best: tuple[LogicalMesh, Space, Solution] | None = None
         self.seconds = math.inf
-        self.meshes, self.at_peak = tuple(meshes), 0.0
+        self.meshes, self.at_peak, self.in_equal_parts = tuple(meshes), 0.0, 0.0
         self.bounds = {mesh: bound for mesh, bound in lessons.bounds.items() if mesh in meshes}
         self.slowest: dict[int, float] = {}
         self.least: Least | None = None
@@ -138,7 +138,7 @@ class Race:
         if several:
             bound.improve()
         if not self.tried:
-            self.at_peak = problem.at_peak(space)
+            self.at_peak, self.in_equal_parts = problem.at_peak(space), problem.in_equal_parts(space)
         bound.seconds = max(bound.seconds, self.bounds.get(problem.mesh, self.at_peak))
         self.tried.append((bound, problem, space))
         self._note(problem.mesh, 0.0, bound.seconds)
@@ -205,31 +205,28 @@ class Race:
         for problem in problems:
             if deadline.over:
                 return
-            space = problem.build(regather=problem.platform not in strategies.MERGING)
-            bound, peak = solve.bound_of_peak(space.program, time_limit=deadline.left)
+            program = problem.build(regather=problem.platform not in strategies.MERGING).program
+            bound, peak = solve.bound_of_peak(program, time_limit=deadline.left)
             if bound <= self.budget:
                 return
-            found.append(Least(bound, peak, problem.mesh, problem.in_equal_parts(space)))
+            found.append(Least(bound, peak, problem.mesh))
         self.least = min(found, key=lambda least: least.bound)
 
+    @property
     def overflows(self) -> bool:
-        """Whether equal parts of what lives exceed the budget, by the shape entered first; `least` is set if so."""
-        _, problem, space = self.tried[0]
-        anywhere = problem.in_equal_parts(space)
-        if anywhere > self.budget:
-            self.least = Least(anywhere, math.inf, problem.mesh, anywhere)
-        return anywhere > self.budget
+        """Whether equal parts of what lives exceed the budget."""
+        return self.in_equal_parts > self.budget
 
     @property
     def hopeless(self) -> bool:
-        """Whether no shape will do: the first need far more than the budget, or equal parts more than that."""
-        if self.least is None:
-            return False
-        return self.least.bound > _HOPELESS * self.budget or self.least.anywhere > self.budget
+        """Whether the first shapes are known to exceed the budget so far that none will do, or equal parts do."""
+        return self.least is not None and (self.overflows or self.least.bound > _HOPELESS * self.budget)
 
     def beaten(self, *, tried_all: bool = True) -> Beaten:
         """What to raise where nothing below the cutoff was found."""
-        least = self.least.bound if self.least and math.isfinite(self.least.bound) else 0.0  # else no layout is allowed
+        least = self.in_equal_parts if self.overflows else 0.0
+        if self.least is not None and math.isfinite(self.least.bound):  # else no layout is allowed
+            least = self.least.bound
         wider = self.least is not None and not tried_all and not self.hopeless
         return Beaten(dict(self.bounds), least, wider)
 
@@ -285,7 +282,7 @@ class Race:
         least = min(max(self._within.get(one, 0.0), self.bounds.get(one, self.at_peak)) for one in self.meshes)
         if least < solution.bound * (1 - _EQUAL):
             solution = replace(solution, bound=least)
-            solution = solution if solution.gap <= _CLOSED else replace(solution, status="feasible")
+            solution = solution if solution.gap <= CLOSED else replace(solution, status="feasible")
         free = min(self.free, solution.objective)
         return Found(mesh, space, solution, choice_of(space, solution), tuple(rows), free, dict(self.bounds), rest)
 
@@ -368,7 +365,7 @@ class Problem:
     platform: str
     build: Callable[..., Space]
     at_peak: Callable[[Space], float]
-    in_equal_parts: Callable[[Space], float] = lambda space: 0.0
+    in_equal_parts: Callable[[Space], float]
 
 
 def solved(
@@ -406,5 +403,4 @@ _GRACE = 1.0  # seconds that the first shape may be solved for, though the time 
 _HOPELESS = 2.0  # times the budget: if the first meshes need more, no mesh of as many devices will do
 _IMPROVED = 2  # times that a bound is improved before the mesh is solved
 _NEAR = 2e-3  # relative difference to the seconds without a budget that gathering again is not tried for
-_CLOSED = 1e-4  # the gap of a proof, as of `solve.solve`
 _EQUAL = 1e-9  # relative difference of seconds that is rounding

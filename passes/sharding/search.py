@@ -40,14 +40,14 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import Lessons, ordered
 from alpa_lite.passes.sharding.overlapped import OverlappedRace
-from alpa_lite.passes.sharding.race import LATE, LITTLE, Found, Plain, Problem, Race, Rest
+from alpa_lite.passes.sharding.race import CLOSED, LATE, LITTLE, Found, Plain, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-__all__ = ["LATE", "LITTLE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
+__all__ = ["CLOSED", "LATE", "LITTLE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
 
 
 def search(
@@ -102,7 +102,7 @@ def search(
     if not waiting:
         return _nothing_left(race)
     race.enter(waiting.pop(0), several=count > 1)
-    if math.isfinite(cutoff) and race.overflows():
+    if math.isfinite(cutoff) and race.overflows:
         raise race.beaten()
     rest = functools.partial(_all, traced, race, waiting, cluster, cutoff, time_limit, progress)
     short = max(race.slowest.values()) * count > _SHORT * deadline.left

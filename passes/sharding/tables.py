@@ -157,10 +157,8 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
 
 def in_equal_parts(shared: Shared, space: Space, devices: int) -> float:
     """Bytes per device that no layouts on any mesh of so many devices have less of: an equal part of all that lives."""
-    tables, values = (
-        shared.of([node.members for node in space.nodes], space.late_from is not None),
-        shared.traced.graph.values,
-    )
+    tables = shared.of([node.members for node in space.nodes], space.late_from is not None)
+    values = shared.traced.graph.values
     start, end = (np.array([getattr(one, side) for one in tables.kept], dtype=int) for side in ("start", "end"))
     whole = np.array([float(values[one.value].nbytes * one.count) for one in tables.kept])
     return float(timeline(tables.points, start, end, whole).max(initial=0.0)) / devices
