@@ -232,7 +232,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
     little to repay the search, none is searched, and all of the time is for one mesh. After pipelines some is again
-    (`LONGER`).
+    (`LONGER`), and all that is left where there was no time for any.
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
@@ -264,7 +264,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is None:
         assert found is not None
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    mesh = mesh.longer(after(asked, mesh), math.inf if found is None else found.seconds)
+    end = after(asked) if mesh.chosen is not None and not note else asked.deadline
+    mesh = mesh.longer(end, math.inf if found is None else found.seconds)
     if mesh.chosen is None:
         assert found is not None
         found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
@@ -293,10 +294,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
 
 
-def after(asked: Asked, mesh: OneMesh) -> Deadline:
-    """Until when one mesh is searched on, after pipelines."""
-    if mesh.chosen is None:
-        return asked.deadline
+def after(asked: Asked) -> Deadline:
+    """Until when one mesh that has a plan is searched on, after pipelines."""
     return asked.within(LONGER * asked.options.search_time_limit).deadline
 
 

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 REALISING = 1.7
 """How long planning the chosen stages takes, as a multiple of tracing: 1.3 to 1.7 for models of 24 to 64 layers."""
 
+CHOOSING = 1.0
+"""How long choosing stages takes at least, as a multiple of tracing: 1.0 to 1.3 for four models of 28 to 53 layers."""
+
 LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
 
@@ -101,8 +104,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       OutOfTime: without `must`, no pipeline could be evaluated in the time.
       Slower: none is faster than one mesh.
     """
-    if not must and asked.deadline.left <= reserve(run):
-        raise OutOfTime  # there is no time to plan stages, so that none need be chosen
+    if not must and asked.deadline.left <= reserve(run) + CHOOSING * run.seconds["tracing"]:
+        raise OutOfTime  # there is no time to choose stages and to plan them
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if math.isfinite(below):
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)

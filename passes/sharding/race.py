@@ -153,13 +153,20 @@ class Race:
         fewer = max((known for known in self.slowest if known < axes), default=0)
         return self.slowest[fewer] * GROWTH ** (axes - fewer) if fewer else max(self.slowest.values(), default=0.0)
 
-    def repays(self, mesh: LogicalMesh, deadline: Deadline) -> bool:
-        """Whether entering a shape, and solving it in as long, is repaid by what its plans may save; noted if not."""
-        gain = self._cutoff(mesh) - self.bounds.get(mesh, self.at_peak)
-        repays = deadline.patience(gain) >= 2 * self.entering(mesh)
-        if not repays:
-            self._put(self.method, mesh, None, LITTLE)
-        return repays
+    def refusal(self, mesh: LogicalMesh, deadline: Deadline) -> str:
+        """Why a shape is not entered, as the status of its candidate, which is noted; none if it is.
+
+        Its bound may reach the cutoff. Or entering it, and solving it in as long, takes more than is left, or than what
+        its plans may save repays.
+        """
+        if self.is_beaten(mesh):
+            return "cutoff"
+        gain, takes = self._cutoff(mesh) - self.bounds.get(mesh, self.at_peak), 2 * self.entering(mesh)
+        if deadline.patience(gain) >= takes:
+            return ""
+        status = LATE if deadline.left < takes else LITTLE
+        self._put(self.method, mesh, None, status)
+        return status
 
     def begin(self, deadline: Deadline, other: Problem | None) -> bool:
         """Solves the first shape and another, roughly if need be: something to return, or to know that neither fits.

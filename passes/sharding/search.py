@@ -140,7 +140,7 @@ def restricted(
     (problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
     race = _race(shared, cluster, method, [problem.mesh], budget, cutoff, Lessons(), settled)
     race.enter(problem, several=True)
-    if race.free >= race.speedup * below:
+    if race.free >= race.speedup * below or race.overflows:
         raise race.beaten()
     race.weigh([problem], Deadline(time_limit))  # takes a tenth of proving that nothing fits
     if race.least is None:
@@ -194,11 +194,15 @@ def _all(
 ) -> Found:  # fmt: skip
     """The rest of a search: all meshes. Raises as `search`."""
     bounding, count = deadline.within(_BOUNDING * deadline.left), len(race.meshes)
+    late: list[Problem] = []
     while waiting and not bounding.over:
         problem = waiting.pop(0)
-        if not race.is_beaten(problem.mesh) and race.repays(problem.mesh, deadline):
+        refusal = race.refusal(problem.mesh, deadline)
+        if not refusal:
             progress("mesh shapes bounded", len(race.tried), count)
             race.enter(problem, several=True)
+        late += [problem] * (refusal == LATE)
+    waiting = late + waiting
     race.run(deadline.within(time_limit), progress)
     if race.best is None and math.isfinite(cutoff):
         race.weigh([problem for _, problem, _ in race.tried], deadline)

@@ -15,6 +15,7 @@ from alpa_lite.graph import Lit
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
+from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.layers.rematerialisation import is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
@@ -41,6 +42,7 @@ class LayerCost:
     Attributes:
       mesh_shape: of the best logical mesh.
       forward, backward: seconds for one micro-batch.
+      adding: of `backward`, seconds that do not depend on the size of a micro-batch: gradients added to their sums.
       update: seconds once a step, with what is computed before the micro-batches.
       fixed: bytes per device of arguments and of what is computed before the micro-batches.
       saved: bytes per device and micro-batch of what the backward pass reads of the forward pass.
@@ -64,6 +66,7 @@ class LayerCost:
     entering: float
     temporary: float
     apart: float = 0.0
+    adding: float = 0.0
     shared: tuple[int, int] = (1, 1)
 
     def spread(self, devices: int, factor: float = 1.0) -> LayerCost:
@@ -73,7 +76,7 @@ class LayerCost:
           factor: how many times more device-seconds of the passes there are than on one.
         """
         fields = {name: value / devices for name, value in vars(self).items() if isinstance(value, float | int)}
-        for name in ("forward", "backward", "again"):
+        for name in ("forward", "backward", "again", "adding"):
             fields[name] *= factor
         return LayerCost(mesh_shape=(), shared=(1, 1), **fields)
 
@@ -158,8 +161,19 @@ def _cost(planned: PlannedStage) -> LayerCost:
         entering=held.entering,
         temporary=max(planned.temporary.values(), default=0),
         apart=_apart(planned),
+        adding=_adding(planned),
         shared=_shared(planned),
     )
+
+
+def _adding(planned: PlannedStage) -> float:
+    """Seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
+    segment = planned.segments.of("backward")
+    if segment is None:
+        return 0.0
+    sums = {op.index for op, _ in ScanView(scan_op(planned.graph.traced, planned.graph.scan)).accumulators.values()}
+    items = [item for item in segment.instructions if isinstance(item, Compute) and item.op.index in sums]
+    return planned.prices.compute(items) / planned.runs(segment)
 
 
 def _shared(planned: PlannedStage) -> tuple[int, int]:

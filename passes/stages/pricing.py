@@ -33,7 +33,7 @@ from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
 
-_ONCE = ("update", "fixed", "leading", "parts")  # tables of what does not depend on the size of a micro-batch
+_ONCE = ("update", "fixed", "adding", "leading", "parts")  # tables of what does not depend on the size of a micro-batch
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -57,9 +57,9 @@ class Priced:
       layers: those of the step; identical ones are one.
       known: the costs that were worked out.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
-      tables: name -> [layers, kinds, variants]: `forward`, `backward`, `update` in seconds, `fixed`, `inflight`,
-        `split` (in flight with a split backward pass), `temporary` in bytes per device; `leading` and `parts`, both of
-        `LayerCost.shared`.
+      tables: name -> [layers, kinds, variants]: `forward`, `backward` without `adding`, `update` in seconds, `fixed`,
+        `inflight`, `split` (in flight with a split backward pass), `temporary` in bytes per device; `leading` and
+        `parts`, both of `LayerCost.shared`.
     """
 
     step: Divisible
@@ -79,7 +79,8 @@ class Priced:
     @property
     def least_seconds(self) -> float:
         """What no pipeline undercuts by these costs: all devices compute all the time, an equal part of each layer."""
-        passes = sum(cost.forward + cost.backward for cost in (layer.least(self.cluster) for layer in self.layers))
+        least = [layer.least(self.cluster) for layer in self.layers]
+        passes = sum(cost.forward + cost.backward - cost.adding for cost in least)
         return passes * self.scale * self.num_microbatches / self.cluster.num_devices
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
@@ -126,7 +127,10 @@ class Priced:
         return parts / np.gcd(parts, leading)
 
     def costs(self, count: int) -> StageCosts:
-        """The costs for a number of micro-batches, scaled by the size of a micro-batch."""
+        """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
+
+        Adding a gradient to its sum takes as long whatever the size: what more micro-batches cost.
+        """
         scale = self.num_microbatches / count
         shared = scale * self.repeated(scale)
         layers = self.step.layering.layers
@@ -139,7 +143,7 @@ class Priced:
         return ranges.from_layers(
             count,
             forward=self.tables["forward"] * shared,
-            backward=self.tables["backward"] * shared,
+            backward=self.tables["backward"] * shared + self.tables["adding"],
             update=self.tables["update"],
             fixed_bytes=self.tables["fixed"],
             inflight_bytes=self.tables["inflight"] * shared,
@@ -243,7 +247,8 @@ def _rows(layer: Layer, costs: Priced, known: Mapping[Key, LayerCost]) -> list[l
         for price in range(1, len(layer_costs.PRICES)):
             other = bound
             if free is not None:
-                seconds = {name: getattr(free, name) for name in ("forward", "backward", "update", "again")}
+                names = ("forward", "backward", "adding", "update", "again")
+                seconds = {name: getattr(free, name) for name in names}
                 other = replace(least.spread(number), **seconds)
             row.append(known.get((layer, kind, price), other))
         rows.append(row)
@@ -257,7 +262,7 @@ def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.ndarray]:
     shape = len(layers), len(layers[0]), len(VARIANTS)
-    names = "forward", "backward", "update", "fixed", "inflight", "split", "temporary", "leading", "parts"
+    names = "forward", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "leading", "parts"
     out = {name: np.zeros(shape) for name in names}
     for n, kinds in enumerate(layers):
         for k, offers in enumerate(kinds):
@@ -265,7 +270,8 @@ def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.nda
                 cost = offers[price]
                 again = {"none": 0.0, "layer": cost.forward, "selective": cost.again}[remat]
                 saved = {"none": cost.saved, "layer": 0.0, "selective": cost.kept}[remat]
-                out["forward"][n, k, v], out["backward"][n, k, v] = cost.forward, cost.backward + again
+                out["forward"][n, k, v], out["adding"][n, k, v] = cost.forward, cost.adding
+                out["backward"][n, k, v] = cost.backward - cost.adding + again
                 out["update"][n, k, v], out["fixed"][n, k, v] = cost.update, cost.fixed
                 out["inflight"][n, k, v] = cost.entering + saved
                 out["split"][n, k, v] = max(cost.entering + saved, cost.apart)

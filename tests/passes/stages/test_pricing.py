@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,16 @@ import numpy as np
 import pytest
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.options import Pipeline
+from alpa_lite.passes import factors
+from alpa_lite.passes.layers import division
+from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.stages import pricing
 from alpa_lite.passes.stages.choosing import best
 from alpa_lite.passes.stages.pricing import Priced, link_seconds
+from alpa_lite.passes.tracing import tracing
+from tests.mlps import mlp, two_machines
 
 
 @pytest.mark.parametrize(
@@ -59,3 +67,26 @@ def test_of_the_cuts_between_submeshes_of_a_node_one_crosses_the_network(
     across = 30e-6 + 67e6 / 3.125e9
     assert mean[0] == pytest.approx(share * across + (1 - share) * within[0])
     assert slowest[0] == pytest.approx(across if share else within[0])
+
+
+def priced(microbatches: int) -> Priced:
+    """Layers of a step of 8,192 examples on one device, whose memory is slow."""
+    step, args = mlp(1024, 8192, 4)
+    names: Any = {"batch_argnums": "auto", "batch_argnames": (), "static_argnums": (), "static_argnames": ()}
+    traced = tracing.trace(step, args, {}, **names)
+    loops = loop.accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), microbatches)
+    cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11)
+    return pricing.priced(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
+
+
+def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> None:
+    """Priced with micro-batches of 4,096 examples, or of 1,024, where it is a sixth of the backward pass."""
+    few, many = priced(2), priced(8)
+    assert len(few.layers) == len(many.layers)
+    scaled, exact = few.costs(8), many.costs(8)
+    for name in ("forward", "backward"):
+        one, other = ([getattr(costs, name)[n, n + 1, 0, 0] for n in range(4)] for costs in (scaled, exact))
+        assert one == pytest.approx(other, rel=0.06)
+    assert few.costs(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
+    assert few.rescaled(many.step).costs(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
+    assert few.least_seconds == pytest.approx(many.least_seconds, rel=0.03)
