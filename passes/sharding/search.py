@@ -142,7 +142,8 @@ def restricted(
     race.enter(problem, several=True)
     if race.free >= race.speedup * below or race.overflows:
         raise race.beaten()
-    race.weigh([problem], Deadline(time_limit))  # takes a tenth of proving that nothing fits
+    if not race.tried[0][0].fits:
+        race.weigh([problem], Deadline(time_limit))  # takes a tenth of proving that nothing fits
     if race.least is None:
         race.run(Deadline(time_limit))
     if race.best is None:

@@ -113,10 +113,12 @@ class Bound:
     def __init__(self, graph: StrategyGraph) -> None:
         """Raises ValueError as `solve`."""
         self.improved, self.seconds, self.known = 0, 0.0, Known(graph)
+        self._ascent: Ascent | None = None
         try:
-            self._ascent = Ascent(consistent(forget_memory(self.known.problem)).problem)
+            self._restriction = consistent(forget_memory(self.known.problem))
+            self._ascent = Ascent(self._restriction.problem)
         except Contradiction:
-            self._ascent, self.seconds = None, math.inf
+            self.seconds = math.inf
 
     def improve(self) -> None:
         """Raise the bound: mostly within a tenth of the optimum at first, and within a few percent after that."""
@@ -125,6 +127,11 @@ class Bound:
             self._ascent.sweep(SWEEPS)
             self.seconds = max(self.seconds, self._ascent.bound)
             self.known.messages = self._ascent.messages
+
+    @property
+    def fits(self) -> bool:
+        """Whether the choice that the bound suggests stays within the budget."""
+        return self._ascent is not None and self.known.problem.fits(self._restriction.lift(self._ascent.choice()))
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:

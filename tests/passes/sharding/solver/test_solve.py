@@ -190,6 +190,19 @@ def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
 
 
 @settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_what_a_bound_suggests_fits_only_where_something_does(seed):
+    """With a budget that all choices keep to it fits, with one that none keeps to it does not."""
+    graph = random_graph(np.random.default_rng(seed), memory=True, forbidden=0.0)
+    peaks = [peak for _, peak, _ in brute_force(graph)]
+    for budget, known in ((max(peaks), True), (min(peaks) - 1.0, False)):
+        bound = solve.Bound(with_budget(graph, budget))
+        assert bound.fits is known
+        bound.improve()
+        assert bound.fits is known
+
+
+@settings(max_examples=60, deadline=None)
 @given(SEEDS, st.floats(0.3, 1.7))
 def test_cutoff(seed, factor):
     graph = random_graph(np.random.default_rng(seed), forbidden=0.0)
