@@ -22,17 +22,17 @@ stage can run when all of round r - 1 has been exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir.flow import made_of, needed, producers, reach, reads, values_in
+from alpa_lite.passes.ir.flow import made_of, producers, reach, reads, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.pruning import indexed
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Assignment
+from alpa_lite.passes.stages import ordering
 from alpa_lite.passes.stages.sums import split_sums
 
 PortKind = Literal["argument", "copy", "crossing", "late"]
@@ -171,21 +171,7 @@ class _Step:
         carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
         makers = {op.index: op for op in map(self.made_by.get, reached) if op is not None and op.index in self.shared}
         ops = sorted([*own, *makers.values()], key=lambda op: self.place[op.index])
-        return self._late(ops, makers.keys()), carries
-
-    def _late(self, ops: Sequence[Op], copies: AbstractSet[int]) -> list[Op]:
-        """The ops with copies right before what reads them first: stages that differ in nothing else are identical."""
-        makers = {value: op for op in ops if op.index in copies for value in op.results}
-        out: dict[Op, None] = {}
-        for first in (*(op for op in ops if op.index not in copies), *ops):
-            stack = [first]
-            while stack:
-                missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in out]
-                if missing:
-                    stack += missing
-                else:
-                    out.setdefault(stack.pop())
-        return list(out)
+        return ordering.body(ops, makers.keys(), self.view.inputs.consts), carries
 
     def _place_carries(self) -> None:
         """Decides who holds each carry and returns each result of the scan."""
@@ -194,11 +180,12 @@ class _Step:
             if isinstance(atom, int):
                 self.carried_as.setdefault(atom, []).append(i)
         self.body_ops: list[list[Op]] = []
-        self.carries: list[set[int]] = []
+        self.carries: list[list[int]] = []  # as the body reads them
         for stage in range(self.assignment.num_stages):
             ops, carries = self.body_needs(stage)
             self.body_ops.append(ops)
-            self.carries.append(carries)
+            read = dict.fromkeys(self.carry_of[v] for op in ops for v in reads(op) if v in self.carry_of)
+            self.carries.append([*(i for i in read if i in carries), *sorted(carries - read.keys())])
         self.owner_of_result: dict[int, int] = {}
         for i, (value, atom) in enumerate(zip(self.scan.results, self.body.outputs, strict=True)):
             is_carry = i < self.view.num_carry
@@ -231,20 +218,21 @@ class _Step:
                 value_round[value] = number
                 self.stage_of[value] = stage
         self.value_round = value_round
+        ends = [carried.end for carried in self.view.carries]
+        for stage, ops in enumerate(self.update):
+            sums = [ends[i] for i in self.carries[stage]]
+            self.update[stage] = ordering.update(ops, self.round_of, sums)
 
-    def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], set[int]]:
+    def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], list[int]]:
         """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
-        reached = needed(values_in(atoms), self.before)
-        makers = {op.index: op for op in map(self.before.get, reached) if op is not None}
-        ops = sorted(makers.values(), key=lambda op: self.place[op.index])
-        return ops, {value for value in reached if value in self.argument or value in self.constant}
+        return ordering.needed(values_in(atoms), self.before)
 
     def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
         atoms: list[Atom] = []
-        used = {value for op in self.body_ops[stage] for value in reads(op)}
+        used = dict.fromkeys(value for op in self.body_ops[stage] for value in reads(op))
         atoms += [self.outer[value] for value in used if value in self.outer]
-        atoms += [self.view.operands.carry[i] for i in sorted(self.carries[stage])]
+        atoms += [self.view.operands.carry[i] for i in self.carries[stage]]
         for atom, result in self.view.ys:  # results that are inputs of the body
             if self.owner_of_result[result] == stage and isinstance(atom, int) and atom in self.outer:
                 atoms.append(self.outer[atom])
@@ -254,11 +242,11 @@ class _Step:
 
     def _place_outputs(self) -> None:
         """The stage of every flat result, and the owner of every state argument."""
-        self.reached = [self._reach(self.read_by(stage)) for stage in range(self.assignment.num_stages)]
+        self.reached = [
+            dict.fromkeys(self._reach(self.read_by(stage))[1]) for stage in range(self.assignment.num_stages)
+        ]
         new_value = {argument: output for output, argument in self.traced.state}
-        readers = {
-            value: [s for s, (_, inputs) in enumerate(self.reached) if value in inputs] for value in self.argument
-        }
+        readers = {value: [s for s, inputs in enumerate(self.reached) if value in inputs] for value in self.argument}
         replaces = dict(self.traced.state)
         self.output_stage: list[int] = []
         for number, atom in enumerate(self.block.outputs):
@@ -283,7 +271,7 @@ class _Step:
         self.late_in: list[list[int]] = []
         for stage, ops in enumerate(self.body_ops):
             own = {op.index for op in ops}
-            outputs = [self.view.outputs.carry[i] for i in sorted(self.carries[stage])]
+            outputs = [self.view.outputs.carry[i] for i in self.carries[stage]]
             used = values_in([*(a for op in ops for a in op.operands), *outputs])
             found = [v for v in dict.fromkeys(used) if v in self.made_by and self.made_by[v].index not in own]
             self.crossing_in.append(found)
@@ -317,14 +305,14 @@ class _Stage:
 
     def build(self) -> StageGraph:
         step, number = self.step, self.number
-        outputs = [i for i, stage in enumerate(step.output_stage) if stage == number]
+        outputs = self._outputs()
         finals = [step.block.outputs[i] for i in outputs]
         whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
-        arguments, ports = self._arguments(read, outputs)
+        arguments, ports = self._arguments(read)
         scan, stacks_in, stacks_out = self._scan()
         update = step.update[number]
         late_in, late_out = step.late_in[number], step.late_out[number]
-        constants = sorted(v for v in read if v in step.constant)
+        constants = [v for v in read if v in step.constant]
         inputs = (*arguments, *stacks_in.values(), *late_in, *constants)
         results = (*finals, *stacks_out.values(), *late_out)
         input_ports = (
@@ -356,21 +344,33 @@ class _Stage:
             num_slices=assignment.num_slices,
         )
 
-    def _arguments(self, read: set[int], outputs: Sequence[int]) -> tuple[list[int], list[Port]]:
+    def _outputs(self) -> list[int]:
+        """The results of the step that this stage gives, as they are made."""
+        step, number = self.step, self.number
+        own = [i for i, stage in enumerate(step.output_stage) if stage == number]
+        ends = [carried.end for carried in step.view.carries]
+        made = [*step.reached[number], *(ends[i] for i in step.carries[number]), *step.view.results.ys]
+        made += [value for op in step.update[number] for value in op.results]
+        place: dict[Atom, int] = {value: n for n, value in enumerate(made)}
+        atoms = step.block.outputs
+        return sorted(own, key=lambda i: place.get(atoms[i], -1) if isinstance(atoms[i], int) else -1)
+
+    def _arguments(self, read: Iterable[int]) -> tuple[list[int], list[Port]]:
         """The arguments of the step that this stage takes: what it reads, and the state that it owns."""
         step = self.step
-        values, ports = [], []
-        for value, argument in step.argument.items():
+        owned = [value for value, argument in step.argument.items() if step.owner.get(argument) == self.number]
+        values = [value for value in dict.fromkeys((*read, *owned)) if value in step.argument]
+        ports = []
+        for value in values:
+            argument = step.argument[value]
             owner = step.owner.get(argument)
-            if value in read or owner == self.number:
-                values.append(value)
-                ports.append(Port("argument" if owner in (None, self.number) else "copy", argument))
+            ports.append(Port("argument" if owner in (None, self.number) else "copy", argument))
         return values, ports
 
     def _scan(self) -> tuple[list[Op], dict[int, int], dict[int, int]]:
         """The stage's scan over micro-batches, if it has one, and the stacked values that it takes and gives."""
         step, number, view = self.step, self.number, self.step.view
-        ops, held = step.body_ops[number], sorted(step.carries[number])
+        ops, held = step.body_ops[number], step.carries[number]
         owned = {value for value in step.scan.results if step.owner_of_result[value] == number}
         if not ops and not owned:
             return [], {}, {}

@@ -66,6 +66,38 @@ def test_stages_that_differ_are_no_twins(graphs: tuple[Any, Any]) -> None:
     assert other.twin is None and split.twin is None
 
 
+def named(state: Any, batch: jax.Array) -> Any:
+    """Adam on weights of layers by their names: half of what it does is leaf by leaf, and 10 is before 9."""
+
+    def loss(params: Any) -> jax.Array:
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        x = batch.astype(jnp.bfloat16)
+        for layer in range(len(params)):
+            own = half[f"layer_{layer}"]
+            x = x + jnp.tanh(x @ own["in"] + own["bias"]) @ own["out"]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params, first, second, count = state
+    value, grads = jax.value_and_grad(loss)(params)
+    first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+    second = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g**2, second, grads)
+    rate = 0.1 / jnp.sqrt(count + 1.0)
+    params = jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-8), params, first, second)
+    return (params, first, second, count + 1.0), value
+
+
+def test_stages_are_identical_whatever_the_order_of_the_names_of_their_layers() -> None:
+    """Layers 3 to 5, 6 to 8 and 9 to 11 of 13, of which 10 and 11 are before 9 by their names."""
+    layer = {"in": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH), "out": jnp.ones((WIDTH, WIDTH))}
+    params = {f"layer_{number}": layer for number in range(13)}
+    args = (params, params, params, jnp.zeros(())), jnp.ones((64, WIDTH))
+    graphs = pipeline_driver.staged(named, args, 5, 2, cuts=[3, 6, 9, 12]).graphs
+    first, *middle, last = map(planning.digest, graphs)
+    assert len(set(middle)) == 1 and first not in middle and last not in middle
+    paths = [graph.traced.arguments[0].path for graph in graphs]
+    assert len(set(paths)) == 5, paths
+
+
 def costs(planned: PlannedStage, name: str) -> list[Any]:
     table = getattr(planned, name)
     return [table[segment] for segment in planned.segments.items]

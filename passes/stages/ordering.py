@@ -1,0 +1,112 @@
+"""In which order a stage has its operations, arguments and results: in one that does not depend on names.
+
+Problem. Leaves of a pytree are in the order of their names, "layer_10" before "layer_7", and what a step does leaf by
+leaf (casts, sums of gradients, updates) is in that order, as its arguments and results are. Stages of as many equal
+layers then differ in nothing else, and identical ones are planned, lowered and verified once (`planning.digest`).
+
+Answer. Everything is in the order of its use by the layers, which the order of the body gives:
+
+    op of the body that nothing of a micro-batch goes into,
+    or that other stages have, too, such as a mask              right before what reads it first
+    op of the body that only one result is made of, such as
+    a sum or a gradient, if it has no effects                   right behind what it reads last
+    what is carried, arguments, ops that run once               as body and update first read them
+    op of the update                                            by round, then by the last sum that it depends on
+    result                                                      as they are made
+
+Each is a stable order of what depends on nothing later: it says when, and not what, a stage computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from alpa_lite.graph import Op
+from alpa_lite.passes.ir.flow import made_of_all, reads, users
+
+
+def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
+    """The ops of a stage's body, those of a leaf where their layer is.
+
+    Args:
+      ops: in program order.
+      copies: those that other stages have, too, by `Op.index`.
+      lasting: inputs of the body that are the same for every micro-batch.
+    """
+    same = made_of_all(ops, lasting)
+    early = {op.index for op in ops if op.index in copies or (same.issuperset(op.results) and not op.has_effects)}
+    return _behind(_before(ops, early), early)
+
+
+def _before(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
+    """The ops with early ones right before what reads them first."""
+    makers = {value: op for op in ops if op.index in early for value in op.results}
+    out: dict[Op, None] = {}
+    for first in (*(op for op in ops if op.index not in early), *ops):
+        _put(first, makers, out)
+    return list(out)
+
+
+def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
+    """The ops with those that only a result is made of right behind what they read last."""
+    readers, last = users(ops), set[int]()
+    for op in reversed(ops):
+        others = {other.index for value in op.results for other in readers.get(value, ())}
+        if len(others) <= 1 and others <= last and not op.has_effects:
+            last.add(op.index)
+    anchor: dict[int, int] = {}  # value -> the place of the last op that it depends on, those of `last` aside
+    keys: dict[int, tuple[int, bool]] = {}
+    for place, op in enumerate(ops):
+        behind = op.index in last and op.index not in early
+        at = max((anchor[value] for value in reads(op) if value in anchor), default=-1) if behind else place
+        keys[op.index] = at, behind
+        anchor |= dict.fromkeys(op.results, at)
+    return sorted(ops, key=lambda op: keys[op.index])
+
+
+def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) -> list[Op]:
+    """The ops of a stage's update, by round, and in it by the last sum that they depend on.
+
+    Args:
+      rounds: of each, by `Op.index`.
+      sums: the results of the loop over micro-batches, in order.
+    """
+    number = {value: n for n, value in enumerate(sums)}
+    keys: dict[int, tuple[int, int]] = {}
+    for op in ops:
+        depends = max((number[value] for value in reads(op) if value in number), default=-1)
+        keys[op.index] = rounds[op.index], depends
+        number |= dict.fromkeys(op.results, depends)
+    return sorted(ops, key=lambda op: keys[op.index])
+
+
+def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
+    """The ops that make some values, in the order in which they are needed; and what they read that nothing makes.
+
+    Each op is behind the makers of what it reads.
+    """
+    out: dict[Op, None] = {}
+    inputs: dict[int, None] = {}
+    for value in values:
+        if value in makers:
+            added = _put(makers[value], makers, out)
+            inputs |= dict.fromkeys(read for op in added for read in reads(op) if read not in makers)
+        else:
+            inputs[value] = None
+    return list(out), list(inputs)
+
+
+def _put(first: Op, makers: Mapping[int, Op], out: dict[Op, None]) -> list[Op]:
+    """Adds an op to what is there, behind the makers of what it reads; returns what was added."""
+    stack, added = [first], []
+    while stack:
+        missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in out]
+        if missing:
+            stack += missing
+            continue
+        op = stack.pop()
+        if op not in out:
+            out[op] = None
+            added.append(op)
+    return added
