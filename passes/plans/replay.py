@@ -145,6 +145,8 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
         for p in found
         if p in planned and found[p] != planned[p]
     ]
+    if not lines:  # the same in another order, as in plans of versions that kept them in the order of their names
+        return
     listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
     raise PlanError(
         f"the plan is for other arguments: {listed}. Plan again, or pass the arguments for which it was made."

@@ -130,6 +130,20 @@ def test_other_devices_and_arguments_are_refused():
         replayed(plan, arguments(layers=4))
 
 
+def test_arguments_of_a_stage_may_be_recorded_in_another_order():
+    """As plans of versions do that kept them in the order of their names."""
+    plan = planned()
+    (stage,) = plan.stages
+    other = {**stage.ingredients, "arguments": "a digest of another order"}
+    turned = dataclasses.replace(stage, arguments=stage.arguments[::-1], ingredients=other)
+    assert turned.arguments != stage.arguments
+    found = replayed(dataclasses.replace(plan, stages=(turned,)))
+    assert found.solution.objective == pytest.approx(plan.step_seconds)
+    fewer = dataclasses.replace(turned, arguments=turned.arguments[1:])
+    with pytest.raises(PlanError, match="is not in the plan"):
+        replayed(dataclasses.replace(plan, stages=(fewer,)))
+
+
 def test_a_plan_does_not_depend_on_names_of_functions():
     def renamed(state, batch):
         return step(state, batch)
