@@ -232,7 +232,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
     little to repay the search, none is searched, and all of the time is for one mesh. After pipelines some is again
-    (`LONGER`), and all that is left where there was no time for any.
+    (`LONGER`), and all that is left where none could be compared.
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
@@ -264,7 +264,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is None:
         assert found is not None
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    end = after(asked) if mesh.chosen is not None and not note else asked.deadline
+    compared = mesh.chosen is not None and not note
+    end = asked.within(LONGER * asked.options.search_time_limit).deadline if compared else asked.deadline
     mesh = mesh.longer(end, math.inf if found is None else found.seconds)
     if mesh.chosen is None:
         assert found is not None
@@ -292,11 +293,6 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     patience = repaid(mesh.whole, mesh.seconds)
     must = promise.is_hoped_for(mesh.whole, mesh.seconds)
     return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
-
-
-def after(asked: Asked) -> Deadline:
-    """Until when one mesh that has a plan is searched on, after pipelines."""
-    return asked.within(LONGER * asked.options.search_time_limit).deadline
 
 
 def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:

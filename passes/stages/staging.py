@@ -130,7 +130,7 @@ class _Step:
         self.stages = assignment.stage
         self.shared = assignment.shared
         self.made_by = producers(self.body.ops)
-        self.place = {op.index: place for place, op in enumerate((*self.block.ops, *self.body.ops))}
+        self.place = {op.index: place for place, op in enumerate(self.body.ops)}
         self.own = _by_stage(assignment, (op for op in self.body.ops if op.index not in assignment.shared))
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.graph import Op
+from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.flow import producers, reads
 from alpa_lite.passes.stages import ordering
 
@@ -77,13 +78,8 @@ def test_what_is_needed_is_found_in_the_order_of_its_use(seed: int) -> None:
     makers = producers(ops)
     wanted = [int(value) for value in rng.choice([*range(INPUTS), *makers], size=4)]
     found, inputs = ordering.needed(wanted, makers)
-    reached, waiting = set[int](), list(wanted)
-    while waiting:
-        value = waiting.pop()
-        if value not in reached:
-            reached.add(value)
-            waiting += reads(makers[value]) if value in makers else ()
-    assert_ordered(found, [op for op in ops if not reached.isdisjoint(op.results)])
+    reached = flow.needed(wanted, makers)
+    assert_ordered(found, [op for op in ops if not reached.keys().isdisjoint(op.results)])
     assert sorted(inputs) == sorted(value for value in reached if value < INPUTS)
 
 

@@ -72,8 +72,7 @@ def test_of_the_cuts_between_submeshes_of_a_node_one_crosses_the_network(
 def priced(microbatches: int) -> Priced:
     """Layers of a step of 8,192 examples on one device, whose memory is slow."""
     step, args = mlp(1024, 8192, 4)
-    names: Any = {"batch_argnums": "auto", "batch_argnames": (), "static_argnums": (), "static_argnames": ()}
-    traced = tracing.trace(step, args, {}, **names)
+    traced = tracing.trace(step, args, {})
     loops = loop.accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), microbatches)
     cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11)
     return pricing.priced(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
