@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -76,3 +77,36 @@ def test_thresholds_of_the_program_stay():
             assert gc.get_threshold() == FOUND
     finally:
         gc.enable()
+
+
+def test_what_was_made_is_old_afterwards():
+    with collecting.seldom():
+        made = [[] for _ in range(2000)]
+    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+    assert young.isdisjoint(map(id, made))
+    assert gc.get_freeze_count() < collecting.FROZEN
+
+
+def test_what_several_plans_leave_is_freed(monkeypatch: pytest.MonkeyPatch):
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.setattr(collecting, "SELDOM", 10_000)
+    alive: list[weakref.ref[Cycle]] = []
+    for _ in range(12):
+        with collecting.seldom():
+            alive += [weakref.ref(Cycle()) for _ in range(1_000)]
+    assert sum(one() is not None for one in alive) < 10_000
+
+
+def test_what_the_program_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        assert frozen > collecting.FROZEN
+        with collecting.seldom():
+            pass
+        assert gc.get_freeze_count() >= 0.9 * frozen
+    finally:
+        gc.unfreeze()
