@@ -20,8 +20,8 @@ from collections.abc import Iterator
 SELDOM = 10_000_000
 """Objects that there are more of than at the last collection until the next one, while something is planned.
 
-They are about a GiB: what cycles may hold at most before they are freed. A GPT of 48 layers planned for 64 devices takes
-fewer, and 1.02 GiB in all, where a collection every 100,000 objects takes 0.99 GiB, and 4.0 of 50 s.
+They are about a GiB: what cycles may hold at most before they are freed. A GPT of 48 layers planned for 64 devices
+takes fewer, and 1.02 GiB in all, where a collection every 100,000 objects takes 0.99 GiB, and 4.0 of 50 s.
 """
 
 FROZEN = 1_000
