@@ -317,7 +317,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     division, verdict = plan.division, Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
-        loop, _ = one_mesh.looped(run, step, asked, Way(plan.num_microbatches, remat))
+        loop, _ = one_mesh.looped(run, step, one_mesh.cuts(run, step, asked), Way(plan.num_microbatches, remat))
         graph = staging.whole(loop.traced, loop.scan)
         communication = asked.options.communication
         decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)

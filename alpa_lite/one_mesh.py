@@ -20,7 +20,7 @@ from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.passes import factors, microbatches, programs, sharding
-from alpa_lite.passes.layers.division import divisible, recomputing
+from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -132,10 +132,11 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
     ready: dict[Way, Analysed] = {}
+    cut = cuts(run, step, asked)
 
     def analyse(way: Way) -> Analysed:
         if way not in ready:
-            ready[way] = analysed(run, step, asked, way)
+            ready[way] = analysed(run, step, cut, way)
         return ready[way]
 
     known = TextbookPlans({}, None, ())
@@ -176,13 +177,13 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
     return OneMesh(chosen, chosen.rest, textbook)
 
 
-def analysed(run: Passes, step: Step, asked: Asked, way: Way) -> Analysed:
+def analysed(run: Passes, step: Step, cut: Cuts, way: Way) -> Analysed:
     """The step as a way runs it, grouped.
 
     Raises:
       MicrobatchError: it cannot be cut into as many micro-batches.
     """
-    loop, layers = looped(run, step, asked, way)
+    loop, layers = looped(run, step, cut, way)
     traced, rules = loop.traced, step.rules
     if traced is not step.traced:
         rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
@@ -277,7 +278,31 @@ def _unsearched(asked: Asked, chosen: Chosen[Decided]) -> Iterator[str]:
         yield from (f"{why}: {way} was not searched" for way in others)
 
 
-def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated, int]:
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """The step in a number of micro-batches: a loop over them, and its layers. Each is made once."""
+
+    loop: Callable[[int], Accumulated]
+    layers: Callable[[int], Divisible]
+
+
+def cuts(run: Passes, step: Step, asked: Asked) -> Cuts:
+    """The step in any number of micro-batches, as one mesh runs them."""
+
+    @functools.cache
+    def loop(count: int) -> Accumulated:
+        return run(
+            "micro-batches", microbatches.accumulate, step.traced, step.rules, count, strided=True, **asked.inexact
+        )  # fmt: skip
+
+    @functools.cache
+    def layers(count: int) -> Divisible:
+        return run("layers", divisible, loop(count), max_layers=MAX_LAYERS)
+
+    return Cuts(loop, layers)
+
+
+def looped(run: Passes, step: Step, cut: Cuts, way: Way) -> tuple[Accumulated, int]:
     """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
 
     What computes forward values again does so in the body of a loop, be it of one micro-batch. Layers are counted only
@@ -285,10 +310,7 @@ def looped(run: Passes, step: Step, asked: Asked, way: Way) -> tuple[Accumulated
     """
     if way == Way():
         return Accumulated(step.traced, -1, 1, ()), 0
-    loop = run(
-        "micro-batches", microbatches.accumulate, step.traced, step.rules, way.count, strided=True, **asked.inexact
-    )  # fmt: skip
     if way.remat == NOTHING:
-        return loop, 0
-    layers = run("layers", divisible, loop, max_layers=MAX_LAYERS)
+        return cut.loop(way.count), 0
+    layers = cut.layers(way.count)
     return run("layers", recomputing, layers, way.remat), len(layers.layering.layers)

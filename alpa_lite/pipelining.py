@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import Slower, choosing, planning, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
-from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
@@ -187,9 +187,9 @@ def of_whole_sequences(
                 room = sparest(error, asked)
 
     chosen = chosen_in(asked.budget)
-    tokens = asked.pipeline.lengths
+    tokens, before = asked.pipeline.lengths, Before()
     start = time.perf_counter()
-    staged, at = realised(run, chosen, asked, tokens), chosen
+    staged, at = realised(run, chosen, asked, tokens, before), chosen
     took = time.perf_counter() - start
     room = asked.budget
     for _ in range(SLICINGS - 1):
@@ -203,7 +203,7 @@ def of_whole_sequences(
         except (InfeasibleError, stages.Slower):
             break
         start = time.perf_counter()
-        other = realised(run, chosen, asked, tokens)
+        other = realised(run, chosen, asked, tokens, before)
         took = time.perf_counter() - start
         staged, at = min((staged, at), (other, chosen), key=lambda one: max(one[0].needed, asked.budget))
     if chosen.unfinished:
@@ -273,11 +273,35 @@ def sliced(
     return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must, hiding=late)
 
 
-def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = ()) -> Staged:
+Kind = tuple[Any, ...]
+"""What identical plans of stages are for: the digest, the devices, the meshes allowed, whether weights are apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What was planned of stages, to be taken over: it grows.
+
+    Attributes:
+      digests: of stages.
+      solved: one of each kind, at some price of memory.
+      planned: the first of each kind at each price.
+      own: of each stage of each kind at each price.
+    """
+
+    digests: dict[StageGraph, str] = field(default_factory=dict)
+    solved: dict[Kind, DecidedStage] = field(default_factory=dict)
+    planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
+    own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
+
+
+def realised(
+    run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = (), before: Before | None = None
+) -> Staged:  # fmt: skip
     """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
 
     Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
     """
+    before = before or Before()
     slices = chosen.slices
     firsts = [stage.first for stage in slices.stages]
     remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
@@ -299,11 +323,10 @@ def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] 
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
     mesh_of = [stage.mesh for stage in slices.stages]
-    known: dict[Any, PlannedStage] = {}
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, known)
+        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, before)
         over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
         if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
             staged = run("programs", write, planned)
@@ -319,37 +342,43 @@ def realised(run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] 
 
 def solve_stages(
     run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
-    known: dict[Any, PlannedStage],
+    before: Before,
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
     """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
 
-    Which mesh shape suits a stage has been weighed for its layers. `known` gathers what has been planned: identical
-    stages take over the choices of the first and what they cost, and a stage at another attempt with the same price of
-    memory is the one of the attempt before.
+    Which mesh shape suits a stage has been weighed for its layers. Identical stages take over the choices of the first
+    and what they cost, a stage at another attempt with the same price of memory is the one of the attempt before, and
+    at another price it has the same integer program.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
-    most = min(LEAST_OF_STAGE, asked.options.solver_time_limit)
+    limit = max(asked.time_limit, min(LEAST_OF_STAGE, asked.options.solver_time_limit))
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
     for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
         run.count("stages planned", number, len(graphs), lasting=True)
-        devices = slices.devices[stage.mesh]
+        devices, price = slices.devices[stage.mesh], prices[number]
         method = submeshes.shape_of(asked.pipeline, number, devices)
         if stage.mesh in shapes:
             method = Sharded(shapes[stage.mesh])
         elif method.mesh_shape is None:
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        key = planning.digest(graph, asked.wishes), devices, method, prices[number]
-        if (number, *key) not in known:
-            like = known.get(key)
+        if graph not in before.digests:
+            before.digests[graph] = planning.digest(graph, asked.wishes)
+        kind = before.digests[graph], devices, method, split
+        if (graph, kind, price) not in before.own:
+            twin = before.planned.get((kind, price))
+            like = twin or before.solved.get(kind)
+            if twin is None and like is not None:
+                like = run("sharding", planning.repriced, like, price, time_limit=limit)
             decided = run(
-                "sharding", planning.decide, graph, asked.cluster.part(devices), method,
-                price=prices[number], time_limit=max(asked.time_limit, most), split_weights=split,
-                wishes=asked.wishes, like=like,
+                "sharding", planning.decide, graph, asked.cluster.part(devices), method, price=price,
+                time_limit=limit, split_weights=split, wishes=asked.wishes, like=like,
             )  # fmt: skip
-            known[(number, *key)] = run("lowering", planning.lowered, decided, split_weights=split, like=like)
-        planned = known[(number, *key)]
-        known.setdefault(key, planned)
+            before.solved.setdefault(kind, decided)
+            planned = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
+            before.own[graph, kind, price] = planned
+        planned = before.own[graph, kind, price]
+        before.planned.setdefault((kind, price), planned)
         shapes[stage.mesh] = planned.found.mesh.shape
         out.append(planned)
     run.count("stages planned", len(graphs), len(graphs), lasting=True)

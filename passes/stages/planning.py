@@ -7,7 +7,7 @@ part of a pipeline: seconds of each of its segments, and bytes that depend on ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram, reads, writes
 from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.market import market
+from alpa_lite.passes.sharding.market import Market, market
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
@@ -66,6 +66,7 @@ class DecidedStage:
       graph: the stage as a step of its own; its values are numbered densely.
       rules, grouping, found: what each pass made of it.
       cluster: the devices of its submesh, as a cluster.
+      offers: what it could do at other prices of memory; None if it was not solved at a price.
     """
 
     graph: StageGraph
@@ -73,6 +74,7 @@ class DecidedStage:
     grouping: Grouping
     found: Found
     cluster: Cluster
+    offers: Market | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +218,19 @@ def decide(
     if like is not None and _same_rules(like, traced, rules):
         # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
-        return DecidedStage(graph, rules, groups, like.found, cluster)
+        return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
     groups = grouping.group(traced, rules)
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
     shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
-    found = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared).at(price)
-    return DecidedStage(graph, rules, groups, found, cluster)
+    offers = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared)
+    return DecidedStage(graph, rules, groups, offers.at(price), cluster, offers=offers)
+
+
+def repriced(stage: DecidedStage, price: float, *, time_limit: float) -> DecidedStage:
+    """A solved stage at another price of memory, whose integer programs are there already. As `decide`."""
+    assert stage.offers is not None
+    offers = replace(stage.offers, time_limit=time_limit)
+    return replace(stage, found=offers.at(price), offers=offers)
 
 
 def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -> bool:

@@ -101,3 +101,13 @@ def test_stages_are_identical_whatever_the_order_of_the_names_of_their_layers() 
 def costs(planned: PlannedStage, name: str) -> list[Any]:
     table = getattr(planned, name)
     return [table[segment] for segment in planned.segments.items]
+
+
+def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(graphs: tuple[Any, Any]) -> None:
+    first, dear = decided(graphs[0]), 10.0
+    again, anew = planning.repriced(first, dear, time_limit=60.0), decided(graphs[0], price=dear)
+    one, other = again.found.solution, anew.found.solution
+    assert (one.choice, one.objective, one.peak) == (other.choice, other.objective, other.peak)
+    assert one.peak < first.found.solution.peak
+    twin = decided(graphs[1], price=dear, like=again)
+    assert twin.found is again.found and twin.graph is not again.graph
