@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -132,11 +133,14 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
     ready: dict[Way, Analysed] = {}
+    took: list[float] = []
     cut = cuts(run, step, asked)
 
     def analyse(way: Way) -> Analysed:
         if way not in ready:
+            start = time.perf_counter()
             ready[way] = analysed(run, step, cut, way)
+            took.append(time.perf_counter() - start)
         return ready[way]
 
     known = TextbookPlans({}, None, ())
@@ -166,7 +170,8 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
     try:
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
-            must=must, start=start, ready=ready.__contains__, elsewhere=elsewhere,
+            must=must, start=start, ready=ready.__contains__,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

@@ -81,6 +81,7 @@ def best(
     must: bool = True,
     start: Start[T] | None = None,
     ready: Callable[[Way], bool] = lambda way: False,
+    analysing: Callable[[], float] = lambda: 0.0,
     elsewhere: Callable[[float], bool] = lambda seconds: False,
 ) -> Chosen[T]:
     """The fastest way that fits.
@@ -94,6 +95,7 @@ def best(
         time: it takes less than a search for pipelines, and mostly finds what is faster than any (`elsewhere`).
       start: a plan that is known.
       ready: whether a way is analysed already, so that trying it takes little.
+      analysing: seconds that analysing another way takes at least.
       elsewhere: whether something faster than all ways is likely to be found elsewhere, where none takes less than so
         many seconds.
 
@@ -103,7 +105,7 @@ def best(
     """
     search = _Search(solve, given, floor, budget, [Remat(remat) for remat in remats])
     search.best = search.start = start
-    search.ready, search.elsewhere = ready, elsewhere
+    search.ready, search.analysing, search.elsewhere = ready, analysing, elsewhere
     return search.until(deadline, must=must)
 
 
@@ -167,6 +169,7 @@ class _Search(Generic[T]):
         self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
         self.ready: Callable[[Way], bool] = lambda way: False
+        self.analysing: Callable[[], float] = lambda: 0.0
         self.elsewhere: Callable[[float], bool] = lambda seconds: False
         self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
@@ -243,8 +246,10 @@ class _Search(Generic[T]):
         return True
 
     def longest(self, way: Way) -> float:
-        """Seconds that trying a way may take: as long as others took."""
-        return self.slowest[True] if self.ready(way) else max(self.slowest.values())
+        """Seconds that trying a way may take: as long as others took, with what analysing it takes."""
+        if self.ready(way):
+            return self.slowest[True]
+        return max(self.slowest[False], self.slowest[True] + self.analysing())
 
     def is_late(self, way: Way) -> bool:
         """Whether trying a way may take longer than what is left."""

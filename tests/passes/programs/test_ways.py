@@ -333,6 +333,17 @@ def test_what_an_attempt_is_expected_to_take_is_what_such_attempts_took() -> Non
     assert tried(lambda way: False) == [Way(1)] and tried(lambda way: way.count == 2) == [Way(1), Way(2)]
 
 
+def test_a_way_that_is_not_analysed_takes_that_time_too() -> None:
+    """The first, which is ready, takes 1 s, and 4 s are left: enough for another, but not for analysing it."""
+
+    def tried(seconds: float) -> list[Way]:
+        model = Model(budget=75.0)
+        model.best(seconds=5.0, ready=lambda way: way.count == 1, analysing=lambda: seconds)
+        return model.tried
+
+    assert tried(9.0) == [Way(1)] and tried(1.0)[:2] == [Way(1), Way(2)]
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
