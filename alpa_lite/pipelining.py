@@ -101,7 +101,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       InfeasibleError: no pipeline fits; names what binds.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for what the cluster or the step does not have.
-      OutOfTime: without `must`, no pipeline could be evaluated in the time.
+      OutOfTime: without `must`, no pipeline that fits could be evaluated in the time; says if one was that does not.
       Slower: none is faster than one mesh.
     """
     if not must and asked.deadline.left <= reserve(run) + CHOOSING * run.seconds["tracing"]:
@@ -196,6 +196,10 @@ def of_whole_sequences(
         over = staged.needed - asked.budget
         if over <= 0:
             break
+        if not must and asked.deadline.left < took:
+            raise OutOfTime(
+                f"the pipeline of {len(staged.stages)} stages exceeds the budget, and others were not searched"
+            )
         room -= 1.05 * over  # the estimates of layers were too low by as much
         logger.info("the program exceeds the budget by %s: slicing again with that much less", units.nbytes(over))
         try:

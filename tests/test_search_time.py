@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import alpa_lite
-from alpa_lite import compiler
+from alpa_lite import compiler, pipelining
 from alpa_lite.cluster import Cluster
+from alpa_lite.options import Options
 from alpa_lite.passes import stages
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import submeshes
 from tests.mlps import mlp, two_machines
 
@@ -54,6 +57,30 @@ def test_a_small_step_is_planned_without_layers(monkeypatch) -> None:
     plan = alpa_lite.make_plan(step, *args, cluster=Cluster.local(), verify="off")
     assert len(plan.stages) == 1
     assert not any("no pipeline was compared" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeypatch, must: bool) -> None:
+    tried: list[int] = []
+
+    def realised(*given: Any) -> Any:
+        tried.append(len(given))
+        return SimpleNamespace(needed=2.0, stages=(0, 1))
+
+    asked: Any = SimpleNamespace(
+        budget=1.0, deadline=Deadline(0.0), options=Options(method=alpa_lite.Auto()), within=lambda *given: asked,
+        pipeline=alpa_lite.Pipeline(),
+    )  # fmt: skip
+    run: Any = SimpleNamespace(seconds={"tracing": 1.0})
+    monkeypatch.setattr(pipelining, "realised", realised)
+    monkeypatch.setattr(stages, "best", lambda *given: SimpleNamespace(unfinished=False))
+    layers = pipelining.Layered((1,), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
+    if must:
+        pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=True)
+    else:
+        with pytest.raises(OutOfTime, match="the pipeline of 2 stages exceeds the budget"):
+            pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=False)
+    assert len(tried) == (pipelining.SLICINGS if must else 1)
 
 
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:
