@@ -57,6 +57,9 @@ LEAST_OF_STAGE = 2.0
 SLICINGS = 3
 """How often stages are chosen, each time with less room by what the program exceeded the budget by."""
 
+HASTE = 3.0
+"""By what multiple of the bytes that are missing stages get less room where the time is over: the next are to fit."""
+
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
@@ -200,7 +203,9 @@ def of_whole_sequences(
             raise OutOfTime(
                 f"the pipeline of {len(staged.stages)} stages exceeds the budget, and others were not searched"
             )
-        room -= 1.05 * over  # the estimates of layers were too low by as much
+        # By as much the estimate was too low of the fullest submesh: one that is estimated to need no less has no room.
+        fullest = int(np.argmax(list(map(sum, staged.bytes))))
+        room = min(room, at.slices.bytes[fullest]) - (HASTE if asked.deadline.over else 1.05) * over
         logger.info("the program exceeds the budget by %s: slicing again with that much less", units.nbytes(over))
         try:
             chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
@@ -303,7 +308,7 @@ def realised(
 ) -> Staged:  # fmt: skip
     """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
 
-    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
+    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive, in the time.
     """
     before = before or Before()
     slices = chosen.slices
@@ -329,7 +334,7 @@ def realised(
     mesh_of = [stage.mesh for stage in slices.stages]
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1
+        last = attempt == ATTEMPTS - 1 or asked.deadline.over
         planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, before)
         over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
         if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:

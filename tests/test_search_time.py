@@ -65,7 +65,7 @@ def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeyp
 
     def realised(*given: Any) -> Any:
         tried.append(len(given))
-        return SimpleNamespace(needed=2.0, stages=(0, 1))
+        return SimpleNamespace(needed=2.0, stages=(0, 1), bytes=[(1.0, 0.0), (1.5, 0.5)])
 
     asked: Any = SimpleNamespace(
         budget=1.0, deadline=Deadline(0.0), options=Options(method=alpa_lite.Auto()), within=lambda *given: asked,
@@ -73,7 +73,9 @@ def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeyp
     )  # fmt: skip
     run: Any = SimpleNamespace(seconds={"tracing": 1.0})
     monkeypatch.setattr(pipelining, "realised", realised)
-    monkeypatch.setattr(stages, "best", lambda *given: SimpleNamespace(unfinished=False))
+    monkeypatch.setattr(
+        stages, "best", lambda *given: SimpleNamespace(unfinished=False, slices=SimpleNamespace(bytes=(0.9, 0.8)))
+    )
     layers = pipelining.Layered((1,), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
     if must:
         pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=True)

@@ -66,6 +66,10 @@ class Market:
     time_limit: float
     gap: float
 
+    def anew(self, time_limit: float) -> Market:
+        """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
+        return _offered(self.meshes, self.spaces, time_limit, self.gap)
+
     def at(self, price: float) -> Found:
         """The best choice at a price of memory; its seconds and bytes are without it.
 
@@ -130,12 +134,17 @@ def market(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
         for mesh, allowed in admitted
     )  # fmt: skip
+    return _offered(tuple(mesh for mesh, _ in admitted), spaces, time_limit, gap)
+
+
+def _offered(meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], time_limit: float, gap: float) -> Market:
+    """Programs, with what solving them roughly finds out."""
     known = tuple(Known(space.program) for space in spaces)
     solved = _solved(dict(enumerate(known)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
     rough = tuple(solved[i] for i in range(len(known)))
     fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
     unit = rough[fastest].objective / max(known[fastest].problem.peak(rough[fastest].choice), 1.0)
-    return Market(tuple(mesh for mesh, _ in admitted), spaces, known, rough, unit, time_limit, gap)
+    return Market(meshes, spaces, known, rough, unit, time_limit, gap)
 
 
 def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:

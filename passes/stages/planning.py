@@ -229,7 +229,7 @@ def decide(
 def repriced(stage: DecidedStage, price: float, *, time_limit: float) -> DecidedStage:
     """A solved stage at another price of memory, whose integer programs are there already. As `decide`."""
     assert stage.offers is not None
-    offers = replace(stage.offers, time_limit=time_limit)
+    offers = stage.offers.anew(time_limit)
     return replace(stage, found=offers.at(price), offers=offers)
 
 
