@@ -67,22 +67,28 @@ def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeyp
         tried.append(len(given))
         return SimpleNamespace(needed=2.0, stages=(0, 1), bytes=[(1.0, 0.0), (1.5, 0.5)])
 
+    def sliced(run: Any, costs: Any, asked: Any, counts: Any, room: float, *more: Any, must: bool) -> Any:
+        rooms.append(room)
+        return SimpleNamespace(unfinished=False, slices=SimpleNamespace(bytes=(0.9, 0.8)))
+
+    rooms: list[float] = []
     asked: Any = SimpleNamespace(
         budget=1.0, deadline=Deadline(0.0), options=Options(method=alpa_lite.Auto()), within=lambda *given: asked,
         pipeline=alpa_lite.Pipeline(),
     )  # fmt: skip
     run: Any = SimpleNamespace(seconds={"tracing": 1.0})
     monkeypatch.setattr(pipelining, "realised", realised)
-    monkeypatch.setattr(
-        stages, "best", lambda *given: SimpleNamespace(unfinished=False, slices=SimpleNamespace(bytes=(0.9, 0.8)))
-    )
+    monkeypatch.setattr(pipelining, "sliced", sliced)
+    monkeypatch.setattr(stages, "best", lambda counts, kinds, price, choose, *more: choose(None, counts, 1.0))
     layers = pipelining.Layered((1,), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
     if must:
         pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=True)
+        assert len(tried) == len(rooms) == pipelining.SLICINGS
+        assert rooms[0] == 1.0 and 0.8 > rooms[1] > rooms[2]  # less than the fullest was estimated to need
     else:
         with pytest.raises(OutOfTime, match="the pipeline of 2 stages exceeds the budget"):
             pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=False)
-    assert len(tried) == (pipelining.SLICINGS if must else 1)
+        assert len(tried) == 1
 
 
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:
