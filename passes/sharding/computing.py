@@ -7,7 +7,6 @@ in groups.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,8 @@ import numpy as np
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Value
-from alpa_lite.layout import Layout
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
-from alpa_lite.passes.sharding.choices import Choices
+from alpa_lite.passes.sharding.choices import Choices, Reached
 from alpa_lite.passes.sharding.groups import Dims, Group
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
@@ -58,25 +56,18 @@ class Computing:
       rules: `Op.key` -> its rule.
       cost: of the mesh.
       shared: the grouped step.
-      produced: (value, strategies of its group) -> the layouts in which it may be made, and which of them each strategy
-        leads to.
     """
 
-    def __init__(
-        self,
-        rules: Mapping[object, Rule],
-        cost: MeshCost,
-        shared: Shared,
-        produced: Callable[[int, Choices], tuple[tuple[Layout, ...], np.ndarray]],
-    ):
-        self.rules, self.cost, self.mesh, self.shared, self.produced = rules, cost, cost.mesh, shared, produced
+    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, shared: Shared):
+        self.rules, self.cost, self.mesh, self.shared = rules, cost, cost.mesh, shared
         self.values: tuple[Value, ...] = shared.traced.graph.values
         self.inputs = set(shared.traced.graph.block.inputs)
         arguments = zip(shared.traced.graph.block.inputs, shared.traced.arguments, strict=False)
         self.batch = {value for value, argument in arguments if argument.role == "batch"}
-        self.part_counts: dict[Layout, int] = {}
 
-    def terms(self, group: Group, choices: Choices, typical: int) -> np.ndarray:
+    def terms(
+        self, group: Group, choices: Choices, typical: int, produced: Callable[[int, Choices], Reached]
+    ) -> np.ndarray:
         """[2, strategies] seconds that the FLOPs of one group take, and its bytes, each time it runs.
 
         The larger of the two are its seconds.
@@ -84,6 +75,7 @@ class Computing:
         Args:
           typical: the group that shows what groups of this colour move, since the first and the last of a model's
             layers are fused with other neighbours than all those between.
+          produced: the layouts in which a value may be made, by the strategies of its group.
         """
         shown = self.shared.grouping.groups[typical]
         key = group.index, typical
@@ -94,11 +86,11 @@ class Computing:
         for dims, nbytes in found.moved.items():
             moved += nbytes / choices.cut(dims)
         for value, nbytes in found.made:
-            layouts, klass = self.produced(value, choices)
-            moved += (nbytes / np.array([self.parts(la) for la in layouts]))[klass]
+            made = produced(value, choices)
+            moved += (nbytes / made.blocks)[made.klass]
         rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices)])
         byte = self.cost.compute(0.0, 1.0, found.dtype)
-        return np.stack([found.flops / choices.parts.prod(1) * rate, moved * byte])
+        return np.array([found.flops / choices.cuts * rate, moved * byte])
 
     def work(self, group: Group) -> _Work:
         """What a group does, whatever its strategy."""
@@ -140,13 +132,6 @@ class Computing:
                 known[key] = self.cost.matmul_efficiency(**sizes)
             out.append(known[key])
         return out
-
-    def parts(self, layout: Layout) -> int:
-        """Into how many blocks a layout cuts a tensor."""
-        found = self.part_counts.get(layout)
-        if found is None:
-            found = self.part_counts[layout] = math.prod(self.mesh.product(a) for a in layout.dims)
-        return found
 
 
 #: What an argument that is kept costs, as a share of reading it.

@@ -22,6 +22,13 @@ class Strategy:
     axes: tuple[Axes, ...]
     partial: Axes = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.partial))
+
 
 @dataclass(frozen=True, eq=False)
 class Node:

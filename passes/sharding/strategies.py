@@ -29,12 +29,13 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.bans import NO_BANS, Bans
-from alpa_lite.passes.sharding.choices import Choices, classify
+from alpa_lite.passes.sharding.choices import Choices, Reached, classify
 from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
 from alpa_lite.passes.sharding.limits import NO_LIMITS, Limits
-from alpa_lite.passes.sharding.prices import divides, gathers, pairs
+from alpa_lite.passes.sharding.on_mesh import Moves
+from alpa_lite.passes.sharding.prices import divides, gathers
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
 from alpa_lite.pins import Wish
@@ -74,7 +75,7 @@ MERGING = frozenset({"cpu"})
 time (measured on CPU, JAX 0.10.2): a plan that counts on doing it again would not be true there."""
 
 
-def _busiest(found: list[Strategy]) -> list[Strategy]:
+def _busiest(found: Sequence[Strategy]) -> list[Strategy]:
     """The strategies that leave the fewest axes idle."""
     used = [sum(len(a) for a in s.axes) for s in found]
     return [s for s, n in zip(found, used, strict=True) if n == max(used)]
@@ -100,34 +101,34 @@ class _Builder:
         self.allowed, self.operations = allowed.layouts, allowed.operations
         self.bans = bans
         self.unheeded = frozenset(unheeded)
-        self.forms: dict[object, LocalForm | None] = {}
-        self.spaces: dict[object, Choices] = {}
-        self.known_pairs: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], np.ndarray] = {}
-        self.heavy: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
-        self.computing = Computing(rules, cost, shared, self.produced)
+        self.known = shared.on(cost)
+        self.computing = Computing(rules, cost, shared)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.shared.of(tuple(self.classes()), regather)
         choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
         nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
-        moves, transfers, spans = self.transfers(tables, choices)
-        buffers, held = self.buffers(tables, choices, moves, spans)
+        moves, transfers, passing = self.transfers(tables, choices)
+        buffers, held = self.buffers(tables, choices, moves, passing)
         program = StrategyGraph(
-            node_cost=tuple((n.compute + n.communication) * len(n.members) for n in nodes),
+            node_cost=tuple(seconds for _, seconds in nodes),
             transfers=tuple(transfers),
             buffers=buffers,
             budget=budget,
-            names=tuple(self.grouping.groups[n.group].name for n in nodes),
+            names=tuple(self.grouping.groups[n.group].name for n, _ in nodes),
         )
         shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
         return Space(
-            self.mesh, program, tuple(nodes), tables.node_of, tuple(moves), tables.late_from, held, shares,
-            self.shared.moved,
+            self.mesh, program, tuple(node for node, _ in nodes), tables.node_of, tuple(moves), tables.late_from, held,
+            shares, self.shared.moved,
         )  # fmt: skip
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""
         for members in self.grouping.classes.values():
+            if len(members) == 1:
+                yield members
+                continue
             parts: dict[object, list[int]] = {}
             for member in members:
                 limit = self.allowed.get(member)
@@ -140,28 +141,27 @@ class _Builder:
 
     def choices(self, group: Group) -> Choices:
         """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
+        factors = len(group.factors)
         if group.kind == "fixed":
-            return Choices([Strategy(())], 0, self.mesh)
+            return self.known.choices([Strategy(())], 0)
         if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.shared.homes_of.get(group.index, ())):
             # Collectives do not take random keys.
-            return Choices([Strategy(((),) * len(group.factors))], len(group.factors), self.mesh)
+            return self.known.choices([Strategy(((),) * factors)], factors)
         if group.kind == "heavy":
-            found = self.heavy_strategies(group)
-            return self.spaces.setdefault(("heavy", *found), Choices(found, len(group.factors), self.mesh))
+            return self.known.choices(self.heavy_strategies(group), factors)
         key = (group.kind, self.factors(group))
-        if key not in self.spaces:
-            self.spaces[key] = Choices(self.free_strategies(group), len(group.factors), self.mesh)
+        free = self.known.free.get(key)
+        if free is None:
+            free = self.known.free[key] = self.known.choices(self.free_strategies(group), factors)
         limit = self.allowed.get(group.index)
         if limit is None:
-            if self.operations is None:
-                return self.spaces[key]
-            found = tuple(self.operations.kept(group, self.spaces[key].strategies))
-            return self.spaces.setdefault((key, found), Choices(found, len(group.factors), self.mesh))
+            kept = None if self.operations is None else self.operations.kept(group, free.strategies)
+            return free if kept is None else self.known.choices(kept, factors)
         dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
-        found = [s for s in self.spaces[key].strategies if layout_of(dims, s) in limit]
+        found = [s for s in free.strategies if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
-        found += [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
-        return Choices(found, len(group.factors), self.mesh)
+        found += [strategy_of(dims, layout, factors) for layout in limit if layout not in known]
+        return self.known.choices(found, factors)
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
         """The factors of a group; those that must not be cut are marked so."""
@@ -170,14 +170,18 @@ class _Builder:
             return group.factors
         return tuple(Factor(f.size, "replicate") if i in banned else f for i, f in enumerate(group.factors))
 
-    def heavy_strategies(self, group: Group) -> list[Strategy]:
+    def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
         """The assignments that have a local form; for products, those that leave the fewest axes idle.
 
         The others repeat the same work. What the user says of a value leaves those that fulfil it.
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
-        found = [Strategy(a) for a in assignments(self.factors(group), self.mesh) if self.form(group, a) is not None]
+        key = group.index, self.bans.factors.get(group.index)
+        found = self.known.assigned.get(key)
+        if found is None:
+            every = assignments(self.factors(group), self.mesh)
+            found = self.known.assigned[key] = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
         product = self.grouping.ops[group.ops[0]].name in PRODUCTS
         if self.operations is not None:
             found = self.operations.kept(group, found)
@@ -217,7 +221,8 @@ class _Builder:
         """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
         op = self.grouping.ops[group.ops[0]]
         key = (op.key, axes)
-        if key not in self.forms:
+        forms = self.known.forms
+        if key not in forms:
             rule = self.rules[op.key]
             form = local_form(op, rule, axes, self.values, self.mesh)
             if form is not None:
@@ -226,19 +231,21 @@ class _Builder:
                     if not isinstance(atom, Lit) and form.operands[k] != layout_of(rule.operands[k], plain):
                         form = None
                         break
-            self.forms[key] = form
-        return self.forms[key]
+            forms[key] = form
+        return forms[key]
 
-    def produced(self, value: int, choices: Choices) -> tuple[tuple[Layout, ...], np.ndarray]:
-        """The layouts in which a value may be made, and which of them each strategy of its group leads to."""
+    def produced(self, value: int, choices: Choices) -> Reached:
+        """The layouts in which a value may be made, by the strategies of its group."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
         if group.kind != "heavy":
             return choices.layouts(home.dims, group.kind == "linear")
-        key = (home.group, home.slot)
-        if key not in self.heavy:
-            self.heavy[key] = classify([self.made(value, group, s) for s in choices.strategies])
-        return self.heavy[key]
+        key = (home.group, home.slot, choices)
+        found = self.known.made.get(key)
+        if found is None:
+            each = [self.made(value, group, s) for s in choices.strategies]
+            found = self.known.made[key] = classify(each, self.mesh)
+        return found
 
     def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
         """The layout in which a heavy group makes a value."""
@@ -254,11 +261,20 @@ class _Builder:
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
-    def node(self, members: tuple[int, ...], choices: Choices) -> Node:
+    def node(self, members: tuple[int, ...], choices: Choices) -> tuple[Node, np.ndarray]:
+        """A node, and [strategies] its seconds."""
+        found = self.known.nodes.get((members, choices))
+        if found is None:
+            node = self.priced(members, choices)
+            seconds = (node.compute + node.communication) * len(members)
+            found = self.known.nodes[members, choices] = node, seconds
+        return found
+
+    def priced(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
         terms, communication = np.zeros((2, len(choices.strategies))), np.zeros(len(choices.strategies))
         if group.kind != "fixed" and not self.is_constraint(group):
-            terms = self.computing.terms(group, choices, members[len(members) // 2]) * group.trips
+            terms = self.computing.terms(group, choices, members[len(members) // 2], self.produced) * group.trips
             communication = self.communication(group, choices) * group.trips
         return Node(group.index, members, choices.strategies, terms, communication)
 
@@ -282,26 +298,31 @@ class _Builder:
 
     def transfers(
         self, tables: Tables, choices: Sequence[Choices]
-    ) -> tuple[list[Resharding], list[Transfer], list[Passage]]:
+    ) -> tuple[list[Resharding], list[Transfer], list[tuple[Passage, Moves]]]:
         """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
-        moves, transfers, spans = [], [], []
+        moves, transfers, passing = [], [], []
         for passage in tables.passages:
             first = passage.values[0]
-            made, made_class = self.produced(first, choices[passage.src])
+            made = self.produced(first, choices[passage.src])
+            nodes = [tables.node_of[demand.group] for demand in passage.demands]
+            asked = [choices[n].layouts(d.dims, True) for n, d in zip(nodes, passage.demands, strict=True)]
+            shape, nbytes = self.values[first].shape, self.values[first].nbytes
+            still = len(made.layouts) == 1 and all(some.layouts == made.layouts for some in asked)
+            if still and divides(shape, made.layouts[0], self.mesh):
+                continue
             ends: dict[tuple[int, bytes], np.ndarray] = {}
             goals: dict[tuple[Layout, bool], int] = {}
-            for demand in passage.demands:
-                node = tables.node_of[demand.group]
-                asked, asked_class = choices[node].layouts(demand.dims, True)
-                numbers = [goals.setdefault((layout, self.follows(demand, layout)), len(goals)) for layout in asked]
-                klass = np.array(numbers)[asked_class]
+            for node, demand, some in zip(nodes, passage.demands, asked, strict=True):
+                before = len(goals)
+                numbers = [goals.setdefault((la, self.follows(demand, la)), len(goals)) for la in some.layouts]
+                klass = np.array(numbers)[some.klass] if before else some.klass
                 ends.setdefault((node, klass.tobytes()), klass)
-            wanted = tuple(layout for layout, _ in goals)
-            trips = passage.demands[0].trips
-            matrix = self.matrix(self.values[first], made, wanted, passage.share)
+            wanted = tuple([layout for layout, _ in goals])
+            trips, known = passage.demands[0].trips, self.known.moves(shape, made.layouts, wanted)
+            matrix = known.joint * passage.share + known.alpha + known.beta * nbytes
             if not self.bans.gathers.isdisjoint(passage.values):
-                matrix = np.where(gathers(made, wanted), math.inf, matrix)
-            refused = self.operations and self.operations.refused(passage.values, made, [*goals])
+                matrix = np.where(gathers(made.layouts, wanted), math.inf, matrix)
+            refused = self.operations and self.operations.refused(passage.values, made.layouts, [*goals])
             if refused is not None:
                 matrix = np.where(refused, math.inf, matrix)
             if not matrix.any():
@@ -309,39 +330,24 @@ class _Builder:
             count = len(passage.values)
             moves.append(
                 Resharding(
-                    value=first, src=passage.src, produced=made, wanted=wanted, count=count, trips=trips,
+                    value=first, src=passage.src, produced=made.layouts, wanted=wanted, count=count, trips=trips,
                     phase=passage.phase,
                 )
             )  # fmt: skip
-            consumers = tuple((n, k) for (n, _), k in ends.items())
-            transfers.append(Transfer(passage.src, made_class, consumers, matrix * (count * trips), f"value {first}"))
-            spans.append(passage)
-        return moves, transfers, spans
+            consumers = tuple([(n, k) for (n, _), k in ends.items()])
+            transfers.append(Transfer(passage.src, made.klass, consumers, matrix * (count * trips), f"value {first}"))
+            passing.append((passage, known))
+        return moves, transfers, passing
 
     def follows(self, demand: Demand, layout: Layout) -> bool:
         return self.operations is not None and self.operations.follows(demand, layout)
 
-    def pairs(self, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
-        """As of `prices.pairs`. Within one program equal layouts are mostly one object, which is found at once."""
-        key = produced, wanted
-        found = self.known_pairs.get(key)
-        if found is None:
-            found = self.known_pairs[key] = pairs(self.cost, produced, wanted)
-        return found
-
-    def matrix(self, value: Value, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], latency: float):
-        joint, alpha, beta = self.pairs(produced, wanted)
-        out = joint * latency + alpha + beta * value.nbytes
-        for j, layout in enumerate(wanted):
-            if not divides(value.shape, layout, self.mesh):
-                out[:, j] = math.inf
-        return out
-
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def buffers(
-        self, tables: Tables, choices: Sequence[Choices], moves: Sequence[Resharding], passages: Sequence[Passage]
-    ) -> tuple[Buffers, tuple[int, ...]]:
+        self, tables: Tables, choices: Sequence[Choices], moves: Sequence[Resharding],
+        passing: Sequence[tuple[Passage, Moves]],
+    ) -> tuple[Buffers, tuple[int, ...]]:  # fmt: skip
         """Alike buffers that live equally long are one, of their bytes together."""
         rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
         held: list[int] = []
@@ -349,27 +355,23 @@ class _Builder:
         size: list[np.ndarray] = []
         small = smallest(self.traced)
         for kept in tables.kept:
-            layouts, classes = self.produced(kept.value, choices[kept.node])
-            nbytes = self.values[kept.value].nbytes * kept.count
+            made = self.produced(kept.value, choices[kept.node])
             rows.append((kept.start, kept.end, kept.node, -1, -1))
             held.append(kept.value)
-            klass.append(classes)
-            size.append(nbytes / np.array([self.computing.parts(la) for la in layouts]))
-        for number, (move, passage) in enumerate(zip(moves, passages, strict=True)):
+            klass.append(made.klass)
+            size.append(self.values[kept.value].nbytes * kept.count / made.blocks)
+        for number, (move, (passage, known)) in enumerate(zip(moves, passing, strict=True)):
             nbytes = self.values[move.value].nbytes
-            if not len(passage.spans):
-                continue
-            costly = np.add.reduce(self.pairs(move.produced, move.wanted)) > 0
-            for q in np.flatnonzero(costly.any(0)).tolist():
-                block = nbytes / self.computing.parts(move.wanted[q])
+            spans = list(zip(passage.spans.tolist(), passage.holders, strict=True))
+            for q, parts, costly in known.copies if spans else ():
+                block = nbytes / parts
                 if block < small:
                     continue
-                sizes = np.where(costly[:, q], block, 0.0)
-                for (start, end, count), value in zip(passage.spans.tolist(), passage.holders, strict=True):
+                for (start, end, count), value in spans:
                     rows.append((start, end, move.src, number, q))
                     held.append(value)
                     klass.append(_EMPTY)
-                    size.append(sizes * count)
+                    size.append(costly * (block * count))
         start, end, owner, transfer, copy = np.array(rows, dtype=int).reshape(-1, 5).T
         buffers = Buffers(
             points=tables.points, start=start, end=end, owner=owner, transfer=transfer, copy=copy,
