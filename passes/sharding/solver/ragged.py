@@ -23,7 +23,7 @@ def ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 def joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
     """The arrays end to end, flat; empty without any."""
-    return np.concatenate([np.ravel(part) for part in parts], dtype=dtype) if len(parts) else np.zeros(0, dtype=dtype)
+    return np.concatenate(parts, axis=None, dtype=dtype) if len(parts) else np.zeros(0, dtype=dtype)
 
 
 def reduced(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:

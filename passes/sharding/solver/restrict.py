@@ -70,15 +70,48 @@ def consistent(problem: Problem) -> Restriction:
     Raises:
       Contradiction: no choice is allowed.
     """
-    links, keep = problem.links, _allowed(problem)
-    chosen = np.flatnonzero(keep)
+    keep = _allowed(problem)
+    left = problem.links.prepared(_Last).of(keep)
+    items, base = _remaining(problem, keep, left.cells, left.links.sizes)
+    cost, cells = problem.cost[left.strategies], problem.cells[left.cells]
+    part = Problem(left.links, cost, cells, items, base, problem.budget)
+    return Restriction(part, left.strategies, problem.links.first, left.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """The links that are left, the strategies and cells that they have of the original ones, and `messages`, too."""
+
+    links: Links
+    strategies: np.ndarray
+    cells: np.ndarray
+    messages: np.ndarray
+
+
+class _Last:
+    """What was left of some links, the last time.
+
+    A program is solved without its budget, within it and at prices of memory; the same strategies are mostly allowed in
+    each. What message passing prepares of the links that are left then serves all of them.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._last: tuple[np.ndarray, _Left] | None = None
+
+    def of(self, keep: np.ndarray) -> _Left:
+        """What a mask of the strategies leaves."""
+        if self._last is None or not np.array_equal(self._last[0], keep):
+            self._last = keep, _left(self._links, keep)
+        return self._last[1]
+
+
+def _left(links: Links, keep: np.ndarray) -> _Left:
     row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
     row[links.source_row[keep[links.source_strategy]]] = True
     column[links.klass_column[keep[links.klass_strategy]]] = True
     smaller, cells, dropped = _smaller(links, keep, row, column)
-    items, base = _remaining(problem, keep, cells, np.diff(smaller.first))
-    part = Problem(smaller, problem.cost[chosen], problem.cells[cells], items, base, problem.budget)
-    return Restriction(part, chosen, links.first, _places(links, row, column, dropped))
+    return _Left(smaller, np.flatnonzero(keep), cells, _places(links, row, column, dropped))
 
 
 def _smaller(

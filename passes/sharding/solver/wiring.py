@@ -172,7 +172,7 @@ class Wiring:
         """[count] the least of each row of the cells of some halves, less what is taken from the other ends."""
         out = np.empty(count)
         if ends.small:
-            held = taken[ends.other]
+            held = taken.take(ends.other)
             np.subtract(cells[ends.cells], held, out=held)
             np.minimum.reduceat(held, ends.rows, out=out[: ends.small])
         for m, is_source, own, other in ends.large:

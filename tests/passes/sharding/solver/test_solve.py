@@ -248,6 +248,26 @@ def optimum_of(problem):
     )
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_restrictions_that_allow_the_same_share_their_structure(seed):
+    problem = reading.from_graph(random_graph(np.random.default_rng(seed), memory=True))
+    try:
+        first = restrict.consistent(problem)
+    except restrict.Contradiction:
+        return
+    again = restrict.consistent(sharding_problem.forget_memory(problem))
+    assert again.problem.links is first.problem.links
+    fewer = replace(problem, cost=np.where(np.arange(len(problem.cost)) == first.strategies[0], np.inf, problem.cost))
+    try:
+        other = restrict.consistent(fewer)
+    except restrict.Contradiction:
+        return
+    assert first.strategies[0] not in other.strategies
+    third = restrict.consistent(problem)
+    np.testing.assert_array_equal(third.strategies, first.strategies)
+    np.testing.assert_array_equal(third.messages, first.messages)
+
+
 @pytest.mark.parametrize("large", [wiring.LARGE, 4])
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
