@@ -42,6 +42,7 @@ class Ascent:
         """Args: messages: where to begin, as of `messages` for a problem of the same structure."""
         self.wiring, self.sharing = problem.links.prepared(Wiring), problem.links.prepared(Sharing)
         self._messages = np.zeros(self.wiring.count)
+        self._room = np.empty(max((len(step.other) for step in self.wiring.steps), default=0))
         if messages is not None:
             self._messages = messages[self.wiring.canonical]
         self.reprice(problem)
@@ -95,7 +96,8 @@ class Ascent:
 
     def _collected(self, step: Step, taken: np.ndarray) -> np.ndarray:
         """[messages of a colour] the least of each row of cells, less what is taken from the other end."""
-        return self.wiring.collected(step, step.messages.stop - step.messages.start, self._cells, taken)
+        count = step.messages.stop - step.messages.start
+        return self.wiring.collected(step, count, self._cells, taken, self._room)
 
     def _potentials(self) -> np.ndarray:
         """[strategies, by colour] seconds of each strategy with what was moved to it."""

@@ -168,11 +168,20 @@ class Wiring:
         _, at, high, wide = self.matrices[m]
         return cells[at : at + high * wide].reshape(high, wide)
 
-    def collected(self, ends: Ends, count: int, cells: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """[count] the least of each row of the cells of some halves, less what is taken from the other ends."""
+    def collected(
+        self, ends: Ends, count: int, cells: np.ndarray, taken: np.ndarray, room: np.ndarray | None = None
+    ) -> np.ndarray:
+        """[count] the least of each row of the cells of some halves, less what is taken from the other ends.
+
+        Args:
+          room: to work in, for at least as many as the cells: memory that is new each time costs more than the work.
+        """
         out = np.empty(count)
         if ends.small:
-            held = taken.take(ends.other)
+            if room is None:
+                held = taken[ends.other]
+            else:  # none is out of range, but "raise" goes through a copy
+                held = taken.take(ends.other, out=room[: len(ends.other)], mode="clip")
             np.subtract(cells[ends.cells], held, out=held)
             np.minimum.reduceat(held, ends.rows, out=out[: ends.small])
         for m, is_source, own, other in ends.large:
