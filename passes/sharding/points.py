@@ -59,7 +59,9 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
     first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right")
     np.add.at(change, (first, kind), 1)
     np.add.at(change, (last, kind), -1)
-    return np.cumsum(change, axis=0, dtype=np.int32)[:-1]
+    for before, row in itertools.pairwise(change):  # row by row, as they lie in memory
+        row += before
+    return change[:-1]
 
 
 def _implying(counts: np.ndarray) -> list[int]:
@@ -69,7 +71,8 @@ def _implying(counts: np.ndarray) -> list[int]:
     for stride in range(1, _STRIDES + 1):  # a layer may hold several identical operations
         if len(best) <= 4 * stride:
             break
-        found = [first + stride * i for first in range(stride) for i in _ends(counts[first::stride])]
+        ends = (first + stride * i for first in range(stride) for i in _ends(counts[first::stride]))
+        found = list(itertools.islice(ends, len(best)))  # no more are looked for than are known
         best = min(best, found, key=len)
     return best
 
@@ -86,6 +89,9 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
         a, b = todo.pop()
         if a == b:
             continue
+        if b == a + 1:  # nothing between
+            yield b
+            continue
         weight = np.arange(1, b - a)[:, None]
         inner = counts[a + 1 : b]
         line = counts[a] * (b - a - weight) + counts[b] * weight
@@ -95,7 +101,7 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
             yield b
             continue
         # The first and the last layer often differ; else the line breaks where most is above it.
-        breaks = np.unique([a, a + 1 + above[0], a + 1 + over.argmax(), a + 1 + above[-1], b]).tolist()
+        breaks = sorted({a, *(a + 1 + int(i) for i in (above[0], over.argmax(), above[-1])), b})
         todo += list(itertools.pairwise(breaks))[::-1]
     for a, b in todo:
         yield from range(a + 1, b + 1)
@@ -130,9 +136,10 @@ def compressed(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[
 
 
 def tally(*columns: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the first of each group of equal rows, rows in the group)."""
-    table = np.stack([np.asarray(c, dtype=np.int64) for c in columns], axis=1)
-    if not len(table):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    _, first, count = np.unique(table, axis=0, return_index=True, return_counts=True)
-    return first, count
+    """(number of the first of each group of equal rows, rows in the group), in the order of the rows."""
+    table = [np.asarray(c, dtype=np.int64) for c in columns]
+    order = np.lexsort(table[::-1])  # of equal rows the first comes first
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = np.any([np.diff(column[order]) != 0 for column in table], axis=0)
+    first = np.flatnonzero(new)
+    return order[first], np.diff(first, append=len(order))

@@ -6,6 +6,7 @@ Only the layouts and their costs depend on the mesh. A search over mesh shapes m
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,28 @@ class Shared:
         """What `sharding.computing` keeps of groups, which is the same on all meshes."""
         return {}
 
+    @functools.cached_property
+    def living(self) -> tuple[tuple[int, int, int], ...]:
+        """(value, first point, last point) of everything that takes memory worth counting."""
+        small, values = smallest(self.traced), self.traced.graph.values
+        return tuple([row for row in self._living() if values[row[0]].nbytes >= small])
+
+    def _living(self) -> Iterator[tuple[int, int, int]]:
+        inputs, end = set(self.traced.graph.block.inputs), self.grouping.points - 1
+        for value, home in self.grouping.homes.items():
+            if value in inputs:
+                yield value, 0, end
+                continue
+            start = self.grouping.defined.get(value)
+            if start is None:
+                continue
+            uses = self.uses.get(value, ())
+            last = max([d.position for d in uses], default=start)
+            group = self.grouping.groups[home.group]
+            elsewhere = any(d.group != home.group for d in uses)
+            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
+                yield value, start, last
+
     def __post_init__(self) -> None:
         for demand in self.grouping.demands:
             self.uses.setdefault(demand.value, []).append(demand)
@@ -205,9 +228,8 @@ class _Maker:
 
     def __init__(self, shared: Shared, members: tuple[tuple[int, ...], ...], node_of: tuple[int, ...], regather: bool):
         self.traced, self.grouping, self.uses = shared.traced, shared.grouping, shared.uses
-        self.values = self.traced.graph.values
+        self.values, self.living = self.traced.graph.values, shared.living
         self.members, self.node_of = members, node_of
-        self.inputs = set(self.traced.graph.block.inputs)
         self.leaf_groups = set(self.grouping.leaves)
         self.late_from = fullest_point(self.traced, self.grouping) if regather else None
         self.served_again = kinds.served_again(self.traced, self.grouping) if regather else frozenset()
@@ -222,11 +244,10 @@ class _Maker:
         rows: list[tuple[int, int, int, int]] = []  # type, start, end, value
         types: dict[object, int] = {}
         homes = self.grouping.homes
-        for value, start, end in self.living():
-            if self.values[value].nbytes >= self.small:
-                home = homes[value]
-                key = (self.node_of[home.group], home.dims, self.values[value].nbytes, self.kinds.get(value))
-                rows.append((types.setdefault(key, len(types)), start, end, value))
+        for value, start, end in self.living:
+            home = homes[value]
+            key = (self.node_of[home.group], home.dims, self.values[value].nbytes, self.kinds.get(value))
+            rows.append((types.setdefault(key, len(types)), start, end, value))
         own = len(rows)
         first_of: list[int] = []
         for number, (key, members) in enumerate(found.items()):
@@ -253,32 +274,30 @@ class _Maker:
                     count=int(count),
                 )
             )  # fmt: skip
-        passages = []
-        for number, (key, members) in enumerate(found.items()):
-            mine = first_of[number] + np.flatnonzero(live[first_of[number] : first_of[number + 1]])
-            first, count = tally(kind[mine], start[mine], end[mine])
-            rows_of = mine[first]
-            passages.append(
-                Passage(
-                    src=key[0], values=tuple(members), phase=key[3], demands=tuple(example[key]),
-                    spans=np.stack([start[rows_of], end[rows_of], count], axis=1),
-                    holders=tuple(value[rows_of].tolist()), share=shares.get((members[0], key[3]), 1.0),
-                )
-            )  # fmt: skip
+        copies = own + np.flatnonzero(live[own:])
+        number = np.repeat(np.arange(len(found)), np.diff(first_of))[copies - own]
+        first, count = tally(number, kind[copies], start[copies], end[copies])
+        rows_of = copies[first]
+        spans = np.stack([start[rows_of], end[rows_of], count], axis=1)
+        holders = value[rows_of].tolist()
+        at = np.searchsorted(number[first], np.arange(len(found) + 1)).tolist()
+        passages = [
+            Passage(
+                src=key[0], values=tuple(members), phase=key[3], demands=tuple(example[key]), spans=spans[a:b],
+                holders=tuple(holders[a:b]), share=shares.get((members[0], key[3]), 1.0),
+            )
+            for (key, members), (a, b) in zip(found.items(), itertools.pairwise(at), strict=True)
+        ]  # fmt: skip
         return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))
 
-    def edges(self) -> tuple[dict[_Key, list[int]], dict[_Key, list[Demand]]]:
+    def edges(self) -> tuple[dict[_Key, list[int]], dict[_Key, Sequence[Demand]]]:
         """The values of each transfer, and the demands on the first of them."""
         found: dict[_Key, list[int]] = {}
-        example: dict[_Key, list[Demand]] = {}
+        example: dict[_Key, Sequence[Demand]] = {}
         node_of, homes = self.node_of, self.grouping.homes
         for value, demands in self.uses.items():
             home = homes[value]
-            phases: dict[int, list[Demand]] = {}
-            for demand in demands:
-                for phase in self.phases(demand, value):
-                    phases.setdefault(phase, []).append(demand)
-            for phase, some in phases.items():
+            for phase, some in self.served(value, demands).items():
                 wanting = frozenset([(node_of[d.group], d.likeness if d.group else "", d.dims) for d in some])
                 key = (node_of[home.group], home.likeness if home.group else value, wanting, phase)
                 found.setdefault(key, []).append(value)
@@ -286,7 +305,7 @@ class _Maker:
         return found, example
 
     def latency_shares(
-        self, found: Mapping[_Key, list[int]], example: Mapping[_Key, list[Demand]]
+        self, found: Mapping[_Key, list[int]], example: Mapping[_Key, Sequence[Demand]]
     ) -> dict[tuple[int, int], float]:
         """Gradients on their way to the updates are reduced together, and new state is gathered together."""
         updates = kinds.update_groups(self.traced, self.grouping) - self.leaf_groups
@@ -299,34 +318,26 @@ class _Maker:
                     break
         return {item: 1.0 / len(items) for items in together for item in items}
 
-    def living(self) -> Iterator[tuple[int, int, int]]:
-        """(value, first point, last point) of everything that takes memory."""
-        end = self.grouping.points - 1
-        for value, home in self.grouping.homes.items():
-            if value in self.inputs:
-                yield value, 0, end
-                continue
-            start = self.grouping.defined.get(value)
-            if start is None:
-                continue
-            uses = self.uses.get(value, ())
-            last = max([d.position for d in uses], default=start)
-            group = self.grouping.groups[home.group]
-            elsewhere = any(d.group != home.group for d in uses)
-            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
-                yield value, start, last
-
     def span(self, value: int, phase: int) -> tuple[int, int]:
         """The first and the last use of a value in a phase."""
-        points = [d.position for d in self.uses[value] if phase in self.phases(d, value)]
+        points = [d.position for d in self.served(value, self.uses[value])[phase]]
         return min(points), max(points)
 
+    def served(self, value: int, demands: Sequence[Demand]) -> Mapping[int, Sequence[Demand]]:
+        """By phase, as `Passage.phase`, the uses of a value."""
+        if value not in self.repeated and (self.late_from is None or value not in self.served_again):
+            return {0: demands}
+        found: dict[int, list[Demand]] = {}
+        for demand in demands:
+            for phase in self.phases(demand, value):
+                found.setdefault(phase, []).append(demand)
+        return found
+
     def phases(self, demand: Demand, value: int) -> Collection[int]:
-        """As `Passage.phase`, of all passages of a value that serve a demand."""
+        """The phases of a use of a value that is laid out more than once."""
         if value in self.repeated:
             return self.parts.get(demand.position, _ONCE)
-        late = self.late_from is not None and demand.position >= self.late_from and value in self.served_again
-        return _LATE if late else _ONCE
+        return _LATE if self.late_from is not None and demand.position >= self.late_from else _ONCE
 
     def alike(self) -> np.ndarray:
         """[points] a number for each program point, the same for identical operations."""
