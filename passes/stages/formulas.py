@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
         at = stage.first, stage.stop, stage.kind, stage.variant
         after = slices.stages[s + 1].kind if s + 1 < len(slices.stages) else None
         cut = (0.0, 0.0) if after is None else costs.cut_seconds(stage.stop, stage.kind, after)
-        latency, excess = terms(slices.schedule, costs, at, cut, slices.virtual)
+        latency, excess = terms(slices.schedule, costs, lambda values, at=at: values[at], cut, slices.virtual)
         found.append((float(latency), float(excess), float(costs.update[at])))
         fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
         each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
@@ -33,10 +34,16 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
     return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
 
 
-def terms(schedule: str, costs: StageCosts, at: Any, cut: Any, virtual: int) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and excess of stages `at` (an index into the cost arrays) with `cut` behind them: as of `cut_seconds`."""
+def terms(
+    schedule: str, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and excess of some stages with `cut` behind them: as of `cut_seconds`.
+
+    Args:
+      of: what a cost array holds of the stages.
+    """
     count = costs.num_microbatches
-    forward, backward = costs.forward[at], costs.backward[at]
+    forward, backward = of(costs.forward), of(costs.backward)
     t, both, most = forward + backward, 2 * np.asarray(cut[0]), 2 * np.asarray(cut[1])
     possible = np.isfinite(t + both)
     with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
@@ -44,7 +51,7 @@ def terms(schedule: str, costs: StageCosts, at: Any, cut: Any, virtual: int) -> 
         if schedule in ("gpipe", "eager-1f1b"):
             excess = (count - 1) * np.maximum(t, most)
         elif schedule == "zb-h1":
-            weight = costs.weight_seconds[at]
+            weight = backward / 2 if costs.weight is None else of(costs.weight)
             hidden = 2 * np.minimum(np.minimum(weight, forward), np.maximum(backward - weight, 0.0))
             latency, excess = latency - hidden, excess + hidden
         elif schedule == "interleaved-1f1b":

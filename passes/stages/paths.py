@@ -215,6 +215,7 @@ class _Search:
         self.columns = np.arange(p.devices + 1)
         self.base = p.head * self.width + p.devices - p.size
         self.terminal = p.num_nodes - 1
+        self.first = np.searchsorted(p.tail, np.arange(p.num_nodes + 1)).tolist()  # group of each node
         usable = np.isfinite(p.latency) & np.isfinite(p.excess) & np.isfinite(p.update)
         usable &= np.isfinite(p.fixed) & np.isfinite(p.each)
         if p.kinds is not None:
@@ -232,10 +233,10 @@ class _Search:
     def _bound(self, limit: float) -> None:
         """The relaxation at infinite thresholds: its value; if that is below `limit`, what else the search needs."""
         p = self.problem
-        latency = _over_variants(np.where(self.alive, p.latency, np.inf))
-        after = self._backward(latency, np.add)
-        weights = [_over_variants(np.where(self.alive, x, np.inf)) for x in (p.excess, p.update)]
-        peaks = [self._at_sources(self._backward(w, np.maximum)) for w in weights]
+        weights = [_over_variants(np.where(self.alive, x, np.inf)) for x in (p.latency, p.excess, p.update)]
+        latency = weights[0]
+        after, *others = self._backward(weights, (np.add, np.maximum, np.maximum))
+        peaks = [self._at_sources(table) for table in others]
         self.root = self._at_sources(after) + peaks[0] + peaks[1]
         if not self.root < limit:
             return
@@ -285,7 +286,7 @@ class _Search:
         allowed = self.alive & (p.excess <= box.high[0]) & (p.update <= box.high[1])
         latency = np.where(allowed, p.latency, np.inf)
         weights = _over_variants(latency)
-        table = self._backward(weights, np.add)
+        (table,) = self._backward([weights], [np.add])
         total = self._at_sources(table)
         if not total + box.low[0] + box.low[1] < limit:
             return math.inf, None, True
@@ -310,18 +311,28 @@ class _Search:
     def _at_sources(self, table: np.ndarray) -> float:
         return float(table[list(self.problem.sources), -1].min())
 
-    def _backward(self, weights: np.ndarray, combine: np.ufunc) -> np.ndarray:
-        """[node, D + d]: the least combined weight from a node to the end with d devices left."""
-        p = self.problem
-        table = np.full((p.num_nodes, self.width), np.inf)
-        table[self.terminal, p.devices :] = self._end(combine)
-        flat = table.ravel()
-        active = np.flatnonzero(np.isfinite(weights))
-        for groups in reversed(_runs(active, p.tail)):
-            rows = flat[self.base[groups][:, None] + self.columns]
-            combine(rows, weights[groups][:, None], out=rows)
-            np.minimum.reduce(rows, out=table[p.tail[groups[0]], p.devices :])
-        return table
+    def _backward(self, weights: Sequence[np.ndarray], combine: Sequence[np.ufunc]) -> np.ndarray:
+        """[weights, node, D + d]: the least combined weight from a node to the end with d devices left.
+
+        All weights are finite for the same groups.
+        """
+        p, number = self.problem, len(weights)
+        tables = np.full((number, p.num_nodes, self.width), np.inf)
+        for table, ufunc in zip(tables, combine, strict=True):
+            table[self.terminal, p.devices :] = self._end(ufunc)
+        flat, least = tables.reshape(number, -1), tables[:, :, p.devices :]
+        active = np.flatnonzero(np.isfinite(weights[0]))
+        if not len(active):
+            return tables
+        base, each = self.base[active][:, None], [weight[active][:, None] for weight in weights]
+        starts = _starts(p.tail[active])
+        runs = zip(p.tail[active[starts]].tolist(), itertools.pairwise([*starts.tolist(), len(active)]), strict=True)
+        for node, (a, b) in reversed([*runs]):
+            rows = flat.take(base[a:b] + self.columns, axis=1)
+            for row, ufunc, weight in zip(rows, combine, each, strict=True):
+                ufunc(row, weight[a:b], out=row)
+            np.minimum.reduce(rows, axis=1, out=least[:, node])
+        return tables
 
     def _end(self, combine: np.ufunc) -> np.ndarray:
         """What reaching the end with d devices left costs."""
@@ -347,7 +358,7 @@ class _Search:
         p = self.problem
         node, left, path = self._first(table), p.devices, []
         while node != self.terminal:
-            span = slice(*np.searchsorted(p.tail, (node, node + 1)))
+            span = slice(self.first[node], self.first[node + 1])
             values = weights[span] + table[p.head[span], p.devices + left - p.size[span]]
             group = span.start + int(values.argmin())
             path.append((group, int(latency[group].argmin())))
@@ -369,7 +380,7 @@ class _Search:
         """The least of the combined bytes of a path's stages, each with `count` micro-batches in flight."""
         p = self.problem
         need = np.where(self.everything, p.fixed + np.where(self.everything, p.each, 0.0) * count, np.inf)
-        return self._at_sources(self._backward(_over_variants(need), combine))
+        return self._at_sources(self._backward([_over_variants(need)], [combine])[0])
 
     def by_position(
         self, stages: tuple[int, int], allowed: np.ndarray, combine: np.ufunc, limit: float = math.inf
@@ -384,21 +395,28 @@ class _Search:
         table[self.terminal, p.devices :] = self._end(combine)
         tables, costs = [table], [np.zeros((0, 0))]
         groups = np.flatnonzero(allowed.any(1))
+        fixed, each, base = p.fixed[groups], p.each[groups], self.base[groups]
+        allowed, heads, tails = allowed[groups], p.head[groups], p.tail[groups]
+        latency = np.where(allowed, p.latency[groups], np.inf)
         count, cost, least = -1, costs[0], np.zeros(0)
         for left in range(1, stages[1] + 1):
             if p.count(left, stages[0]) != count:
                 count = p.count(left, stages[0])
-                cost = self._cost(groups, count, allowed, combine, limit)
+                need = fixed + each * count
+                if combine is np.add:
+                    cost = np.where(need <= p.budget, latency, np.inf)
+                else:
+                    cost = np.where(allowed & (need < limit), need, np.inf)
                 least = _over_variants(cost)
             costs.append(cost)
             weights = least if p.kinds is None else np.where(p.kind[groups] == p.kinds[-left], least, np.inf)
-            reached = (tables[-1].min(1) < np.inf)[p.head[groups]]
+            reached = (tables[-1].min(1) < np.inf)[heads]
             active = np.flatnonzero(np.isfinite(weights) & reached)
             if not len(active):
                 break
-            rows = tables[-1].ravel()[self.base[groups[active]][:, None] + self.columns]
+            rows = tables[-1].ravel().take(base[active][:, None] + self.columns)
             combine(rows, weights[active][:, None], out=rows)
-            tail = p.tail[groups[active]]
+            tail = tails[active]
             starts = _starts(tail)
             tables.append(np.full((p.num_nodes, self.width), np.inf))
             tables[-1][tail[starts], p.devices :] = np.minimum.reduceat(rows, starts, axis=0)
@@ -407,16 +425,6 @@ class _Search:
         if math.isinf(best):
             return best, None
         return best, self._walk_positions(tables, costs, groups, stages[0] + values.index(best), combine)
-
-    def _cost(
-        self, groups: np.ndarray, count: int, allowed: np.ndarray, combine: np.ufunc, limit: float
-    ) -> np.ndarray:  # fmt: skip
-        """[groups, V]: latency where the budget allows it, or bytes, with `count` micro-batches in flight."""
-        p = self.problem
-        need = p.fixed[groups] + p.each[groups] * count
-        if combine is np.add:
-            return np.where(allowed[groups] & (need <= p.budget), p.latency[groups], np.inf)
-        return np.where(allowed[groups] & (need < limit), need, np.inf)
 
     def _walk_positions(
         self,

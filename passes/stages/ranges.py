@@ -80,11 +80,6 @@ class StageCosts:
         """L."""
         return self.forward.shape[0]
 
-    @property
-    def weight_seconds(self) -> np.ndarray:
-        """`weight`, or half of `backward`."""
-        return self.backward / 2 if self.weight is None else self.weight
-
     def flying(self, schedule: str) -> np.ndarray:
         """Bytes per device of a micro-batch in flight under a schedule."""
         if schedule == "zb-h1" and self.split_bytes is not None:
