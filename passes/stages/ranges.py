@@ -152,10 +152,13 @@ def from_layers(
 
 
 def _ranges(layers: np.ndarray, combine: np.ufunc) -> np.ndarray:
-    """[L, L+1, ...]: `combine` over layers i to j-1. Equal runs of equal layers give bit-equal values."""
+    """[L, L+1, ...]: `combine` over layers i to j-1. Equal runs of equal layers give bit-equal values.
+
+    In memory, ranges that end with one layer lie side by side: they are written together.
+    """
     length = len(layers)
-    out = np.zeros((length, length + 1, *layers.shape[1:]))
+    out = np.zeros((length + 1, length, *layers.shape[1:]))
     for i, layer in enumerate(layers):  # what ends with a layer, from what ends before it
-        combine(out[:i, i], layer, out=out[:i, i + 1])
-        out[i, i + 1] = layer
-    return out
+        combine(out[i, :i], layer, out=out[i + 1, :i])
+        out[i + 1, i] = layer
+    return out.swapaxes(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from alpa_lite.passes.stages.paths import Path, PathProblem
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import SliceOptions, StageChoice, StageSlices
 from alpa_lite.schedules import in_flight_formula
+
+_CACHED = 2**17
+"""How many seconds a processor's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,13 @@ def can_use_all(task: Task) -> bool:
 def least_area(costs: StageCosts, kind: int, variants: tuple[int, ...] | None) -> float:
     """Device-seconds per micro-batch: every range at its cheapest; times B / D it is below any pipeline's seconds."""
     forward, backward = costs.forward, costs.backward
-    cost = np.full(forward.shape[:2], np.inf)
-    for k in range(len(costs.devices)) if kind < 0 else [kind]:
-        for v in range(forward.shape[3]) if variants is None else variants:
-            area = (forward[:, :, k, v] + backward[:, :, k, v]) * float(costs.devices[k])
-            np.minimum(cost, area, out=cost)
+    cost = np.full_like(forward[:, :, 0, 0], np.inf)
+    kinds = range(len(costs.devices)) if kind < 0 else [kind]
+    few = max(1, _CACHED // forward[:, 0].size)
+    for j in range(0, cost.shape[1], few):  # the ranges that end with a few layers, whose costs the cache holds
+        first, second, area = forward[:, j : j + few], backward[:, j : j + few], cost[:, j : j + few]
+        for k, v in itertools.product(kinds, range(forward.shape[3]) if variants is None else variants):
+            np.minimum(area, (first[:, :, k, v] + second[:, :, k, v]) * float(costs.devices[k]), out=area)
     least = np.full(len(cost) + 1, np.inf)
     least[-1] = 0.0
     for i in range(len(cost) - 1, -1, -1):
@@ -130,11 +136,11 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     i, j, k, after, tail, head = (x[order] for x in (i, j, k, after, tail, head))
     sent = [seconds[j, k, after] if by_kind else seconds[j] for seconds in (c.boundary_seconds, c.slowest)]
     cut = [np.where(j == layers, 0.0, seconds)[:, None] for seconds in sent]
-    place = (i * (layers + 1) + j) * kinds + k
+    row = (j * layers + i) * kinds + k  # as ranges lie in memory
 
     def of(values: np.ndarray) -> np.ndarray:
         """Of each choice: several times faster than an index of three arrays."""
-        return values.reshape(-1, values.shape[-1]).take(place, axis=0)
+        return values.swapaxes(0, 1).reshape(-1, values.shape[-1]).take(row, axis=0)
 
     latency, excess = terms(name, c, of, cut, task.virtual)
     if options.variants is not None:
