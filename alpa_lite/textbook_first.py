@@ -14,7 +14,7 @@ their bound is below all that was found by then. What cannot undercut the best p
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
 - T >= the bound of the program with all choices on the same mesh, where that was searched;
-- ZeRO-1 is ZeRO-2 where no loop adds up gradients.
+- ZeRO-1 is ZeRO-2 where no loop adds up gradients, and is not evaluated again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from alpa_lite.analysed import Analyse, Analysed
 from alpa_lite.asked import Asked, Step
@@ -92,6 +93,7 @@ def applies(asked: Asked) -> bool:
 def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> TextbookPlans:
     """The plans of all methods that can be applied, each in its first way."""
     plans: dict[Way, tuple[search.Plain, ...]] = {}
+    known: dict[tuple[Way, Any, float], search.Restricted] = {}
     best, left = None, []
     for number, (name, method) in enumerate(METHODS.items()):
         run.count("textbook methods evaluated", number, len(METHODS))
@@ -99,7 +101,7 @@ def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> Textbo
         if floor > asked.budget:
             continue
         below = math.inf if best is None else best[0]
-        solve = functools.partial(_solved, run, asked, analyse, plans, below, name, method)
+        solve = functools.partial(_solved, run, asked, analyse, plans, known, below, name, method)
         try:
             begun = ways.begun(solve, asked.num_microbatches, floor=floor, budget=asked.budget)
         except (MicrobatchError, OptionError):  # the batch, or a micro-batch, does not divide
@@ -111,7 +113,8 @@ def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> Textbo
 
 
 def _solved(
-    run: Passes, asked: Asked, analyse: Analyse, plans: dict[Way, tuple[search.Plain, ...]], below: float, name: str,
+    run: Passes, asked: Asked, analyse: Analyse, plans: dict[Way, tuple[search.Plain, ...]],
+    known: dict[tuple[Way, Any, float], search.Restricted], below: float, name: str,
     method: DataParallel | Zero | TensorParallel, way: Way, cutoff: float, lessons: Lessons, deadline: Deadline,
 ) -> Outcome[search.Found]:  # fmt: skip
     """The best plan of a method in a way, which is added to `plans`. Raises as `outcomes.Solve`."""
@@ -124,11 +127,12 @@ def _solved(
     if method == Zero(stage=1) and not _adds_up(about):
         method = Zero(stage=2)
     settled = about.settled(asked.cluster)
-    found = run(
-        "sharding", search.restricted, about.loop.traced, about.groups, about.rules, asked.cluster, method,
-        budget=asked.budget, shared=about.shared, time_limit=min(EACH, asked.options.solver_time_limit), cutoff=cutoff,
-        below=below, settled=settled,
-    )  # fmt: skip
+    if (way, method, cutoff) not in known:
+        known[way, method, cutoff] = search.Restricted(
+            about.loop.traced, about.groups, about.rules, asked.cluster, method, budget=asked.budget,
+            shared=about.shared, time_limit=min(EACH, asked.options.solver_time_limit), cutoff=cutoff, settled=settled,
+        )  # fmt: skip
+    found = run("sharding", known[way, method, cutoff].found, below)
     plans[way] = (*plans.get(way, ()), (name, found))
     return Outcome(found, settled(found), found.free, 0, found.mesh, found.bounds)
 

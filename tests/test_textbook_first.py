@@ -120,6 +120,18 @@ def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monk
     assert analysed(batch=8) == [1]
 
 
+def test_without_a_loop_that_adds_up_gradients_zero_1_is_not_evaluated_again(monkeypatch) -> None:
+    restricted, methods = textbook_first.search.Restricted, []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        methods.append(given[4])
+        return restricted(*given, **named)
+
+    monkeypatch.setattr(textbook_first.search, "Restricted", noted)
+    planned("linen_gpt", alpa_lite.Sharded(), A100)
+    assert methods.count(alpa_lite.Zero(2)) == 1 and alpa_lite.Zero(1) not in methods
+
+
 def test_more_micro_batches_of_a_method_are_analysed_only_where_their_bound_is_below_what_was_found() -> None:
     """DataParallel needs more of them for its activations, and takes 1 s at least with one."""
     tried: list[Way] = []

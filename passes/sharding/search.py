@@ -47,7 +47,7 @@ from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
-__all__ = ["CLOSED", "LATE", "LITTLE", "Found", "Plain", "Rest", "restricted", "search", "unsearched"]
+__all__ = ["CLOSED", "LATE", "LITTLE", "Found", "Plain", "Rest", "Restricted", "search", "unsearched"]
 
 
 def search(
@@ -121,34 +121,52 @@ def search(
     return rest(deadline)
 
 
-def restricted(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Method, *, budget: float,
-    shared: tables.Shared, time_limit: float, cutoff: float, below: float, settled: Callable[[Found], float],
-) -> Found:  # fmt: skip
-    """The best plan of a method of one mesh and few choices, such as a textbook method, below a cutoff.
+class Restricted:
+    """A method of one mesh and few choices, such as a textbook method: its best plan below a cutoff.
 
-    Nothing but the solver keeps to the time, so that there is a plan whatever the machine.
-
-    Args:
-      below: seconds that the method is to undercut, if need be in another way to run the step: where no plan of any
-        memory does, none is looked for.
+    Nothing but the solver keeps to the time, so that there is a plan whatever the machine. What is found is kept, for
+    who asks for it again.
 
     Raises:
-      Beaten: no plan within the budget was found below the cutoff.
       OptionError: if the method cannot be applied.
     """
-    (problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
-    race = _race(shared, cluster, method, [problem.mesh], budget, cutoff, Lessons(), settled)
-    race.enter(problem, several=True)
-    if race.free >= race.speedup * below or race.overflows:
-        raise race.beaten()
-    if not race.tried[0][0].fits:
-        race.weigh([problem], Deadline(time_limit))  # takes a tenth of proving that nothing fits
-    if race.least is None:
-        race.run(Deadline(time_limit))
-    if race.best is None:
-        raise race.beaten()
-    return race.found()
+
+    def __init__(
+        self, traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Method, *,
+        budget: float, shared: tables.Shared, time_limit: float, cutoff: float, settled: Callable[[Found], float],
+    ) -> None:  # fmt: skip
+        (self._problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
+        self._race = _race(shared, cluster, method, [self._problem.mesh], budget, cutoff, Lessons(), settled)
+        self._time_limit = time_limit
+
+    @functools.cached_property
+    def _least(self) -> float:
+        """Seconds that no plan of any memory undercuts, of the program as it is bounded before it is solved."""
+        self._race.enter(self._problem, several=True)
+        return self._race.free
+
+    @functools.cached_property
+    def _solved(self) -> Race:
+        race = self._race
+        if not race.tried[0][0].fits:
+            race.weigh([self._problem], Deadline(self._time_limit))  # takes a tenth of proving that nothing fits
+        if race.least is None:
+            race.run(Deadline(self._time_limit))
+        return race
+
+    def found(self, below: float) -> Found:
+        """The best plan.
+
+        Args:
+          below: seconds that the method is to undercut, if need be in another way to run the step: where no plan of any
+            memory does, none is looked for.
+
+        Raises:
+          Beaten: no plan within the budget was found below the cutoff.
+        """
+        if self._least >= self._race.speedup * below or self._race.overflows or self._solved.best is None:
+            raise self._race.beaten()
+        return self._race.found()
 
 
 def unsearched(

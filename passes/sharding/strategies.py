@@ -34,7 +34,7 @@ from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
 from alpa_lite.passes.sharding.limits import NO_LIMITS, Limits
-from alpa_lite.passes.sharding.on_mesh import Moves
+from alpa_lite.passes.sharding.mesh_tables import Moves
 from alpa_lite.passes.sharding.prices import divides, gathers
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest

@@ -20,7 +20,7 @@ from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
-from alpa_lite.passes.sharding.on_mesh import OnMesh
+from alpa_lite.passes.sharding.mesh_tables import MeshTables
 from alpa_lite.passes.sharding.points import compressed, needed_points, tally
 from alpa_lite.passes.sharding.repeats import NO_REPEATS, Repeats
 from alpa_lite.passes.sharding.solver.problem import timeline
@@ -95,7 +95,7 @@ class Shared:
     tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict)
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
-    meshes: dict[MeshCost, OnMesh] = field(default_factory=dict)
+    meshes: dict[MeshCost, MeshTables] = field(default_factory=dict)
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -145,10 +145,10 @@ class Shared:
         for value, home in self.grouping.homes.items():
             self.homes_of.setdefault(home.group, []).append(value)
 
-    def on(self, cost: MeshCost) -> OnMesh:
+    def on(self, cost: MeshCost) -> MeshTables:
         """What the programs on one mesh have in common."""
         if cost not in self.meshes:
-            self.meshes[cost] = OnMesh(cost)
+            self.meshes[cost] = MeshTables(cost)
         return self.meshes[cost]
 
     def of(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:

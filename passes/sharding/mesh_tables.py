@@ -39,7 +39,7 @@ class Moves:
 
 
 @dataclass(frozen=True, eq=False)
-class OnMesh:
+class MeshTables:
     """Tables of a step on a mesh.
 
     Attributes:
