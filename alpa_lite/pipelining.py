@@ -308,7 +308,7 @@ def realised(
 ) -> Staged:  # fmt: skip
     """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
 
-    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive, in the time.
+    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
     """
     before = before or Before()
     slices = chosen.slices
@@ -334,7 +334,7 @@ def realised(
     mesh_of = [stage.mesh for stage in slices.stages]
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1 or asked.deadline.over
+        last = attempt == ATTEMPTS - 1
         planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, before)
         over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
         if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
