@@ -206,7 +206,7 @@ def of_whole_sequences(
         # By as much the estimate was too low of the fullest submesh: one that is estimated to need no less has no room.
         fullest = int(np.argmax(list(map(sum, staged.bytes))))
         room = min(room, at.slices.bytes[fullest]) - (HASTE if asked.deadline.over else 1.05) * over
-        logger.info("the program exceeds the budget by %s: slicing again with that much less", units.nbytes(over))
+        logger.info("the program exceeds the budget by %s: slicing again within %s", *map(units.nbytes, (over, room)))
         try:
             chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
         except (InfeasibleError, stages.Slower):
