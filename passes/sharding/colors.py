@@ -23,9 +23,10 @@ class Digests:
 
     def __call__(self, thing: Any) -> str:
         """The text of a thing, which must be hashable."""
-        if thing not in self._known:
-            self._known[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
-        return self._known[thing]
+        text = self._known.get(thing)
+        if text is None:
+            text = self._known[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
+        return text
 
 
 def colors_of(

@@ -30,7 +30,8 @@ bounded number of classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
-from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, Home
+from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
 from alpa_lite.passes.sharding.linear import linear_ops
 from alpa_lite.strategy import Factor, Rule
 
@@ -72,6 +73,25 @@ def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
     return values[op.results[0]].nbytes > values[source].nbytes
 
 
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What of an operation its key says, so that it is worked out once for all operations of one key.
+
+    Attributes:
+      rule: its rule.
+      key: as `keys.placeless`.
+      light: whether it only follows, see `_is_light`.
+      lazy: whether its result is made anew for each consumer, or is so where its operands are.
+      whole: the operands that have all factors of the results.
+    """
+
+    rule: Rule
+    key: str
+    light: bool
+    lazy: Literal["", "always", "as operands"]
+    whole: tuple[int, ...]
+
+
 class _Builder:
     """Walks the graph once, in program order, and assigns homes."""
 
@@ -93,6 +113,11 @@ class _Builder:
         self.linear: set[int] = set()
         self.zero_carries: set[int] = set()
         self.digest = Digests()
+        self.outside: dict[Any, bool] = {}
+        self.forms: dict[Any, _Form] = {}
+        self.placed: dict[Any, tuple[tuple[Dims, ...], tuple[Dims, ...]]] = {}
+        self.followed: dict[Any, tuple[int, ...] | None] = {}
+        self.lazy_signatures: dict[int, Any] = {}
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -121,11 +146,14 @@ class _Builder:
         self.linear |= linear_ops(block, self.rules, self.values, self.zero_carries)
         for op in block.ops:
             self.ops[op.index] = op
-            if needs_outside(op):
+            outside = self.outside.get(op.key)
+            if outside is None:
+                outside = self.outside[op.key] = needs_outside(op)
+            if outside:
                 self.clock += 1
                 self.positions[op.index] = self.clock
                 self.depth.update(dict.fromkeys(op.results, self.clock))
-                self.member(op, _opaque(op, self.values), 0, (), trips)
+                self.member(op, self.form(op, _opaque(op, self.values)), 0, (), trips)
             elif op.name == "scan":
                 self.scan(op, trips)
             elif op.name == "while":
@@ -299,25 +327,35 @@ class _Builder:
 
     # -- straight-line operations ---------------------------------------------------------------------------------
 
+    def form(self, op: Op, rule: Rule) -> _Form:
+        """What the key of an operation says; `rule` is always the same for a key."""
+        found = self.forms.get(op.key)
+        if found is None:
+            found = self.forms[op.key] = _form(op, rule, self.values)
+        return found
+
     def straight(self, op: Op, trips: int) -> None:
-        rule = self.rules[op.key]
-        tensors = [a for a in op.operands if not isinstance(a, Lit)]
-        depth = 1 + max((self.depth.get(a, 0) for a in tensors), default=0)
-        self.depth.update(dict.fromkeys(op.results, depth))
+        form = self.form(op, self.rules[op.key])
+        rule, depths = form.rule, self.depth
+        depth, lazy = 0, form.lazy == "as operands"
+        for atom in op.operands:
+            if isinstance(atom, int):
+                depth = max(depth, depths.get(atom, 0))
+                lazy = lazy and atom in self.lazy
+        for value in op.results:
+            depths[value] = depth + 1
         if op.name == "optimization_barrier":
             self.barrier(op)
         elif rule.source == "opaque" or (not rule.factors and op.index not in self.linear):
-            self.member(op, rule, 0, (), trips)
-        elif self.becomes_lazy(op, rule, tensors):
+            self.member(op, form, 0, (), trips)
+        elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
         elif op.index in self.linear:
-            self.drafts.append(Draft("linear", list(rule.factors), trips, op.name))
-            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
-        elif _is_light(rule, op):
-            self.light(op, rule, tensors, trips)
+            self.alone("linear", op, form, trips)
+        elif form.light:
+            self.light(op, form, trips)
         else:
-            self.drafts.append(Draft("heavy", list(rule.factors), trips, op.name))
-            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+            self.alone("heavy", op, form, trips)
 
     def barrier(self, op: Op) -> None:
         """Each result stays in its operand's home: a barrier moves nothing."""
@@ -332,41 +370,37 @@ class _Builder:
                 if atom in self.followers:
                     self.followers[result] = self.followers[atom]
 
-    def becomes_lazy(self, op: Op, rule: Rule, tensors: list[int]) -> bool:
-        if len(op.results) != 1 or any(len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims):
-            return False
-        if is_lazy_source(op, self.values):
-            return True
-        return bool(tensors) and _is_light(rule, op) and all(a in self.lazy for a in tensors)
+    def alone(self, kind: GroupKind, op: Op, form: _Form, trips: int) -> None:
+        """Makes an operation the first member of a group, whose factors are its own."""
+        factors = form.rule.factors
+        self.drafts.append(Draft(kind, list(factors), trips, op.name))
+        self.member(op, form, len(self.drafts) - 1, tuple(range(len(factors))), trips)
 
-    def light(self, op: Op, rule: Rule, tensors: list[int], trips: int) -> None:
-        every = {f for dims in rule.results for dim in dims for f in dim}
+    def light(self, op: Op, form: _Form, trips: int) -> None:
         best, main = -1, None
-        for k, atom in enumerate(op.operands):
-            if isinstance(atom, Lit) or atom in self.lazy or self.homes[atom].group == 0:
-                continue
-            mine = {f for dim in rule.operands[k] for f in dim}
-            if every <= mine and self.depth[atom] > best:
+        for k in form.whole:
+            atom = op.operands[k]
+            assert not isinstance(atom, Lit)
+            if atom not in self.lazy and self.homes[atom].group and self.depth[atom] > best:
                 best, main = self.depth[atom], k
         if main is None:
-            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
-            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
+            self.alone("light", op, form, trips)
             return
         atom = op.operands[main]
         assert not isinstance(atom, Lit)
         home = self.homes[atom]
-        index = home.group
+        index, dims = home.group, home.dims
         if self.drafts[index].kind in ("heavy", "linear") or self.drafts[index].trips != trips:
             index = self.follower(atom, trips)
-            dims = self.follower_dims(atom)
+            dims = _leaf_dims(self.values[atom].shape)
+        case = (op.key, main, dims)
+        if case not in self.followed:
+            self.followed[case] = _followed(form.rule, main, dims)
+        factors = self.followed[case]
+        if factors is None:
+            self.alone("light", op, form, trips)
         else:
-            dims = home.dims
-        of = {f[0]: g[0] for f, g in zip(rule.operands[main], dims, strict=True) if f and g}
-        if len(of) != len(rule.factors):
-            self.drafts.append(Draft("light", list(rule.factors), trips, op.name))
-            self.member(op, rule, len(self.drafts) - 1, tuple(range(len(rule.factors))), trips)
-            return
-        self.member(op, rule, index, tuple(of[f] for f in range(len(rule.factors))), trips)
+            self.member(op, form, index, factors, trips)
 
     def follower(self, atom: int, trips: int) -> int:
         """The light group that hangs on a value of a heavy group."""
@@ -376,18 +410,21 @@ class _Builder:
             self.followers[atom] = len(self.drafts) - 1
         return self.followers[atom]
 
-    def follower_dims(self, atom: int) -> Dims:
-        return _leaf_dims(self.values[atom].shape)
+    def dims_within(
+        self, op: Op, rule: Rule, factors: tuple[int, ...] | None
+    ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+        """Dims of operands and of results in a group that has these factors for those of the rule; None: group 0."""
+        case = (op.key, factors)
+        found = self.placed.get(case)
+        if found is None:
+            found = self.placed[case] = _placed(rule.operands, factors), _placed(rule.results, factors)
+        return found
 
-    def member(self, op: Op, rule: Rule, index: int, factors: tuple[int, ...], trips: int) -> None:
+    def member(self, op: Op, form: _Form, index: int, factors: tuple[int, ...], trips: int) -> None:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
-        draft = self.drafts[index]
-
-        def dims_of(dims: Dims) -> Dims:
-            if index == 0:
-                return ((),) * len(dims)
-            return tuple(tuple(factors[f] for f in dim) for dim in dims)
-
+        draft, homes, key = self.drafts[index], self.homes, form.key
+        operands, results = self.dims_within(op, form.rule, factors if index else None)
+        inside = draft.kind in ("light", "leaf")
         refs: list[Any] = []
         likes: list[Any] = []
         wanted: list[int] = []
@@ -396,23 +433,23 @@ class _Builder:
                 refs.append("lit")
                 likes.append("lit")
                 continue
-            dims = dims_of(rule.operands[k])
-            home = self.homes.get(atom)
-            if home is not None and home.group == index and home.dims == dims and draft.kind in ("light", "leaf"):
-                refs.append(home.slot)
-                likes.append(home.likeness)
-                continue
+            dims = operands[k]
+            if inside:
+                home = homes.get(atom)
+                if home is not None and home.group == index and home.dims == dims:
+                    refs.append(home.slot)
+                    likes.append(home.likeness)
+                    continue
             lazy = self.lazy_signature(atom)
             refs.append(("want", draft.wants + len(wanted), dims, lazy))
             likes.append(("want", dims, lazy))
             wanted.append(k)
-        key = keys.placeless(op, self.values.__getitem__)
         likeness = self.digest((key, tuple(likes), factors))
         for k in wanted:
             place = "" if op.name in primitives.JOINING else f" {k}"
-            self.want(op.operands[k], index, dims_of(rule.operands[k]), trips, op.index, k, likeness + place)
+            self.want(op.operands[k], index, operands[k], trips, op.index, k, likeness + place)
         for k, value in enumerate(op.results):
-            self.adopt(value, index, dims_of(rule.results[k]), f"{likeness} {k}")
+            self.adopt(value, index, results[k], f"{likeness} {k}")
         draft.ops.append(op.index)
         draft.op_factors.append(factors)
         if index:
@@ -421,12 +458,17 @@ class _Builder:
                 draft.name = op.name if len(draft.ops) == 1 else draft.name
 
     def lazy_signature(self, atom: int) -> Any:
-        if atom not in self.lazy:
+        """What a lazy value is made by; None for one that is not lazy."""
+        made = self.lazy.get(atom)
+        if made is None:
             return None
-        number, result = self.lazy[atom]
-        op = self.ops[number]
-        key = keys.placeless(op, self.values.__getitem__)
-        return (key, result, tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands))
+        found = self.lazy_signatures.get(atom)
+        if found is None:
+            op = self.ops[made[0]]
+            key = keys.placeless(op, self.values.__getitem__)
+            parts = tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands)
+            found = self.lazy_signatures[atom] = (key, made[1], parts)
+        return found
 
     # -- colours --------------------------------------------------------------------------------------------------
 
@@ -449,6 +491,35 @@ def _opaque(op: Op, values: Sequence[Value]) -> Rule:
     """The rule of an operation that takes and gives whole values."""
     operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
     return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
+
+
+def _form(op: Op, rule: Rule, values: Sequence[Value]) -> _Form:
+    """What an operation and its rule say."""
+    light = _is_light(rule, op)
+    lazy: Literal["", "always", "as operands"] = ""
+    if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):
+        tensors = any(not isinstance(atom, Lit) for atom in op.operands)
+        lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
+    every = {f for dims in rule.results for dim in dims for f in dim}
+    whole = tuple(
+        k
+        for k, (atom, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
+        if not isinstance(atom, Lit) and every.issubset(f for dim in dims for f in dim)
+    )
+    return _Form(rule, keys.placeless(op, values.__getitem__), light, lazy, whole)
+
+
+def _placed(tensors: Sequence[Dims], factors: tuple[int, ...] | None) -> tuple[Dims, ...]:
+    """The dims of tensors, by factors of a group."""
+    if factors is None:
+        return tuple(((),) * len(dims) for dims in tensors)
+    return tuple(tuple(tuple(factors[f] for f in dim) for dim in dims) for dims in tensors)
+
+
+def _followed(rule: Rule, main: int, dims: Dims) -> tuple[int, ...] | None:
+    """For each factor of a rule the factor that an operand of these dims gives it; None if it lacks one."""
+    of = {f[0]: g[0] for f, g in zip(rule.operands[main], dims, strict=True) if f and g}
+    return tuple(of[f] for f in range(len(rule.factors))) if len(of) == len(rule.factors) else None
 
 
 def _leaf_dims(shape: tuple[int, ...]) -> Dims:
