@@ -19,7 +19,7 @@ from alpa_lite import textbook_first
 from alpa_lite.analysed import Analyse, Analysed
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import InfeasibleError
+from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.passes import factors, microbatches, programs, sharding
 from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
@@ -133,13 +133,20 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
     """
     ready: dict[Way, Analysed] = {}
+    refused: dict[Way, MicrobatchError] = {}
     took: list[float] = []
     cut = cuts(run, step, asked)
 
     def analyse(way: Way) -> Analysed:
+        if way in refused:
+            raise refused[way]
         if way not in ready:
             start = time.perf_counter()
-            ready[way] = analysed(run, step, cut, way)
+            try:
+                ready[way] = analysed(run, step, cut, way)
+            except MicrobatchError as error:
+                refused[way] = error
+                raise
             took.append(time.perf_counter() - start)
         return ready[way]
 
