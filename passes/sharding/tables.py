@@ -105,7 +105,7 @@ class Shared:
     @functools.cached_property
     def value_kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
         """As of `kinds.value_kinds`."""
-        return kinds.value_kinds(self.traced, self.grouping)
+        return self.facts.kinds
 
     @functools.cached_property
     def moved(self) -> dict[int, fusion.Moved]:
