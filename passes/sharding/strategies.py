@@ -125,6 +125,9 @@ class _Builder:
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""
+        if not self.allowed and not self.bans.factors and self.operations is None:
+            yield from self.grouping.classes.values()
+            return
         for members in self.grouping.classes.values():
             if len(members) == 1:
                 yield members
@@ -177,12 +180,13 @@ class _Builder:
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
-        key = group.index, self.bans.factors.get(group.index)
-        found = self.known.assigned.get(key)
+        op, factors = self.grouping.ops[group.ops[0]], self.factors(group)
+        found = self.known.assigned.get((op.key, factors))
         if found is None:
-            every = assignments(self.factors(group), self.mesh)
-            found = self.known.assigned[key] = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
-        product = self.grouping.ops[group.ops[0]].name in PRODUCTS
+            every = assignments(factors, self.mesh)
+            found = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
+            self.known.assigned[op.key, factors] = found
+        product = op.name in PRODUCTS
         if self.operations is not None:
             found = self.operations.kept(group, found)
             product = product and self.operations.fills(group)
@@ -240,7 +244,9 @@ class _Builder:
         group = self.grouping.groups[home.group]
         if group.kind != "heavy":
             return choices.layouts(home.dims, group.kind == "linear")
-        key = (home.group, home.slot, choices)
+        op = self.grouping.ops[group.ops[0]]
+        own = (op.key, op.results.index(value)) if value in op.results else (home.group, home.slot)
+        key = own, choices
         found = self.known.made.get(key)
         if found is None:
             each = [self.made(value, group, s) for s in choices.strategies]
