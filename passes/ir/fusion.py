@@ -173,7 +173,7 @@ def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> d
         read = {v for v, _ in kernel.reads}.union(fusion.operands[kernel.root])
         made = [v for v in items[kernel.root].results if v in fusion.stored]
         place = kernel.root
-        if fusion.is_loop(place) and not any(fusion.users.get(v) for v in made):
+        if fusion.loops[place] and not any(fusion.users.get(v) for v in made):
             ready = max((found[v][0] for v in read if v in found), default=place)
             place = min(place, roots[min(bisect.bisect_right(roots, ready), len(roots) - 1)])
         for v in read & found.keys():
@@ -207,19 +207,39 @@ def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
     """Op index -> what it moves, for all operations of a block and of the bodies in it."""
     out: dict[int, Moved] = {}
     sizes = [v.nbytes for v in values]
+    alike: dict[object, Item] = {}
+    nothing: dict[tuple[int, int], Moved] = {}  # most operations are within kernels, and move nothing
     blocks = [block]
     while blocks:
         here = blocks.pop()
-        items = [item_of(op, values) for op in here.ops]
+        items = [_item_like(op, values, alike) for op in here.ops]
         found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
         for op, item, reads, writes in zip(here.ops, items, found.reads, found.writes, strict=True):
-            blocks.extend(op.bodies)
+            if op.bodies:
+                blocks.extend(op.bodies)
+            if not reads and not writes:
+                size = len(op.operands), len(op.results)
+                none = nothing.get(size)
+                if none is None:
+                    none = nothing[size] = Moved((0.0,) * size[0], (0.0,) * size[1])
+                out[op.index] = none
+                continue
             left = dict(reads)  # an operand that comes twice is read once
             out[op.index] = Moved(
                 tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
                 tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
             )
     return out
+
+
+def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> Item:
+    """`item_of`, by an item of an operation of the same key, which differs in its values alone; notes it."""
+    known = alike.get(op.key)
+    if known is None or known.kind == "update":  # which says what it writes by its value
+        known = alike[op.key] = item_of(op, values)
+        return known
+    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
+    return Item(known.kind, operands, op.results, known.elements, known.partly, known.row, (-1, 0), known.expensive)
 
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:
@@ -256,42 +276,74 @@ class _Kernel:
     elements: int
     # (value, the item that takes a part of it) -> the item that reads it, its operand, the share that is read
     reads: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
+    before: frozenset[int] = frozenset()  # the kernels whose results it reads
     needs: int = 0  # the kernels that must run before, a bit for each
 
 
 class _Fusion:
-    """The rule of the module's docstring, applied to one straight line of items."""
+    """The rule of the module's docstring, applied to one straight line of items.
+
+    Attributes:
+      source: result of a view -> the value whose bytes it is.
+      sources: for each item the values whose bytes its operands are. operands: those, each once.
+      maker: value -> the item that makes it. users: value -> the items that read it.
+      inner: reductions that stay within the kernel of what they reduce.
+      loops: for each item whether it may be a part of any kernel.
+      stored: the values that are in memory beside the inputs.
+    """
 
     def __init__(self, items: Sequence[Item], nbytes: Sizes, outputs: frozenset[int]):
         self.items, self.nbytes = items, nbytes
         self.source: dict[int, int] = {}
-        for item in items:
-            if item.kind in ("view", "barrier"):
-                self.source.update((r, self.of(o)) for o, r in zip(item.operands, item.results, strict=False))
-        self.operands = [tuple(dict.fromkeys([self.of(v) for v in item.operands])) for item in items]
-        self.maker = {v: n for n, item in enumerate(items) for v in item.results if v not in self.source}
+        self.sources: list[list[int]] = []
+        self.operands: list[tuple[int, ...]] = []
+        self.maker: dict[int, int] = {}
         self.users: dict[int, list[int]] = {}
-        for n, item in enumerate(items):
-            if item.kind != "view":
-                for v in self.operands[n]:
-                    self.users.setdefault(v, []).append(n)
+        self.wire()
         self.inner = self.softmaxes()
+        self.loops = [item.kind == "loop" for item in items]
+        for n in self.inner:
+            self.loops[n] = True
         self.stored = {self.of(v) for v in outputs}
-        for n, item in enumerate(items):
-            if item.kind in ("library", "control", "barrier"):
-                self.stored.update(self.operands[n])
-            elif item.kind == "update":
-                self.stored.update(self.operands[n][:1])
-            if item.kind != "view" and not self.is_loop(n):
-                self.stored.update(v for v in item.results if v not in self.source)
+        self.store()
         self.shared()
 
     def of(self, value: int) -> int:
         """The value whose bytes a value is."""
         return self.source.get(value, value)
 
-    def is_loop(self, n: int) -> bool:
-        return self.items[n].kind == "loop" or n in self.inner
+    def wire(self) -> None:
+        """Notes who makes and who reads what."""
+        source, users = self.source, self.users
+        for n, item in enumerate(self.items):
+            own = [source.get(v, v) for v in item.operands]
+            operands = tuple(own if len(own) < 2 else dict.fromkeys(own))
+            self.sources.append(own)
+            self.operands.append(operands)
+            if item.kind in ("view", "barrier"):
+                source.update(zip(item.results, own, strict=False))
+                self.maker.update((v, n) for v in item.results if v not in source)
+            else:
+                for v in item.results:
+                    self.maker[v] = n
+            if item.kind != "view":
+                for v in operands:
+                    if v in users:
+                        users[v].append(n)
+                    else:
+                        users[v] = [n]
+
+    def store(self) -> None:
+        """Step 1 of the rule."""
+        stored, source = self.stored, self.source
+        for item, operands, loop in zip(self.items, self.operands, self.loops, strict=True):
+            if loop or item.kind == "view":
+                continue
+            if item.kind in ("library", "control", "barrier"):
+                stored.update(operands)
+            elif item.kind == "update":
+                stored.update(operands[:1])
+            stored.update([v for v in item.results if v not in source])
 
     def softmaxes(self) -> set[int]:
         """Reductions that stay within the kernel of what they reduce: step 5 of the rule."""
@@ -315,90 +367,116 @@ class _Fusion:
 
     def shared(self) -> None:
         """Step 2 of the rule: from the end, since what reads a value is decided before it."""
-        least: dict[int, float] = {}  # the bytes that a value costs where it is computed from what is in memory
-        for n, item in enumerate(self.items):
-            if item.kind == "loop":
-                own = self.computing(n, least)
-                least.update((v, min(self.nbytes[v], own)) for v in item.results)
-        kernels: dict[int, frozenset[int]] = {}
-        for n in reversed(range(len(self.items))):
-            if not self.is_loop(n):
+        items, nbytes, users, stored = self.items, self.nbytes, self.users, self.stored
+        again = self.computing()
+        kernels: dict[int, frozenset[int]] = {}  # of what is not stored, those that compute it
+        for n in reversed(range(len(items))):
+            results = items[n].results
+            if not self.loops[n] or not stored.isdisjoint(results):
                 continue
-            item = self.items[n]
             into: set[int] = set()
-            for v in item.results:
-                for user in self.users.get(v, ()):
-                    if self.is_loop(user) and self.stored.isdisjoint(self.items[user].results):
-                        into |= kernels[user]
-                    else:
+            for v in results:
+                for user in users.get(v, ()):
+                    within = kernels.get(user)
+                    if within is None:
                         into.add(user)
-            if self.stored.isdisjoint(item.results) and len(into) > 1 and n not in self.inner:
-                once, size, k = self.computing(n, least), sum(self.nbytes[v] for v in item.results), len(into)
+                    else:
+                        into |= within
+            if len(into) > 1 and n not in self.inner:
+                once, size, k = again[n], sum([nbytes[v] for v in results]), len(into)
                 if k * once > once + k * size:
-                    self.stored.update(item.results)
+                    stored.update(results)
+                    continue
             kernels[n] = frozenset(list(into)[:_MANY])
 
-    def computing(self, n: int, least: Mapping[int, float]) -> float:
-        """What it costs to compute an item once more, in bytes."""
-        item = self.items[n]
-        if item.partly:
-            return self.nbytes[item.operands[0]] * item.taken(self.nbytes)
-        costs = _EXPENSIVE * item.elements if item.expensive else 0.0
-        return costs + sum(least.get(v, self.nbytes[v]) for v in self.operands[n])
+    def computing(self) -> dict[int, float]:
+        """Loop -> what it costs to compute it once more, in bytes."""
+        nbytes = self.nbytes
+        found: dict[int, float] = {}
+        least: dict[int, float] = {}  # the bytes that a value costs where it is computed from what is in memory
+        for n, (item, operands) in enumerate(zip(self.items, self.operands, strict=True)):
+            if item.kind != "loop":
+                continue
+            if item.partly:
+                own = nbytes[item.operands[0]] * item.taken(nbytes)
+            else:
+                costs = _EXPENSIVE * item.elements if item.expensive else 0.0
+                own = costs + sum([least.get(v, nbytes[v]) for v in operands])
+            found[n] = own
+            for v in item.results:
+                least[v] = min(nbytes[v], own)
+        return found
 
     def traffic(self) -> Traffic:
         kernels = self.kernels()
-        groups = self.merged(kernels)
-        reads: list[dict[int, float]] = [{} for _ in self.items]
-        for group in groups:
-            own = {v for k in group if self.is_loop(kernels[k].root) for v in self.items[kernels[k].root].results}
-            seen: set[tuple[int, int]] = set()
-            for k in group:
-                for key, (item, operand, share) in kernels[k].reads.items():
-                    if key not in seen and key[0] not in own:
-                        seen.add(key)
-                        reads[item][operand] = reads[item].get(operand, 0.0) + share
-        writes = []
-        for item in self.items:
-            made = () if item.kind in ("view", "barrier", "control") else item.results
-            writes.append(tuple([v for v in made if v in self.stored]))
-        return Traffic(tuple(reads), tuple(writes), frozenset(self.stored))
+        reads: dict[int, dict[int, float]] = {}
+        for group in self.merged(kernels):
+            own: set[int] = set()
+            together = kernels[group[0]].reads
+            if len(group) > 1:
+                roots = [kernels[k].root for k in group]
+                own.update(v for root in roots if self.loops[root] for v in self.items[root].results)
+                together = dict(together)
+                for k in group[1:]:
+                    for key, read in kernels[k].reads.items():
+                        together.setdefault(key, read)
+            for (v, _), (item, operand, share) in together.items():
+                if v not in own:
+                    mine = reads.setdefault(item, {})
+                    mine[operand] = mine.get(operand, 0.0) + share
+        stored, nothing = self.stored, {}
+        writes = [
+            () if item.kind in ("view", "barrier", "control") else tuple([v for v in item.results if v in stored])
+            for item in self.items
+        ]
+        every = tuple([reads.get(n, nothing) for n in range(len(self.items))])
+        return Traffic(every, tuple(writes), frozenset(stored))
 
     def kernels(self) -> list[_Kernel]:
         """Every kernel before any are merged, in program order."""
         out: list[_Kernel] = []
         owner: dict[int, int] = {}
+        with_itself: list[int] = []  # `needs` of each kernel, and the kernel
+        stored, loops = self.stored, self.loops
+        inside = {v: n for v, n in self.maker.items() if v not in stored}
         for n, item in enumerate(self.items):
-            if item.kind in ("view", "barrier") or (self.is_loop(n) and self.stored.isdisjoint(item.results)):
+            if item.kind in ("view", "barrier") or (loops[n] and stored.isdisjoint(item.results)):
                 continue
             kernel = _Kernel(n, item.elements)
-            if item.kind != "control":
-                self.collect(kernel, n)
-            before = {owner[v] for v, _ in kernel.reads if v in owner}
-            for v in self.operands[n] if item.kind == "control" else ():
-                before.update([owner[v]] if v in owner else ())
-            for k in before:
-                kernel.needs |= out[k].needs | 1 << k
+            if item.kind == "control":
+                kernel.before = frozenset([owner[v] for v in self.operands[n] if v in owner])
+            else:
+                self.collect(kernel, inside)
+                kernel.before = frozenset([owner[v] for v, _ in kernel.reads if v in owner])
+            for k in kernel.before:
+                kernel.needs |= with_itself[k]
             owner.update(dict.fromkeys(item.results, len(out)))
+            with_itself.append(kernel.needs | 1 << len(out))
             out.append(kernel)
         return out
 
-    def collect(self, kernel: _Kernel, root: int) -> None:
-        """Notes what a kernel reads."""
-        waiting, seen = [(root, 1.0, -1)], {root}
+    def collect(self, kernel: _Kernel, inside: Mapping[int, int]) -> None:
+        """Notes what a kernel reads.
+
+        Args:
+          inside: value -> the item that makes it, of values that are not in memory.
+        """
+        items, sources, reads = self.items, self.sources, kernel.reads
+        waiting, seen = [(kernel.root, 1.0, -1)], {kernel.root}
         while waiting:
             n, whole, via = waiting.pop()
-            item = self.items[n]
-            for place, operand in enumerate(item.operands):
-                if item.update[1] and not place:
-                    continue  # written in place
+            item = items[n]
+            operands = zip(item.operands, sources[n], strict=True)
+            if item.update[1]:
+                next(operands, None)  # written in place
+            partly = item.partly
+            for operand, v in operands:
                 share, part = whole, via
-                if item.partly and not place:
-                    share, part = whole * item.taken(self.nbytes), n
-                v = self.of(operand)
-                maker = self.maker.get(v)
-                if maker is None or v in self.stored:
-                    kernel.reads.setdefault((v, part), (n, operand, share))
+                if partly:  # of the first operand alone
+                    share, part, partly = whole * item.taken(self.nbytes), n, False
+                maker = inside.get(v)
+                if maker is None:
+                    reads.setdefault((v, part), (n, operand, share))
                 elif maker not in seen:
                     seen.add(maker)
                     waiting.append((maker, share, part))
@@ -425,9 +503,9 @@ class _Fusion:
         owner = {v: k for k, kernel in enumerate(kernels) for v in self.items[kernel.root].results}
         for v, found in readers.items():
             maker = owner.get(v)
-            if maker is not None and self.is_loop(kernels[maker].root):
+            if maker is not None and self.loops[kernels[maker].root]:
                 for k in found:
-                    if self.direct(kernels, maker, k, owner):
+                    if self.direct(kernels, maker, k):
                         join(maker, k)
             for place, b in enumerate(found):
                 for a in found[max(0, place - _NEAR) : place]:
@@ -437,12 +515,12 @@ class _Fusion:
                         join(a, b)
         return [m for m in members if m]
 
-    def direct(self, kernels: Sequence[_Kernel], a: int, b: int, owner: Mapping[int, int]) -> bool:
+    @staticmethod
+    def direct(kernels: Sequence[_Kernel], a: int, b: int) -> bool:
         """Whether kernel b reads what a makes, and nothing else that needs a."""
         if kernels[a].elements != kernels[b].elements:
             return False
-        others = {owner[v] for v, _ in kernels[b].reads if v in owner} - {a}
-        return not any(kernels[k].needs >> a & 1 for k in others)
+        return not any(kernels[k].needs >> a & 1 for k in kernels[b].before if k != a)
 
     @staticmethod
     def independent(kernels: Sequence[_Kernel], some: Sequence[int], others: Sequence[int]) -> bool:

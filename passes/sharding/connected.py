@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from alpa_lite.graph import Traced
+from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
 
 Place = tuple[int, int]
@@ -88,7 +89,8 @@ def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Collection[in
     return out
 
 
-def _links(grouping: Grouping) -> dict[int, set[_Link]]:
+@remembered
+def _links(grouping: Grouping) -> Mapping[int, set[_Link]]:
     """Group -> (group, factors of a dim there, another group, factors of that dim there), in both directions."""
     found: dict[int, set[_Link]] = {}
     seen = set()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from alpa_lite.graph import Traced
+from alpa_lite.graph import Op, Traced
+from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Grouping
 
@@ -35,10 +36,15 @@ class Facts:
 
     @cached_property
     def forms(self) -> frozenset[int]:
-        """The parameters in other forms, as of `kinds.weights`."""
-        return frozenset(kinds.weights(self.traced.graph.block, self.parameters))
+        """The parameters in other forms, as of `kinds.forms`."""
+        return kinds.forms(self.traced)
 
     @cached_property
-    def kinds(self) -> Mapping[int, str]:
-        """Value -> its kind, as the first of `kinds.value_kinds`."""
-        return kinds.value_kinds(self.traced, self.grouping)[0]
+    def kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
+        """As of `kinds.value_kinds`."""
+        return kinds.value_kinds(self.traced, self.grouping)
+
+    @cached_property
+    def constraints(self) -> tuple[Op, ...]:
+        """Operations of `ir.primitives.CONSTRAINT`, by which the user says where a value lies."""
+        return tuple([op for op in self.traced.graph.ops() if op.primitive.name == CONSTRAINT])

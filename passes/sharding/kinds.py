@@ -64,6 +64,18 @@ def parameters(traced: Traced) -> set[int]:
     return {inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or a.role == "frozen"}
 
 
+@remembered
+def parameter_of(traced: Traced) -> Mapping[int, int]:
+    """Value -> of which parameter it is another form, parameters included; as of `origins`."""
+    return origins(traced.graph.block, parameters(traced))
+
+
+@remembered
+def forms(traced: Traced) -> frozenset[int]:
+    """Values that are some parameter in another form, as of `weights`."""
+    return frozenset(parameter_of(traced).keys() - parameters(traced))
+
+
 def _is_float(traced: Traced, argument: int) -> bool:
     return bool(jnp.issubdtype(traced.graph.values[traced.graph.block.inputs[argument]].dtype, jnp.inexact))
 
@@ -103,7 +115,7 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
         if i in kinds or argument.role == "frozen":
             own[block.inputs[i]] = kinds.get(i, "frozen")
     copies = {v: "gathered" if kind in ("params", "frozen") else kind for v, kind in own.items()}
-    for value in weights(block, [v for v, kind in own.items() if kind in ("params", "frozen")]):
+    for value in forms(traced):
         own.setdefault(value, "gathered")
         copies.setdefault(value, "gathered")
     shapes = {values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
@@ -133,35 +145,35 @@ def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
     """Value -> of which of some weights it is another form, those included."""
     found = {value: value for value in start}
     for op in _in_order(block, found):
-        if op.name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
+        name = op.primitive.name
+        if name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
             _hand_on(zip(op.operands, op.results, strict=True), found)
-        elif op.name in _COPIES and len(op.results) == 1:
+        elif name in _COPIES and len(op.results) == 1:
             _hand_on([(op.operands[0], op.results[0])], found)
     return found
 
 
 def served_again(traced: Traced, grouping: Grouping) -> frozenset[int]:
     """Values that late uses may gather again: arguments, and parameters cast in blocks or cut out for an iteration."""
-    block = traced.graph.block
-    forms = weights(block, parameters(traced))
-    own = {v for v in forms if v in grouping.homes and grouping.groups[grouping.homes[v].group].kind == "leaf"}
+    homes, groups = grouping.homes, grouping.groups
+    own = {v for v in forms(traced) if v in homes and groups[homes[v].group].kind == "leaf"}
     leaves = set(grouping.leaves)
-    return frozenset(own | {v for v in block.inputs if grouping.homes[v].group in leaves})
+    return frozenset(own | {v for v in traced.graph.block.inputs if homes[v].group in leaves})
 
 
 def _in_order(block: Block, found: dict[int, int]) -> Iterator[Op]:
     """The operations of a block and of its bodies; before a body, its inputs that are weights are added to `found`."""
     for op in block.ops:
-        if op.name == "scan":
-            view = ScanView(op)
-            pairs = [*view.consts, *view.xs]
-        elif op.name == "cond":
-            pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
-        else:
+        if op.bodies:
             pairs = []
-        _hand_on(pairs, found)
-        for body in op.bodies if pairs else ():
-            yield from _in_order(body, found)
+            if op.name == "scan":
+                view = ScanView(op)
+                pairs = [*view.consts, *view.xs]
+            elif op.name == "cond":
+                pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
+            _hand_on(pairs, found)
+            for body in op.bodies if pairs else ():
+                yield from _in_order(body, found)
         yield op
 
 

@@ -25,7 +25,6 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
-from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping
@@ -142,6 +141,7 @@ def admitted(
     """
     found: list[tuple[LogicalMesh, Limits]] = []
     errors: list[OptionError] = []
+    facts = facts or Facts(traced, grouping)
     for mesh in tuple(mesh for mesh, _ in pins.meshes) or meshes(cluster, method, max_axes, wishes):
         try:
             found.append((mesh, limits(traced, grouping, method, mesh, wishes, pins, facts)))
@@ -168,8 +168,8 @@ def limits(
     """
     out: Layouts = {}
     rest, facts = base(method), facts or Facts(traced, grouping)
-    for op in traced.graph.ops():
-        if op.name == CONSTRAINT and op.params["mesh"] is None:  # of the option `constrain`
+    for op in facts.constraints:
+        if op.params["mesh"] is None:  # of the option `constrain`
             shape = traced.graph.values[op.results[0]].shape
             wrong = fits(Wish(op.params["dims"], op.params["why"]), shape, mesh)
             if wrong is not None:

@@ -44,9 +44,10 @@ class MeshTables:
 
     Attributes:
       forms: (`Op.key`, axes of its factors) -> the local form.
-      assigned: (group, those of its factors that must not be cut) -> the strategies that a heavy group could have.
+      assigned: (`Op.key`, factors) -> the strategies that a heavy group could have.
       free: (kind and factors) of a group without an operation to ask -> its strategies.
-      made: (group, slot of a value, strategies) -> the layouts in which a heavy group makes it.
+      made: (a value, strategies) -> the layouts in which a heavy group makes it. Results go by `Op.key` and their
+        number, all others by group and slot.
       nodes: (groups, strategies) -> the node, and its seconds.
     """
 
@@ -54,7 +55,7 @@ class MeshTables:
     forms: dict[Hashable, LocalForm | None] = field(default_factory=dict)
     assigned: dict[Hashable, tuple[Strategy, ...]] = field(default_factory=dict)
     free: dict[Hashable, Choices] = field(default_factory=dict)
-    made: dict[tuple[int, int, Choices], Reached] = field(default_factory=dict)
+    made: dict[tuple[tuple[Hashable, int], Choices], Reached] = field(default_factory=dict)
     nodes: dict[tuple[tuple[int, ...], Choices], tuple[Node, np.ndarray]] = field(default_factory=dict)
     _choices: dict[tuple[int, tuple[Strategy, ...]], Choices] = field(default_factory=dict)
     _moves: dict[tuple[tuple[int, ...], tuple[Layout, ...], tuple[Layout, ...]], Moves] = field(default_factory=dict)

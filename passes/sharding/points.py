@@ -45,10 +45,15 @@ def needed_points(
     points = starts[np.unique(np.searchsorted(starts, np.unique(end), side="right") - 1)]
     counts = _counts(start, end, kind, points)
     kept: list[np.ndarray] = []
+    known: dict[tuple[int, bytes], list[int]] = {}  # the same changes from layer to layer are those of many points
     labels = alike[points]
     order = np.argsort(labels, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
-        kept.append(rows[_implying(counts[rows])])
+        change = _change(counts[rows])
+        key = len(rows), change.tobytes()
+        if key not in known:
+            known[key] = _implying(change)
+        kept.append(rows[known[key]])
     rows = np.sort(np.concatenate(kept))
     return points[rows[_undominated(counts[rows], chunk)]]
 
@@ -64,10 +69,15 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
     return change[:-1]
 
 
+def _change(counts: np.ndarray) -> np.ndarray:
+    """How rows differ from the first, without what does not change: that lies on every line."""
+    change = counts - counts[:1]
+    return change[:, change.any(0)]
+
+
 def _implying(counts: np.ndarray) -> list[int]:
     """Rows whose convex combinations are at least all rows: the ends of linear runs of every row, second row, ..."""
     best = list(range(len(counts)))
-    counts = counts[:, (counts != counts[:1]).any(0)]  # what does not change lies on every line
     for stride in range(1, _STRIDES + 1):  # a layer may hold several identical operations
         if len(best) <= 4 * stride:
             break
@@ -80,7 +90,7 @@ def _implying(counts: np.ndarray) -> list[int]:
 def _ends(counts: np.ndarray) -> Iterator[int]:
     """The ends of linear runs of rows."""
     yield 0
-    if int(counts.max(initial=0)) * len(counts) >= 2**31:  # what follows would not fit
+    if 2 * int(np.abs(counts).max(initial=0)) * len(counts) >= 2**31:  # what follows would not fit
         counts = counts.astype(np.int64)
     todo = [(0, len(counts) - 1)]
     for _ in range(_RUNS):

@@ -125,6 +125,9 @@ class _Builder:
 
     def classes(self) -> Iterator[tuple[int, ...]]:
         """Tied groups; those that a method constrains differently are told apart."""
+        if not self.allowed and not self.bans.factors and self.operations is None:
+            yield from self.grouping.classes.values()
+            return
         for members in self.grouping.classes.values():
             if len(members) == 1:
                 yield members
@@ -177,12 +180,13 @@ class _Builder:
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
-        key = group.index, self.bans.factors.get(group.index)
-        found = self.known.assigned.get(key)
+        op, factors = self.grouping.ops[group.ops[0]], self.factors(group)
+        found = self.known.assigned.get((op.key, factors))
         if found is None:
-            every = assignments(self.factors(group), self.mesh)
-            found = self.known.assigned[key] = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
-        product = self.grouping.ops[group.ops[0]].name in PRODUCTS
+            every = assignments(factors, self.mesh)
+            found = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
+            self.known.assigned[op.key, factors] = found
+        product = op.name in PRODUCTS
         if self.operations is not None:
             found = self.operations.kept(group, found)
             product = product and self.operations.fills(group)
@@ -240,7 +244,9 @@ class _Builder:
         group = self.grouping.groups[home.group]
         if group.kind != "heavy":
             return choices.layouts(home.dims, group.kind == "linear")
-        key = (home.group, home.slot, choices)
+        op = self.grouping.ops[group.ops[0]]
+        own = (op.key, op.results.index(value)) if value in op.results else (home.group, home.slot)
+        key = own, choices
         found = self.known.made.get(key)
         if found is None:
             each = [self.made(value, group, s) for s in choices.strategies]
@@ -349,32 +355,34 @@ class _Builder:
         passing: Sequence[tuple[Passage, Moves]],
     ) -> tuple[Buffers, tuple[int, ...]]:  # fmt: skip
         """Alike buffers that live equally long are one, of their bytes together."""
-        rows: list[tuple[int, int, int, int, int]] = []  # start, end, owner, transfer, copy
-        held: list[int] = []
+        own, small = tables.kept, smallest(self.traced)
+        start, end = [kept.start for kept in own], [kept.end for kept in own]
+        owner, held = [kept.node for kept in own], [kept.value for kept in own]
+        transfer, copy = [-1] * len(own), [-1] * len(own)
         klass: list[np.ndarray] = []
         size: list[np.ndarray] = []
-        small = smallest(self.traced)
-        for kept in tables.kept:
+        for kept in own:
             made = self.produced(kept.value, choices[kept.node])
-            rows.append((kept.start, kept.end, kept.node, -1, -1))
-            held.append(kept.value)
             klass.append(made.klass)
             size.append(self.values[kept.value].nbytes * kept.count / made.blocks)
         for number, (move, (passage, known)) in enumerate(zip(moves, passing, strict=True)):
+            if not passage.holders:
+                continue
             nbytes = self.values[move.value].nbytes
-            spans = list(zip(passage.spans.tolist(), passage.holders, strict=True))
-            for q, parts, costly in known.copies if spans else ():
-                block = nbytes / parts
-                if block < small:
-                    continue
-                for (start, end, count), value in spans:
-                    rows.append((start, end, move.src, number, q))
-                    held.append(value)
-                    klass.append(_EMPTY)
-                    size.append(costly * (block * count))
-        start, end, owner, transfer, copy = np.array(rows, dtype=int).reshape(-1, 5).T
+            copies = [(q, nbytes / parts, costly) for q, parts, costly in known.copies if nbytes / parts >= small]
+            first, last, counts = passage.spans.T.tolist()
+            rows = len(copies) * len(counts)
+            start += first * len(copies)
+            end += last * len(copies)
+            held += passage.holders * len(copies)
+            owner += [move.src] * rows
+            transfer += [number] * rows
+            copy += [q for q, _, _ in copies for _ in counts]
+            klass += [_EMPTY] * rows
+            size += [costly * (block * count) for _, block, costly in copies for count in counts]
         buffers = Buffers(
-            points=tables.points, start=start, end=end, owner=owner, transfer=transfer, copy=copy,
+            points=tables.points, start=np.array(start, dtype=int), end=np.array(end, dtype=int),
+            owner=np.array(owner, dtype=int), transfer=np.array(transfer, dtype=int), copy=np.array(copy, dtype=int),
             klass=tuple(klass), size=tuple(size),
         )  # fmt: skip
         return buffers, tuple(held)

@@ -105,7 +105,7 @@ class Shared:
     @functools.cached_property
     def value_kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
         """As of `kinds.value_kinds`."""
-        return kinds.value_kinds(self.traced, self.grouping)
+        return self.facts.kinds
 
     @functools.cached_property
     def moved(self) -> dict[int, fusion.Moved]:
@@ -120,24 +120,38 @@ class Shared:
     @functools.cached_property
     def living(self) -> tuple[tuple[int, int, int], ...]:
         """(value, first point, last point) of everything that takes memory worth counting."""
-        small, values = smallest(self.traced), self.traced.graph.values
-        return tuple([row for row in self._living() if values[row[0]].nbytes >= small])
+        return tuple(self._living())
 
     def _living(self) -> Iterator[tuple[int, int, int]]:
-        inputs, end = set(self.traced.graph.block.inputs), self.grouping.points - 1
+        values, groups, defined = self.traced.graph.values, self.grouping.groups, self.grouping.defined
+        inputs, end, small = set(self.traced.graph.block.inputs), self.grouping.points - 1, smallest(self.traced)
         for value, home in self.grouping.homes.items():
+            if values[value].nbytes < small:
+                continue
             if value in inputs:
                 yield value, 0, end
                 continue
-            start = self.grouping.defined.get(value)
+            start = defined.get(value)
             if start is None:
+                continue
+            number = home.group
+            group = groups[number]
+            if not (group.ops or group.kind == "leaf" or number == 0):
                 continue
             uses = self.uses.get(value, ())
             last = max([d.position for d in uses], default=start)
-            group = self.grouping.groups[home.group]
-            elsewhere = any(d.group != home.group for d in uses)
-            if (elsewhere or last - start > _FUSED) and (group.ops or group.kind == "leaf" or home.group == 0):
+            if last - start > _FUSED or any(d.group != number for d in uses):
                 yield value, start, last
+
+    @functools.cached_property
+    def fullest(self) -> int:
+        """As of `fullest_point`."""
+        return fullest_point(self.traced, self.grouping)
+
+    @functools.cached_property
+    def served_again(self) -> frozenset[int]:
+        """As of `kinds.served_again`."""
+        return kinds.served_again(self.traced, self.grouping)
 
     def __post_init__(self) -> None:
         for demand in self.grouping.demands:
@@ -231,33 +245,34 @@ class _Maker:
         self.values, self.living = self.traced.graph.values, shared.living
         self.members, self.node_of = members, node_of
         self.leaf_groups = set(self.grouping.leaves)
-        self.late_from = fullest_point(self.traced, self.grouping) if regather else None
-        self.served_again = kinds.served_again(self.traced, self.grouping) if regather else frozenset()
+        self.late_from = shared.fullest if regather else None
+        self.served_again = shared.served_again if regather else frozenset()
         self.repeated, positions = shared.repeats.values, self.grouping.positions
         self.parts = {positions[i]: parts for i, parts in shared.repeats.parts.items() if i in positions}
         self.kinds, self.copies = shared.value_kinds
         self.small = smallest(self.traced)
 
     def tables(self) -> Tables:
-        found, example = self.edges()
-        shares = self.latency_shares(found, example)
+        found = self.edges()
+        shares = self.latency_shares(found)
         rows: list[tuple[int, int, int, int]] = []  # type, start, end, value
         types: dict[object, int] = {}
         homes = self.grouping.homes
+        node_of, values, copies_of = self.node_of, self.values, self.copies
         for value, start, end in self.living:
             home = homes[value]
-            key = (self.node_of[home.group], home.dims, self.values[value].nbytes, self.kinds.get(value))
+            key = (node_of[home.group], home.dims, values[value].nbytes, self.kinds.get(value))
             rows.append((types.setdefault(key, len(types)), start, end, value))
         own = len(rows)
         first_of: list[int] = []
-        for number, (key, members) in enumerate(found.items()):
+        for number, members in enumerate(found.values()):
             first_of.append(len(rows))
-            if self.values[members[0]].nbytes < self.small:
+            if values[members[0][0]].nbytes < self.small:
                 continue
-            for value in members:
-                start, end = self.span(value, key[3])
-                kind = types.setdefault((number, self.copies.get(value)), len(types))
-                rows.append((kind, start, end, value))
+            for value, demands in members:
+                places = [d.position for d in demands]
+                kind = types.setdefault((number, copies_of.get(value)), len(types))
+                rows.append((kind, min(places), max(places), value))
         first_of.append(len(rows))
         kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         points = needed_points(start, end, kind, self.alike())
@@ -267,11 +282,10 @@ class _Maker:
         for i, count in zip(*tally(kind[mine], start[mine], end[mine]), strict=True):
             row = mine[i]
             home = homes[int(value[row])]
-            node = self.node_of[home.group]
             kept.append(
                 Kept(
-                    value=int(value[row]), node=node, dims=home.dims, start=int(start[row]), end=int(end[row]),
-                    count=int(count),
+                    value=int(value[row]), node=node_of[home.group], dims=home.dims, start=int(start[row]),
+                    end=int(end[row]), count=int(count),
                 )
             )  # fmt: skip
         copies = own + np.flatnonzero(live[own:])
@@ -283,45 +297,39 @@ class _Maker:
         at = np.searchsorted(number[first], np.arange(len(found) + 1)).tolist()
         passages = [
             Passage(
-                src=key[0], values=tuple(members), phase=key[3], demands=tuple(example[key]), spans=spans[a:b],
-                holders=tuple(holders[a:b]), share=shares.get((members[0], key[3]), 1.0),
+                src=key[0], values=tuple([v for v, _ in members]), phase=key[3], demands=tuple(members[0][1]),
+                spans=spans[a:b], holders=tuple(holders[a:b]), share=shares.get((members[0][0], key[3]), 1.0),
             )
             for (key, members), (a, b) in zip(found.items(), itertools.pairwise(at), strict=True)
         ]  # fmt: skip
         return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))
 
-    def edges(self) -> tuple[dict[_Key, list[int]], dict[_Key, Sequence[Demand]]]:
-        """The values of each transfer, and the demands on the first of them."""
-        found: dict[_Key, list[int]] = {}
-        example: dict[_Key, Sequence[Demand]] = {}
+    def edges(self) -> _Edges:
+        """The values of each transfer, and the demands on each of them."""
+        found: _Edges = {}
         node_of, homes = self.node_of, self.grouping.homes
         for value, demands in self.uses.items():
             home = homes[value]
             for phase, some in self.served(value, demands).items():
                 wanting = frozenset([(node_of[d.group], d.likeness if d.group else "", d.dims) for d in some])
                 key = (node_of[home.group], home.likeness if home.group else value, wanting, phase)
-                found.setdefault(key, []).append(value)
-                example.setdefault(key, some)
-        return found, example
+                if key in found:
+                    found[key].append((value, some))
+                else:
+                    found[key] = [(value, some)]
+        return found
 
-    def latency_shares(
-        self, found: Mapping[_Key, list[int]], example: Mapping[_Key, Sequence[Demand]]
-    ) -> dict[tuple[int, int], float]:
+    def latency_shares(self, found: _Edges) -> dict[tuple[int, int], float]:
         """Gradients on their way to the updates are reduced together, and new state is gathered together."""
         updates = kinds.update_groups(self.traced, self.grouping) - self.leaf_groups
         together: list[list[tuple[int, int]]] = [[], []]
         for key, members in found.items():
-            groups = {d.group for d in example[key]}
+            groups = {d.group for d in members[0][1]}
             for kind, ends in enumerate((updates, self.leaf_groups)):
                 if groups <= ends:
-                    together[kind] += [(value, key[3]) for value in members]
+                    together[kind] += [(value, key[3]) for value, _ in members]
                     break
         return {item: 1.0 / len(items) for items in together for item in items}
-
-    def span(self, value: int, phase: int) -> tuple[int, int]:
-        """The first and the last use of a value in a phase."""
-        points = [d.position for d in self.served(value, self.uses[value])[phase]]
-        return min(points), max(points)
 
     def served(self, value: int, demands: Sequence[Demand]) -> Mapping[int, Sequence[Demand]]:
         """By phase, as `Passage.phase`, the uses of a value."""
@@ -341,17 +349,18 @@ class _Maker:
 
     def alike(self) -> np.ndarray:
         """[points] a number for each program point, the same for identical operations."""
-        out = np.full(self.grouping.points + 1, -1, dtype=np.int64)
+        out, positions = [-1] * (self.grouping.points + 1), self.grouping.positions
         names: dict[tuple[int, int], int] = {}
         for group in self.grouping.groups[1:]:
+            node = self.node_of[group.index]
             for place, op in enumerate(group.ops):
-                name = (self.node_of[group.index], place)
-                out[self.grouping.positions[op]] = names.setdefault(name, len(names))
-        return out
+                out[positions[op]] = names.setdefault((node, place), len(names))
+        return np.array(out, dtype=np.int64)
 
 
 _ONCE, _LATE = (0,), (1,)
 _Key = tuple[int, str | int, frozenset[tuple[int, str, Dims]], int]
+_Edges = dict[_Key, list[tuple[int, Sequence[Demand]]]]
 # A value used again by its own group within so many operations is fused away rather than kept.
 _FUSED = 48
 # Values below this share of the arguments' bytes are left out of the memory constraint.

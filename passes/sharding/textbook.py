@@ -33,7 +33,7 @@ import numpy as np
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
-from alpa_lite.passes.ir.primitives import CONSTRAINT, DECIDING, PRODUCTS, UNFUSED
+from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
@@ -225,15 +225,14 @@ def textbook(
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
     read = start | forms
-    own = facts.kinds
+    own, _ = facts.kinds
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
     gradients = {value for value, kind in own.items() if kind == "gradients"}
     if _updates_read_whole_values(traced, grouping, read, counts):
         gradients = set()
     free = {block.inputs[number] for number in named}
-    for op in traced.graph.ops():
-        if op.name == CONSTRAINT:
-            free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
+    for op in facts.constraints:
+        free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
     readers = _readers(grouping, read, counts)
     still = frozenset(read | new | gradients)
     followers = frozenset(index for index in counts if _follows(grouping, grouping.groups[index]))
@@ -255,7 +254,7 @@ def _follows(grouping: Grouping, group: Group) -> bool:
 def parameters_of_products(facts: Facts) -> set[int]:
     """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack."""
     traced, values, inputs = facts.traced, facts.traced.graph.values, facts.traced.graph.block.inputs
-    origins = kinds.origins(traced.graph.block, facts.parameters)
+    origins = kinds.parameter_of(traced)
     found = set()
     for demand in _reading(facts.grouping, origins.keys(), facts.examples):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
