@@ -10,11 +10,10 @@ Value numbers are unique over the whole graph, nested blocks included, so a tabl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import numpy as np
 
 from alpa_lite.calling import Calling
 
@@ -41,7 +40,7 @@ class Value:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, eq=False)
