@@ -52,6 +52,7 @@ class Rewriter:
         self._constants: list[tuple[int, Any]] = []
         self._origin: dict[int, int] = {}
         self._copies: set[int] = set()
+        self._shaped: dict[tuple[int, tuple[int, ...]], Value] = {}  # by the `id` of another, which `values` keeps
         self._last: int | None = None  # index of an op, once one was asked for
 
     def fresh(self, like: int | Value) -> int:
@@ -62,8 +63,12 @@ class Rewriter:
     def shaped(self, like: int, shape: tuple[int, ...]) -> int:
         """A new value number, of the type of another value but of a shape of its own."""
         before = self.values[like]
-        same = before.shape == shape
-        return self.fresh(before if same else replace(before, shape=shape, aval=before.aval.update(shape=shape)))
+        if before.shape == shape:
+            return self.fresh(before)
+        made = self._shaped.get((id(before), shape))
+        if made is None:
+            made = self._shaped[id(before), shape] = Value(shape, before.dtype, before.aval.update(shape=shape))
+        return self.fresh(made)
 
     def constant(self, like: Value, array: Any) -> int:
         """A new constant of the graph: an input of the top block."""
@@ -134,14 +139,11 @@ class Rewriter:
           params: in place of its own.
           values: of the graph that the op is from, by default this one: its bodies are copied.
         """
-        return replace(
-            op,
-            index=self.index(op.index if values is None else None, is_copy=True),
-            params=op.params if params is None else params,
-            operands=tuple(operands),
-            results=tuple(results),
-            bodies=tuple([self.copy_block(body, values) for body in op.bodies]),
-            key=None,
+        index = self.index(op.index if values is None else None, is_copy=True)
+        taken = op.params if params is None else params
+        bodies = tuple([self.copy_block(body, values) for body in op.bodies])
+        return Op(
+            index, op.primitive, taken, tuple(operands), tuple(results), bodies, op.source, None, op.ctx, op.has_effects
         )
 
     def finish(self, block: Block) -> Graph:

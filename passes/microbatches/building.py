@@ -33,10 +33,10 @@ class Builder(Rewriter):
 
     def local(self, value: int, state: State) -> int:
         """A new value for the part of `value` that one micro-batch has."""
-        shape = list(self.values[value].shape)
-        if state.kind == "sliced":
-            shape[state.dim] //= self.parts
-        return self.shaped(value, tuple(shape))
+        if state.kind != "sliced":
+            return self.fresh(value)
+        shape, dim = self.values[value].shape, state.dim
+        return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
     def shape_of(self, atom: Atom) -> tuple[int, ...]:
         """The shape of an atom."""

@@ -84,9 +84,9 @@ class Outside:
 
     def _part(self, op: Op, wanted: set[int]) -> Op | None:
         """An operation that makes wanted values; of a barrier only the part that makes them."""
-        kept = [i for i, value in enumerate(op.results) if value in wanted]
-        if not kept:
+        if wanted.isdisjoint(op.results):
             return None
+        kept = [i for i, value in enumerate(op.results) if value in wanted]
         if op.name != "optimization_barrier" or len(kept) == len(op.results):
             return op
         return replace(
@@ -130,5 +130,6 @@ class Outside:
             if part is None and op.index in self._effects and not op.results:
                 part = op
             if part is not None:
-                out.append(replace(part, operands=tuple(map(exported, part.operands))))
+                operands = tuple(map(exported, part.operands))
+                out.append(part if operands == part.operands else replace(part, operands=operands))
         return out
