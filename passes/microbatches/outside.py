@@ -57,7 +57,7 @@ class Outside:
             def cut(x: jax.Array) -> list[jax.Array]:
                 return [cuts.cut(x, dim, examples)]
 
-            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared)
+            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared, ("cut", dim, examples))
         return self._blocks[key]
 
     def counter(self) -> int:
@@ -71,9 +71,9 @@ class Outside:
         (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
         return found
 
-    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op]) -> int:
+    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> int:
         """As `trace`, where the result is no literal."""
-        found = self.trace(run, operands, ops)
+        found = self.trace(run, operands, ops, kind)
         assert isinstance(found, int)
         return found
 
