@@ -76,9 +76,9 @@ def prune_tracked(graph: Graph, *, keep_inputs: int | None = None) -> tuple[Grap
     return Graph(tuple(numbering.values), block, constants, graph.keys), numbering.origin
 
 
-def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[int]]:
-    """The live ops, their control flow pruned, and every value that they or the outputs read."""
-    live = {atom for atom in outputs if isinstance(atom, int)}
+def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[Atom]]:
+    """The live ops, their control flow pruned, and all that they or the outputs read."""
+    live = set(outputs)
     kept: list[Op] = []
     for op in reversed(ops):
         if live.isdisjoint(op.results) and not op.has_effects:
@@ -86,7 +86,7 @@ def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...
         rule = _RULES.get(op.name)
         op = op if rule is None else rule(op, [result in live for result in op.results])
         kept.append(op)
-        live.update([atom for atom in op.operands if isinstance(atom, int)])
+        live.update(op.operands)
     return tuple(reversed(kept)), live
 
 
@@ -137,8 +137,8 @@ _RULES = {"scan": _scan, "while": _while, "cond": _cond, "optimization_barrier":
 
 def _carried(
     body: Block, carries: Sequence[int], wanted: Sequence[bool], others: Sequence[bool]
-) -> tuple[list[bool], set[int]]:
-    """The live carries (least fixed point above `wanted`), and all values that the body then reads."""
+) -> tuple[list[bool], set[Atom]]:
+    """The live carries (least fixed point above `wanted`), and all that the body then reads."""
     carry = list(wanted)
     while True:
         _, live = _live_ops(body.ops, _select(body.outputs, [*carry, *others]))

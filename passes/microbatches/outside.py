@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from alpa_lite.graph import Atom, Op
+from alpa_lite.graph import Atom, Lit, Op
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.microbatches.building import Builder, Traceable
 from alpa_lite.passes.microbatches.states import AFTER, WHOLE
@@ -100,11 +100,12 @@ class Outside:
         analysis = self.analysis
 
         def read(atom: Atom) -> None:
-            for value in values_in([atom]):
-                if analysis.state[value] == WHOLE or analysis.outside(value):
-                    self._mark(value, self._late)
-                elif analysis.state[value] != AFTER:
-                    export(value)
+            if isinstance(atom, Lit) or analysis.state[atom] == AFTER:
+                return
+            if analysis.state[atom] == WHOLE or analysis.outside(atom):
+                self._mark(atom, self._late)
+            else:
+                export(atom)
 
         for op in self.block.ops:
             role = analysis.roles.get(op.index)
