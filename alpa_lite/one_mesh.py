@@ -35,6 +35,7 @@ from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.runner import Passes
+from alpa_lite.strategy import Rule
 from alpa_lite.textbook_first import TextbookPlans
 
 REPAID = f"it would take longer than {STEPS} steps could win back"
@@ -196,8 +197,12 @@ def analysed(run: Passes, step: Step, cut: Cuts, way: Way) -> Analysed:
       MicrobatchError: it cannot be cut into as many micro-batches.
     """
     loop, layers = looped(run, step, cut, way)
-    traced, rules = loop.traced, step.rules
-    if traced is not step.traced:
+    traced = loop.traced
+    if traced is step.traced:
+        rules = step.rules
+    elif way.remat == NOTHING:
+        rules = cut.rules(way.count)
+    else:
         rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
     groups = run("grouping", sharding.group, traced, rules)
     return Analysed(way, loop, layers, rules, groups, Shared(traced, groups))
@@ -292,9 +297,10 @@ def _unsearched(asked: Asked, chosen: Chosen[Decided]) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """The step in a number of micro-batches: a loop over them, and its layers. Each is made once."""
+    """The step in a number of micro-batches: a loop over them, its rules, and its layers. Each is made once."""
 
     loop: Callable[[int], Accumulated]
+    rules: Callable[[int], Mapping[object, Rule]]
     layers: Callable[[int], Divisible]
 
 
@@ -308,10 +314,15 @@ def cuts(run: Passes, step: Step, asked: Asked) -> Cuts:
         )  # fmt: skip
 
     @functools.cache
-    def layers(count: int) -> Divisible:
-        return run("layers", divisible, loop(count), max_layers=MAX_LAYERS)
+    def rules(count: int) -> Mapping[object, Rule]:
+        graph = loop(count).traced.graph
+        return run("factors", factors.rules_of, graph.ops(), graph.values)
 
-    return Cuts(loop, layers)
+    @functools.cache
+    def layers(count: int) -> Divisible:
+        return run("layers", divisible, loop(count), max_layers=MAX_LAYERS, rules=rules(count))
+
+    return Cuts(loop, rules, layers)
 
 
 def looped(run: Passes, step: Step, cut: Cuts, way: Way) -> tuple[Accumulated, int]:

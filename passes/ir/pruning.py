@@ -76,17 +76,17 @@ def prune_tracked(graph: Graph, *, keep_inputs: int | None = None) -> tuple[Grap
     return Graph(tuple(numbering.values), block, constants, graph.keys), numbering.origin
 
 
-def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[int]]:
-    """The live ops, their control flow pruned, and every value that they or the outputs read."""
-    live = {atom for atom in outputs if isinstance(atom, int)}
+def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[Atom]]:
+    """The live ops, their control flow pruned, and all that they or the outputs read."""
+    live = set(outputs)
     kept: list[Op] = []
     for op in reversed(ops):
-        used = [result in live for result in op.results]
-        if not (op.has_effects or any(used)):
+        if live.isdisjoint(op.results) and not op.has_effects:
             continue
-        op = _RULES[op.name](op, used) if op.name in _RULES else op
+        rule = _RULES.get(op.name)
+        op = op if rule is None else rule(op, [result in live for result in op.results])
         kept.append(op)
-        live.update(atom for atom in op.operands if isinstance(atom, int))
+        live.update(op.operands)
     return tuple(reversed(kept)), live
 
 
@@ -137,8 +137,8 @@ _RULES = {"scan": _scan, "while": _while, "cond": _cond, "optimization_barrier":
 
 def _carried(
     body: Block, carries: Sequence[int], wanted: Sequence[bool], others: Sequence[bool]
-) -> tuple[list[bool], set[int]]:
-    """The live carries (least fixed point above `wanted`), and all values that the body then reads."""
+) -> tuple[list[bool], set[Atom]]:
+    """The live carries (least fixed point above `wanted`), and all that the body then reads."""
     carry = list(wanted)
     while True:
         _, live = _live_ops(body.ops, _select(body.outputs, [*carry, *others]))
@@ -183,6 +183,7 @@ class _Numbering:
         self._old = values
         self._new: dict[int, int] = {}
         self._keys = keys
+        self._heads: dict[tuple[int, int], str] = {}  # by the `id` of primitive and parameters, which the ops keep
         self._ops = 0
         self.origin: dict[int, int] = {}
 
@@ -192,14 +193,18 @@ class _Numbering:
         return Block(inputs, ops, tuple(map(self._read, block.outputs)))
 
     def _op(self, op: Op) -> Op:
-        operands = tuple([self._read(atom) for atom in op.operands])
+        new = self._new
+        operands = tuple([atom if isinstance(atom, Lit) else new[atom] for atom in op.operands])
         bodies = tuple(map(self.block, op.bodies)) if op.bodies else ()
         results = tuple(map(self._define, op.results))
         index, key = self._ops, op.key
         self._ops += 1
         self.origin[index] = op.index
         if key is None:
-            head = self._keys.head(op.primitive, op.params, structured=bool(bodies))
+            parts = id(op.primitive), id(op.params)
+            head = self._heads.get(parts)
+            if head is None:
+                head = self._heads[parts] = self._keys.head(op.primitive, op.params, structured=bool(bodies))
             described = [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands]
             key = self._keys.key(head, described, [self._keys.block(body, self.values.__getitem__) for body in bodies])
         return Op(index, op.primitive, op.params, operands, results, bodies, op.source, key, op.ctx, op.has_effects)

@@ -52,6 +52,7 @@ class Rewriter:
         self._constants: list[tuple[int, Any]] = []
         self._origin: dict[int, int] = {}
         self._copies: set[int] = set()
+        self._shaped: dict[tuple[int, tuple[int, ...]], Value] = {}  # by the `id` of another, which `values` keeps
         self._last: int | None = None  # index of an op, once one was asked for
 
     def fresh(self, like: int | Value) -> int:
@@ -62,8 +63,12 @@ class Rewriter:
     def shaped(self, like: int, shape: tuple[int, ...]) -> int:
         """A new value number, of the type of another value but of a shape of its own."""
         before = self.values[like]
-        same = before.shape == shape
-        return self.fresh(before if same else replace(before, shape=shape, aval=before.aval.update(shape=shape)))
+        if before.shape == shape:
+            return self.fresh(before)
+        made = self._shaped.get((id(before), shape))
+        if made is None:
+            made = self._shaped[id(before), shape] = Value(shape, before.dtype, before.aval.update(shape=shape))
+        return self.fresh(made)
 
     def constant(self, like: Value, array: Any) -> int:
         """A new constant of the graph: an input of the top block."""
@@ -104,8 +109,8 @@ class Rewriter:
 
     def copy(self, op: Op, renamed: Mapping[int, Atom], source: Any = None) -> Op:
         """A copy of an op: its operands renamed, its results and everything in its bodies fresh."""
-        made = self.moved(op, [renamed_atom(a, renamed) for a in op.operands], list(map(self.fresh, op.results)))
-        return replace(made, key=op.key, source=op.source if source is None else source)
+        operands = [renamed_atom(a, renamed) for a in op.operands]
+        return self._made(op, operands, list(map(self.fresh, op.results)), op.params, None, op.key, source)
 
     def copy_block(self, block: Block, values: Sequence[Value] | None = None) -> Block:
         """A copy of a block, in which everything is fresh. `values`: of the graph that it is from, by default this."""
@@ -115,8 +120,7 @@ class Rewriter:
         for op in block.ops:
             renamed.update((value, self.fresh(known[value])) for value in op.results)
             operands = [renamed_atom(a, renamed) for a in op.operands]
-            made = self.moved(op, operands, [renamed[v] for v in op.results], values=values)
-            ops.append(replace(made, key=op.key))
+            ops.append(self._made(op, operands, [renamed[v] for v in op.results], op.params, values, op.key))
         outputs = tuple([renamed_atom(a, renamed) for a in block.outputs])
         return Block(tuple([renamed[v] for v in block.inputs]), tuple(ops), outputs)
 
@@ -134,14 +138,36 @@ class Rewriter:
           params: in place of its own.
           values: of the graph that the op is from, by default this one: its bodies are copied.
         """
-        return replace(
-            op,
-            index=self.index(op.index if values is None else None, is_copy=True),
-            params=op.params if params is None else params,
-            operands=tuple(operands),
-            results=tuple(results),
-            bodies=tuple([self.copy_block(body, values) for body in op.bodies]),
-            key=None,
+        is_alike = params is None and values is None and not op.bodies and self._are_alike(op.operands, operands)
+        taken = op.params if params is None else params
+        return self._made(op, operands, results, taken, values, op.key if is_alike else None)
+
+    def _are_alike(self, before: Sequence[Atom], after: Sequence[Atom]) -> bool:
+        """Whether operands have the types of others, as far as is seen at once."""
+        known = self.values
+        for one, other in zip(before, after, strict=True):
+            if one is other:
+                continue
+            if isinstance(one, Lit) or isinstance(other, Lit) or known[one] is not known[other]:
+                return False
+        return True
+
+    def _made(
+        self,
+        op: Op,
+        operands: Sequence[Atom],
+        results: Sequence[int],
+        params: Mapping[str, Any],
+        values: Sequence[Value] | None,
+        key: Any,
+        source: Any = None,
+    ) -> Op:
+        """A copy of an op with its bodies, under its own source unless another is given."""
+        index = self.index(op.index if values is None else None, is_copy=True)
+        bodies = tuple([self.copy_block(body, values) for body in op.bodies])
+        where = op.source if source is None else source
+        return Op(
+            index, op.primitive, params, tuple(operands), tuple(results), bodies, where, key, op.ctx, op.has_effects
         )
 
     def finish(self, block: Block) -> Graph:

@@ -65,10 +65,17 @@ class Divided:
     assignment: Assignment
 
 
-def divisible(accumulated: Accumulated, *, max_layers: int) -> Divisible:
-    """The layers of a step. Scans over layers are cut into equal parts, half of `max_layers` at most."""
+def divisible(
+    accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None
+) -> Divisible:  # fmt: skip
+    """The layers of a step. Scans over layers are cut into equal parts, half of `max_layers` at most.
+
+    Args:
+      rules: of the step's operations, where they are known.
+    """
     step = accumulated.traced
-    rules = factors.rules_of(step.graph.ops(), step.graph.values)
+    if rules is None:
+        rules = factors.rules_of(step.graph.ops(), step.graph.values)
     points: dict[int, tuple[int, ...]] = {}
     for op in scans.layer_scans(step, accumulated.scan):
         found = scans.even_points(op.params["length"], max(1, max_layers // 2))

@@ -99,9 +99,9 @@ class _Walk:
             if is_free:
                 self.free.add(op.index)
             if kind == PARAM:
-                roots = frozenset().union(*(self.param_of.get(v, frozenset()) for v in operands))
-                self.param_of.update((v, roots) for v in op.results)
-            self.kinds.update((v, kind if is_free else ACTIVE) for v in op.results)
+                roots = frozenset().union(*[self.param_of.get(v, frozenset()) for v in operands])
+                self.param_of.update(dict.fromkeys(op.results, roots))
+            self.kinds.update(dict.fromkeys(op.results, kind if is_free else ACTIVE))
 
     def _shrinks(self, op: Op) -> bool:
         """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""

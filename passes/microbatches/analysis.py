@@ -22,7 +22,7 @@ import numpy as np
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.microbatches.journal import Row, Table
+from alpa_lite.passes.microbatches.journal import Journal, Unwritten
 from alpa_lite.passes.microbatches.roles import Classifier
 from alpa_lite.passes.microbatches.states import (
     AFTER,
@@ -37,6 +37,8 @@ from alpa_lite.passes.microbatches.states import (
     sliced,
 )
 from alpa_lite.strategy import Rule
+
+_NONE: frozenset[int] = frozenset()
 
 
 class Refused(Exception):
@@ -79,12 +81,13 @@ class Analysis(Classifier):
         Raises:
           Refused: the step has no exact form, or, where reductions may be local, that does not help.
         """
-        super().__init__(graph, rules, parts, batch, bound)
-        self.ahead: list[Op] = Row(self.journal)
-        self.unfit: list[Failure] = Row(self.journal)
-        self.cause: dict[int, Failure | None] = Table(self.journal)
-        self.carried: dict[int, frozenset[int]] = Table(self.journal)  # after the loop: the dims that hold examples
-        self._declined: dict[int, Role] = Table(self.journal)
+        journal = Journal() if may_be_local else Unwritten()
+        super().__init__(graph, rules, parts, batch, bound, journal)
+        self.ahead: list[Op] = journal.row()
+        self.unfit: list[Failure] = journal.row()
+        self.cause: dict[int, Failure | None] = journal.table()
+        self.carried: dict[int, frozenset[int]] = journal.table()  # after the loop: the dims that hold examples
+        self._declined: dict[int, Role] = journal.table()
         self._uses = flow.uses(graph.block)
         self._walk(may_be_local)
 
@@ -120,12 +123,12 @@ class Analysis(Classifier):
                 self.local |= new
 
     def _top(self, op: Op) -> None:
-        states = [self.of(a) for a in op.operands]
+        states = self.read(op)
         if op.name == "optimization_barrier":
             self.barrier(op, states)
             return
         if AFTER in states and self._sink(op):
-            states = [self.of(a) for a in op.operands]
+            states = self.read(op)
         if AFTER in states:
             self._decline_chain(op, states)
             self._after(op, None)
@@ -141,7 +144,7 @@ class Analysis(Classifier):
                 found = self._ahead(op, states)
         if isinstance(found, Failure):
             if self.parts == 1 and any(s.kind in ("sliced", "local") for s in states):
-                found = Role("copy", tuple(states), (LOCAL,) * len(op.results))
+                found = Role("copy", states, (LOCAL,) * len(op.results))
             else:
                 self._after(op, found)
                 return
@@ -187,10 +190,15 @@ class Analysis(Classifier):
 
     def _after(self, op: Op, failure: Failure | None) -> None:
         """An operation that comes after the loop; refused if it is heavy and works on single examples."""
-        carried = {i: self._examples(a) for i, a in enumerate(op.operands)}
-        roots = self.roots_of(op) | (failure.roots if failure else frozenset())
-        cause = failure or next((c for a in op.operands if not isinstance(a, Lit) and (c := self.cause.get(a))), None)
-        examples = any(carried.values())
+        carried = {i: dims for i, a in enumerate(op.operands) if (dims := self._examples(a))}
+        roots = self.roots_of(op)
+        if failure is not None:
+            roots |= failure.roots
+        cause = failure
+        for atom in op.operands:
+            if cause is None and not isinstance(atom, Lit):
+                cause = self.cause.get(atom)
+        examples = bool(carried)
         if failure is None and cause is None and examples:
             cause = Failure(op, "it uses single examples together with a sum over all of them")
         if examples and (is_intensive(op) or self._is_opaque(op)):
@@ -198,7 +206,7 @@ class Analysis(Classifier):
         for i, value in enumerate(op.results):
             self.state[value] = AFTER
             self.roots[value], self.cause[value] = roots, cause
-            self.carried[value] = self._result_examples(op, carried, i) if examples else frozenset()
+            self.carried[value] = self._result_examples(op, carried, i) if examples else _NONE
 
     def _is_opaque(self, op: Op) -> bool:
         rule = self.rules.get(op.key)
@@ -206,10 +214,10 @@ class Analysis(Classifier):
 
     def _examples(self, atom: Atom) -> frozenset[int]:
         """The dims of an operand that hold examples."""
-        state = self.of(atom)
         if isinstance(atom, Lit):
-            return frozenset()
-        return frozenset({state.dim}) if state.kind == "sliced" else self.carried.get(atom, frozenset())
+            return _NONE
+        state = self.state[atom]
+        return frozenset({state.dim}) if state.kind == "sliced" else self.carried.get(atom, _NONE)
 
     def _result_examples(self, op: Op, carried: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:
         rule, rank = self.rules.get(op.key), len(self.values[op.results[result]].shape)
@@ -258,11 +266,11 @@ class Analysis(Classifier):
 
     def _decline_chain(self, op: Op, states: Sequence[State]) -> None:
         """Notes an operation that could be in the loop if the linear operations before it were."""
+        if op.name not in primitives.LINEAR_CHAIN:
+            return
         made = [a for a in op.operands if not isinstance(a, Lit)]
-        if op.name in primitives.LINEAR_CHAIN and all(
-            a in self.producers and self.producers[a][0].index in self._declined for a in made
-        ):
-            found = self.classify(op, [PARTIAL if s == AFTER else s for s in states])
+        if all(a in self.producers and self.producers[a][0].index in self._declined for a in made):
+            found = self.classify(op, tuple([PARTIAL if s == AFTER else s for s in states]))
             if isinstance(found, Role):
                 self._declined[op.index] = found
 

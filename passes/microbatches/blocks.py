@@ -260,8 +260,10 @@ class Scope:
         return state != AFTER
 
     def _define(self, op: Op, role: Role) -> list[int]:
-        results = [self.builder.local(v, s) for v, s in zip(op.results, role.results, strict=True)]
-        self.env.update({(v, s): r for v, s, r in zip(op.results, role.results, results, strict=True)})
+        results = []
+        for value, state in zip(op.results, role.results, strict=True):
+            made = self.env[value, state] = self.builder.local(value, state)
+            results.append(made)
         return results
 
     def _emit_form(self, op: Op, role: Role) -> None:

@@ -140,12 +140,13 @@ class _Loop(Scope):
             result, dtype = carry.end, self.builder.values[value].dtype
             if self.builder.values[result].dtype != dtype:
                 run = functools.partial(_converted, dtype=dtype)
-                result = self.outside.made(run, [result], post)
+                result = self.outside.made(run, [result], post, ("back", dtype))
             self._renames[value] = result
         for value, dim, _, result in stacked:
             cuts = self.builder.cuts
-            run = functools.partial(_joined, cuts=cuts, dim=dim, examples=cuts.of(value, dim))
-            self._renames[value] = self.outside.made(run, [result], post)
+            examples = cuts.of(value, dim)
+            run = functools.partial(_joined, cuts=cuts, dim=dim, examples=examples)
+            self._renames[value] = self.outside.made(run, [result], post, ("joined", dim, examples))
         return scan, post
 
     def _accumulated(self, value: int, state: State) -> Carried:

@@ -30,11 +30,39 @@ class Journal:
         """`undo(key, before)` puts back what is now replaced."""
         self._undo.append((undo, key, before))
 
+    def table(self) -> dict[Any, Any]:
+        """A mapping whose changes are noted."""
+        return Table(self)
+
+    def members(self) -> set[Any]:
+        """A set whose changes are noted."""
+        return Members(self)
+
+    def row(self) -> list[Any]:
+        """A list whose additions are noted."""
+        return Row(self)
+
     def back(self, mark: int) -> None:
         """Puts all tables back to what they were at the mark."""
         while len(self._undo) > mark:
             undo, key, before = self._undo.pop()
             undo(key, before)
+
+
+class Unwritten(Journal):
+    """The journal of a walk that never goes back: its tables are plain ones."""
+
+    def table(self) -> dict[Any, Any]:
+        """A mapping."""
+        return {}
+
+    def members(self) -> set[Any]:
+        """A set."""
+        return set()
+
+    def row(self) -> list[Any]:
+        """A list."""
+        return []
 
 
 class Table(dict[K, V]):

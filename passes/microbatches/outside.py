@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from alpa_lite.graph import Atom, Op
+from alpa_lite.graph import Atom, Lit, Op
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.microbatches.building import Builder, Traceable
 from alpa_lite.passes.microbatches.states import AFTER, WHOLE
@@ -57,7 +57,7 @@ class Outside:
             def cut(x: jax.Array) -> list[jax.Array]:
                 return [cuts.cut(x, dim, examples)]
 
-            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared)
+            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared, ("cut", dim, examples))
         return self._blocks[key]
 
     def counter(self) -> int:
@@ -71,9 +71,9 @@ class Outside:
         (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
         return found
 
-    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op]) -> int:
+    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> int:
         """As `trace`, where the result is no literal."""
-        found = self.trace(run, operands, ops)
+        found = self.trace(run, operands, ops, kind)
         assert isinstance(found, int)
         return found
 
@@ -84,9 +84,9 @@ class Outside:
 
     def _part(self, op: Op, wanted: set[int]) -> Op | None:
         """An operation that makes wanted values; of a barrier only the part that makes them."""
-        kept = [i for i, value in enumerate(op.results) if value in wanted]
-        if not kept:
+        if wanted.isdisjoint(op.results):
             return None
+        kept = [i for i, value in enumerate(op.results) if value in wanted]
         if op.name != "optimization_barrier" or len(kept) == len(op.results):
             return op
         return replace(
@@ -100,11 +100,12 @@ class Outside:
         analysis = self.analysis
 
         def read(atom: Atom) -> None:
-            for value in values_in([atom]):
-                if analysis.state[value] == WHOLE or analysis.outside(value):
-                    self._mark(value, self._late)
-                elif analysis.state[value] != AFTER:
-                    export(value)
+            if isinstance(atom, Lit) or analysis.state[atom] == AFTER:
+                return
+            if analysis.state[atom] == WHOLE or analysis.outside(atom):
+                self._mark(atom, self._late)
+            else:
+                export(atom)
 
         for op in self.block.ops:
             role = analysis.roles.get(op.index)
@@ -130,5 +131,6 @@ class Outside:
             if part is None and op.index in self._effects and not op.results:
                 part = op
             if part is not None:
-                out.append(replace(part, operands=tuple(map(exported, part.operands))))
+                operands = tuple(map(exported, part.operands))
+                out.append(part if operands == part.operands else replace(part, operands=operands))
         return out

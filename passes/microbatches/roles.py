@@ -14,11 +14,11 @@ from typing import Any
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.ir import flow
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.forms import local_form
-from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.passes.microbatches.journal import Journal, Members, Table
+from alpa_lite.passes.local.types import LocalForm, rebinding
+from alpa_lite.passes.microbatches.journal import Journal
 from alpa_lite.passes.microbatches.rows import aligned_form
 from alpa_lite.passes.microbatches.states import (
     AXIS,
@@ -37,6 +37,9 @@ from alpa_lite.passes.microbatches.states import (
 )
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
 from alpa_lite.strategy import Rule
+
+_OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
+"""Operations whose form depends on more than their key: on what makes their indices, and on how JAX draws."""
 
 
 class Classifier:
@@ -60,22 +63,25 @@ class Classifier:
         parts: int,
         batch: Mapping[int, int],
         bound: Set[int],
+        journal: Journal,
     ):
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules = graph, graph.values, rules
         self.parts = parts
         self.local = frozenset[int]()
         self.mesh = LogicalMesh((parts,), (AXIS,))
-        self.journal = Journal()
-        self.state: dict[int, State] = Table(self.journal)
-        self.roles: dict[int, Role] = Table(self.journal)
-        self.free: set[int] = Members(self.journal)
-        self.roots: dict[int, frozenset[int]] = Table(self.journal)
+        self.journal = journal
+        self.state: dict[int, State] = journal.table()
+        self.roles: dict[int, Role] = journal.table()
+        self.free: set[int] = journal.members()
+        self.roots: dict[int, frozenset[int]] = journal.table()
         self.producers: dict[int, tuple[Op, int]] = {}
         self.sources: dict[int, Op] = {op.index: op for op in graph.ops()}
         self._forms: dict[Any, LocalForm | None] = {}
+        self._alike: dict[tuple[Any, tuple[State, ...]], Role] = {}
         for op in self.sources.values():
-            self.producers.update({value: (op, i) for i, value in enumerate(op.results)})
+            for i, value in enumerate(op.results):
+                self.producers[value] = op, i
         for value in graph.block.inputs:
             self.state[value] = sliced(batch[value]) if value in batch else WHOLE
             if value not in bound:
@@ -85,9 +91,18 @@ class Classifier:
         """The state of an operand; literals are whole."""
         return WHOLE if isinstance(atom, Lit) else self.state[atom]
 
+    def read(self, op: Op) -> tuple[State, ...]:
+        """The states of an operation's operands."""
+        state = self.state
+        return tuple([WHOLE if isinstance(a, Lit) else state[a] for a in op.operands])
+
     def is_free(self, op: Op) -> bool:
         """Whether nothing that an operation reads depends on floating-point state."""
-        return all(isinstance(a, Lit) or a in self.free for a in op.operands)
+        free = self.free
+        for atom in op.operands:  # noqa: SIM110
+            if not (isinstance(atom, Lit) or atom in free):
+                return False
+        return True
 
     def decide(self, op: Op, role: Role) -> None:
         """Notes the role of an operation, and the states of its results."""
@@ -99,15 +114,20 @@ class Classifier:
 
     def roots_of(self, op: Op) -> frozenset[int]:
         """The reductions whose sums an operation reads."""
-        return frozenset().union(*(self.roots.get(a, frozenset()) for a in op.operands if not isinstance(a, Lit)))
+        found: frozenset[int] = frozenset()
+        for atom in op.operands:
+            more = None if isinstance(atom, Lit) else self.roots.get(atom)
+            if more and more is not found:  # behind a norm of all gradients, nearly every value has all roots
+                found = more if found <= more else found if more <= found else found | more
+        return found
 
     def whole(self, op: Op) -> Role:
         """The role of an operation that stays outside of the loop."""
         return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
 
-    def barrier(self, op: Op, states: Sequence[State]) -> None:
+    def barrier(self, op: Op, states: tuple[State, ...]) -> None:
         """Each result is in the state of its operand."""
-        self.roles[op.index] = Role("barrier", tuple(states), tuple(states))
+        self.roles[op.index] = Role("barrier", states, states)
         for atom, result, state in zip(op.operands, op.results, states, strict=True):
             self.state[result] = state
             if not isinstance(atom, Lit):
@@ -122,14 +142,33 @@ class Classifier:
 
     # -- one operation --------------------------------------------------------------------------------------------
 
-    def classify(self, op: Op, states: Sequence[State]) -> Role | Failure:
-        """What becomes of an operation on operands in these states, none of them `after`."""
+    def classify(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
+        """What becomes of an operation on operands in these states, none of them `after`.
+
+        Operations with one key have one role, where that depends on nothing but the states.
+        """
+        alike = op.key, states
+        found = None if op.index in self.local else self._alike.get(alike)
+        if found is None:
+            found = self._classified(op, states)
+            if isinstance(found, Role) and self._is_common(op, states, found):
+                self._alike[alike] = found
+        return found
+
+    def _is_common(self, op: Op, states: tuple[State, ...], role: Role) -> bool:
+        """Whether a role is that of every operation with the key of this one on operands in these states."""
+        if role.kind == "form":
+            bound = role.form is not None and rebinding(role.form) is not None
+            return bound and role.operands == states and not role.scale and op.name not in _OWN_FORMS
+        return role.kind in ("whole", "copy")
+
+    def _classified(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
             return self.whole(op)
         if kinds <= {"whole", "inner", "local"}:
             result = LOCAL if "local" in kinds else INNER
-            return Role("copy", tuple(states), (result,) * len(op.results))
+            return Role("copy", states, (result,) * len(op.results))
         if op.bodies:
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[op.name](op, states)
         if "partial" in kinds:
@@ -225,7 +264,7 @@ class Classifier:
                 self.free.add(value)
             self.roots[value] = self.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
         for op in block.ops:
-            inner = [self.of(a) for a in op.operands]
+            inner = self.read(op)
             free = self.is_free(op)
             self.free.difference_update(op.results)
             if op.name == "optimization_barrier":

@@ -64,7 +64,7 @@ class Single(Analysis):
         after = active - inside.keys()
         returned = {v for op in block.ops if op.index in after for v in reads(op)} | set(values_in(block.outputs))
         for op in block.ops:
-            states = [self.of(a) for a in op.operands]
+            states = self.read(op)
             if self.is_free(op):
                 self.free.update(op.results)
             if op.index in after:
@@ -73,7 +73,7 @@ class Single(Analysis):
                 self.barrier(op, states)
             elif op.index in inside or op.index in drawn:
                 results = tuple(PARTIAL if v in returned and self._is_sum(op, v) else LOCAL for v in op.results)
-                self.decide(op, Role("copy", tuple(states), results))
+                self.decide(op, Role("copy", states, results))
             else:
                 self.decide(op, self.whole(op))
 
@@ -99,7 +99,7 @@ class Single(Analysis):
     def _afterwards(self, op: Op, states: Sequence[State]) -> None:
         """An operation of the update."""
         if op.name == "optimization_barrier":
-            self.barrier(op, [WHOLE if state == WHOLE else AFTER for state in states])
+            self.barrier(op, tuple([WHOLE if state == WHOLE else AFTER for state in states]))
             return
         for value in op.results:
             self.state[value] = AFTER

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,11 @@ AXIS = "microbatch"
 """The name of the axis of time."""
 
 
-@dataclass(frozen=True)
-class State:
-    """How a value depends on the micro-batch; `dim` is that of a sliced value."""
+class State(NamedTuple):
+    """How a value depends on the micro-batch; `dim` is that of a sliced value.
+
+    A tuple, since tables are looked up by it for each operand of each operation.
+    """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
     dim: int = -1
@@ -59,7 +61,10 @@ def state_of(layout: Layout) -> State:
     """The state that a layout on the axis of time means."""
     if layout.partial:
         return PARTIAL
-    return next((sliced(d) for d, axes in enumerate(layout.dims) if axes), WHOLE)
+    for dim, axes in enumerate(layout.dims):
+        if axes:
+            return sliced(dim)
+    return WHOLE
 
 
 def shifted(state: State, by: int) -> State:

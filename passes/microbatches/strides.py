@@ -81,6 +81,7 @@ class Strides:
         self.analysis, self.parts = analysis, analysis.parts
         self.examples: dict[int, int] = {}
         self._wanted: dict[tuple[int, int], int] = {}
+        self._divided: dict[tuple[Any, tuple[State, ...], int], bool] = {}
         for value in analysis.graph.block.inputs:
             state = analysis.state[value]
             if state.kind == "sliced":
@@ -162,10 +163,14 @@ class Strides:
         """E of all that an op reads in micro-batches; None if nobody knows it yet."""
         if op.has_effects:
             raise Ordered
-        found = {e for a, s in zip(op.operands, role.operands, strict=True) if (e := self._known(a, s)) is not None}
-        if len(found) > 1:
-            raise Ordered
-        return next(iter(found), None)
+        common = None
+        for atom, state in zip(op.operands, role.operands, strict=True):
+            known = self._known(atom, state)
+            if common is None:
+                common = known
+            elif known is not None and known != common:
+                raise Ordered
+        return common
 
     def _like(self, op: Op, role: Role, examples: int | None) -> None:
         """All that an op reads and gives in micro-batches has so many examples."""
@@ -177,15 +182,23 @@ class Strides:
 
     def _form(self, op: Op, role: Role) -> None:
         examples = self._common(op, role)
-        rule = self.analysis.rules.get(op.key)
-        for number, state in enumerate(role.operands):
-            factors = rule.operands[number][state.dim] if rule is not None and state.kind == "sliced" else ()
-            if examples is None or not factors:
-                continue
-            factor = rule.factors[factors[0]] if rule is not None else None
-            if factor is not None and (factor.kind not in ("parallel", "sum") or factor.size % examples):
+        if examples is not None:
+            case = op.key, role.operands, examples
+            if case not in self._divided:
+                self._divided[case] = self._divides(*case)
+            if not self._divided[case]:
                 raise Ordered
         self._like(op, role, examples)
+
+    def _divides(self, key: Any, states: Sequence[State], examples: int) -> bool:
+        """Whether the factors along which operations of a key are cut consist of so many examples."""
+        rule = self.analysis.rules.get(key)
+        for dims, state in zip(rule.operands if rule is not None else (), states, strict=False):
+            if state.kind == "sliced" and dims[state.dim]:
+                factor = rule.factors[dims[state.dim][0]] if rule is not None else None
+                if factor is not None and (factor.kind not in ("parallel", "sum") or factor.size % examples):
+                    return False
+        return True
 
     def _control(self, op: Op, role: Role) -> None:
         """Bodies, again until what loops carry is known."""
