@@ -90,6 +90,11 @@ class Op:
         """The primitive's name."""
         return self.primitive.name
 
+    @functools.cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The values among its operands."""
+        return tuple([atom for atom in self.operands if isinstance(atom, int)])
+
 
 @dataclass(frozen=True, eq=False)
 class Block:

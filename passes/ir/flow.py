@@ -21,7 +21,7 @@ def values_in(atoms: Iterable[Atom]) -> tuple[int, ...]:
 
 def reads(op: Op) -> tuple[int, ...]:
     """The values among an op's operands."""
-    return values_in(op.operands)
+    return op.reads
 
 
 def producers(ops: Iterable[Op]) -> dict[int, Op]:
