@@ -348,38 +348,85 @@ def _hollow_region(op: Any) -> None:
 
     Every operand is wanted, and every result comes, in the sharding that it had. Nothing is propagated through such a
     region, so that is all that Shardy sees of it; but it takes time quadratic in the operands of one region.
+
+    What leaves nothing to decide is left out, which in a step is nearly everything and is most of the time of Shardy:
+    arguments of the function that come as they are wanted, and results that it returns as they come.
     """
     wanted = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
     given = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
     block = op.regions[0].blocks[0]
-    taken, made = [value.type for value in block.arguments], [value.type for value in _terminator(block).operands]
-    operands, results = list(op.operands), list(op.results)
+    made = [value.type for value in _terminator(block).operands]
+    operands = [
+        (value, sharding, argument.type)
+        for value, sharding, argument in zip(op.operands, wanted, block.arguments, strict=True)
+        if not _comes_in(value, sharding)
+    ]
+    results, returned = [], []
+    for value, sharding, kind in zip(op.results, given, made, strict=True):
+        if _is_returned(value):
+            returned.append(value)
+        else:
+            results.append((value, sharding, kind))
+    if returned:
+        with ir.InsertionPoint(op):
+            _replace(returned, _opaque([value.type for value in returned], []))
     for i in range(max(len(operands), len(results))):
-        one = slice(i, i + 1)
+        ins, outs = operands[i : i + 1], results[i : i + 1]
         part = ir.Operation.create(
             "sdy.manual_computation",
-            results=[value.type for value in results[one]],
-            operands=operands[one],
+            results=[value.type for value, _, _ in outs],
+            operands=[value for value, _, _ in ins],
             attributes={
-                "in_shardings": sdy.TensorShardingPerValueAttr.get(wanted[one]),
-                "out_shardings": sdy.TensorShardingPerValueAttr.get(given[one]),
+                "in_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in ins]),
+                "out_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in outs]),
                 "manual_axes": op.attributes["manual_axes"],
             },
             regions=1,
             ip=ir.InsertionPoint(op),
         )
-        body = part.regions[0].blocks.append(*taken[one])
+        body = part.regions[0].blocks.append(*[kind for _, _, kind in ins])
         with ir.InsertionPoint(body):
-            opaque = ir.Operation.create(
-                "stablehlo.custom_call",
-                results=made[one],
-                operands=list(body.arguments),
-                attributes={"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)},
-            )
+            opaque = _opaque([kind for _, _, kind in outs], list(body.arguments))
             ir.Operation.create("sdy.return", operands=list(opaque.results))
-        for old, new in zip(results[one], part.results, strict=True):
-            old.replace_all_uses_with(new)
+        _replace([value for value, _, _ in outs], part)
     op.erase()
+
+
+def _opaque(results: Sequence[Any], operands: Sequence[Any]) -> Any:
+    """An operation that nothing is known of; `results` are types."""
+    attributes = {"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)}
+    return ir.Operation.create("stablehlo.custom_call", results=results, operands=operands, attributes=attributes)
+
+
+def _replace(values: Sequence[Any], op: Any) -> None:
+    for old, new in zip(values, op.results, strict=True):
+        old.replace_all_uses_with(new)
+
+
+def _comes_in(value: Any, sharding: Any) -> bool:
+    """Whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
+    return (
+        isinstance(value.owner, ir.Block)
+        and _sharding_of(value) == sharding
+        and all(sdy.DimensionShardingAttr(d).is_closed for d in sdy.TensorShardingAttr(sharding).dimension_shardings)
+    )
+
+
+def _is_returned(value: Any) -> bool:
+    """Whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
+    for use in value.uses:
+        op = use.owner.operation
+        if op.name != "func.return" or _visibility(op.parent) == "private":
+            return False
+        attributes = op.parent.attributes
+        if "res_attrs" in attributes and "sdy.sharding" in _names(attributes["res_attrs"][use.operand_number]):
+            return False
+    return True
+
+
+def _names(attributes: Any) -> list[str]:
+    """What a dict of attributes names; `get` of JAX's makes one."""
+    return [one.name for one in attributes]
 
 
 def _body(module: Any) -> list[Any]:
@@ -402,8 +449,7 @@ def _sharding_of(value: Any) -> Any:
         if "arg_attrs" not in owner.attributes:
             return None
         attributes = owner.attributes["arg_attrs"][ir.BlockArgument(value).arg_number]
-        names = [one.name for one in attributes]  # `get` of JAX's dicts of attributes makes one
-        return attributes["sdy.sharding"] if "sdy.sharding" in names else None
+        return attributes["sdy.sharding"] if "sdy.sharding" in _names(attributes) else None
     if "out_sharding" in op.attributes:
         return op.attributes["out_sharding"]
     if "sdy.sharding" not in op.attributes:

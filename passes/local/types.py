@@ -73,6 +73,24 @@ def rebinding(form: LocalForm) -> Mapping[str, Any] | None:
     return None
 
 
+Changes = Mapping[str, Any]
+"""The parameters that a form binds in place of the operation's own."""
+
+
+def changes_of(op: Op, form: LocalForm) -> Changes | None:
+    """What a form of an operation that only binds its primitive again changes; None for a form of another kind."""
+    params = rebinding(form)
+    if params is None or params is op.params:
+        return None if params is None else {}
+    return {name: value for name, value in params.items() if value is not op.params.get(name)}
+
+
+def rebound(op: Op, form: LocalForm, changes: Changes) -> LocalForm:
+    """A form that binds the primitive of an operation again, for another operation of the same key."""
+    params = {**op.params, **changes} if changes else op.params
+    return LocalForm(form.operands, form.results, (), functools.partial(_run_emitted, op, params))
+
+
 def _run_under(op: Op, run: Callable[..., list], *operands: Any) -> list:
     with _jax.under(op.source):
         return run(*operands)

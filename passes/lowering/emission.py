@@ -139,14 +139,13 @@ def _run_shared(
     """Executes instructions, equal runs as calls of one function."""
     functions: dict[Any, Callable[..., list[Any]]] = {}
     for run in runs_of(instructions, wanted, traced):
-        body = Body(run.inputs, run.instructions, run.outputs)
         blocks = [registers[r] for r in run.inputs]
         if run.key is None:
-            outputs = _run(body, blocks, {}, mesh, traced, shared=True)
+            outputs = _run(run.body(), blocks, {}, mesh, traced, shared=True)
         else:
             if run.key not in functions:
-                functions[run.key] = jax.jit(functools.partial(_call, body, mesh, traced))
-            outputs = functions[run.key](*blocks)
+                functions[run.key] = jax.jit(functools.partial(_call, run.body(), mesh, traced))
+            outputs = functions[run.key](*blocks, *run.numbers)
         registers.update(zip(run.outputs, outputs, strict=True))
     return [registers[r] for r in wanted]
 

@@ -23,7 +23,7 @@ from alpa_lite.layout import Axes, Layout, LogicalMesh, replicated, reshard_step
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
-from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.local.types import Changes, LocalForm, changes_of, rebound
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -74,7 +74,10 @@ class _Lowering:
         self.state = served_again(traced, grouping) if late_from is not None else frozenset()
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
         self.base: dict[int, Layout] = {}
-        self.where: dict[tuple[int, Layout, bool], int] = {}
+        self.made: dict[int, int] = {}  # value -> its register in the layout of `base`
+        self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any
+        self.forms: dict[tuple[Any, tuple[Axes, ...]], tuple[LocalForm, Changes]] = {}
+        self.stays_inside: dict[Any, bool] = {}
         self.out: list[Instruction] = []
         self.registers: list[Layout] = []
         self.clock = 0
@@ -85,7 +88,7 @@ class _Lowering:
         for value in block.inputs:
             self.home(value)
         inputs = tuple(self.base[v] for v in block.inputs)
-        registers = tuple(self.where[v, self.base[v], False] for v in block.inputs)
+        registers = tuple(self.made[v] for v in block.inputs)
         self.block(block)
         self.clock, self.user = self.grouping.points, None
         outputs, layouts = [], []
@@ -120,8 +123,7 @@ class _Lowering:
 
     def define(self, value: int, layout: Layout) -> int:
         self.base[value] = layout
-        register = self.new(layout)
-        self.where[value, layout, False] = register
+        register = self.made[value] = self.new(layout)
         return register
 
     def fetch(self, atom: Atom, layout: Layout) -> Operand:
@@ -131,15 +133,16 @@ class _Lowering:
         if atom in self.grouping.lazy:
             return self.make(atom, layout)
         base = self.base[atom]
-        late = self.late_from is not None and self.clock >= self.late_from and atom in self.state and layout != base
+        if layout is base or layout == base:
+            return self.made[atom]
+        late = self.late_from is not None and self.clock >= self.late_from and atom in self.state
         key = (atom, layout, late)
         if key not in self.where:
             steps = reshard_steps(base, layout)
             assert steps is not None, f"no way from {base} to {layout}"
             communicates = any(step.kind != "slice" for step in steps)
             self.where[key] = self.new(layout)
-            source = self.where[atom, base, False]
-            self.out.append(Reshard(atom, steps, source, self.where[key], late and communicates, self.user))
+            self.out.append(Reshard(atom, steps, self.made[atom], self.where[key], late and communicates, self.user))
         return self.where[key]
 
     def make(self, value: int, layout: Layout) -> int:
@@ -172,24 +175,28 @@ class _Lowering:
     # -- operations -----------------------------------------------------------------------------------------------
 
     def block(self, block: Block) -> None:
+        positions, lazy = self.grouping.positions, self.grouping.lazy
         for op in block.ops:
-            self.clock = self.grouping.positions[op.index]
+            self.clock = positions[op.index]
             self.user = op
-            if needs_outside(op):
+            if op.bodies:
+                (self.outside if needs_outside(op) else self.structured)(op)
+                continue
+            if op.key not in self.stays_inside:
+                self.stays_inside[op.key] = not needs_outside(op)
+            if not self.stays_inside[op.key]:
                 self.outside(op)
-            elif op.bodies:
-                self.structured(op)
             elif op.name == "optimization_barrier":
                 self.barrier(op)
-            elif not (op.results and all(v in self.grouping.lazy for v in op.results)):
+            elif lazy.keys().isdisjoint(op.results) or not all(v in lazy for v in op.results):
                 self.straight(op)
 
     def straight(self, op: Op) -> None:
         group, factors = self.member[op.index]
         strategy = self.choice[group.index]
         rule = self.rules[op.key]
-        axes = tuple(strategy.axes[f] for f in factors) if factors else ((),) * len(rule.factors)
-        form = local_form(op, rule, axes, self.values, self.mesh)
+        axes = tuple([strategy.axes[f] for f in factors]) if factors else ((),) * len(rule.factors)
+        form = self.form(op, rule, axes)
         if form is None:
             self.whole(op, strategy)
             return
@@ -200,9 +207,19 @@ class _Lowering:
                 form.collectives,
                 form.run,
             )
-        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
-        results = tuple(self.define(v, la) for v, la in zip(op.results, form.results, strict=True))
+        operands = tuple([self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True)])
+        results = tuple([self.define(v, la) for v, la in zip(op.results, form.results, strict=True)])
         self.out.append(Compute(op, form, operands, results))
+
+    def form(self, op: Op, rule: Rule, axes: tuple[Axes, ...]) -> LocalForm | None:
+        """The local form of an operation; of those that bind its primitive again there is one a key."""
+        key = op.key, axes
+        if (known := self.forms.get(key)) is not None:
+            return rebound(op, *known)
+        form = local_form(op, rule, axes, self.values, self.mesh)
+        if form is not None and (changes := changes_of(op, form)) is not None:
+            self.forms[key] = form, changes
+        return form
 
     def whole(self, op: Op, strategy: Strategy) -> None:
         """Runs a follower without a local form in its group's strategy whole on every device, and cuts its results."""

@@ -3,7 +3,8 @@
 The instructions of an unrolled model repeat with the layers. Two runs are equal if instruction by instruction they do
 the same (operation, local form, layouts, steps) and are wired in the same way: every operand is the same
 result within the run, or the same one of its inputs, and the same results leave it. Equal runs are one function, called
-several times.
+several times. Which number a literal of an elementwise operation is does not matter, as each layer folds its own into
+the key of its dropout: where equal runs have several, the function takes it as one more input.
 
 Where runs begin is found from the distances at which equal instructions follow each other: a stretch in which every
 instruction equals that p places on is cut into pieces of length p. Any cut is correct; a good one shares much.
@@ -14,29 +15,55 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Traced
-from alpa_lite.passes.lowering.program import Compute, Instruction, Reshard, reads, writes
+from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.local.types import rebinding
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operand, Reshard, reads, writes
 
 SHORTEST = 8  # instructions: a call is itself one
-_PERIODS = 12  # distances that are tried
+_PERIODS = 64  # distances that are tried
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     """Instructions of which `inputs` are the registers that they read from before, `outputs` those read afterwards.
 
-    Runs of equal `key` are the same function; None is equal to nothing.
+    Runs of equal `key` are the same function; None is equal to nothing. `numbered` are the places of the instructions
+    of which the literals are not the same in all of them.
     """
 
     instructions: tuple[Instruction, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     key: Any = None
+    numbered: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The literals that this run has in place of those of others, in the order in which `body` takes them."""
+        return [o.value for place in self.numbered for o in self._operands(place) if isinstance(o, Lit)]
+
+    def body(self) -> Body:
+        """The function: what it takes is `inputs`, then `numbers`."""
+        items, taken = list(self.instructions), list(self.inputs)
+        for place in self.numbered:
+            operands = []
+            for o in self._operands(place):
+                operands.append(-len(taken) - 1 if isinstance(o, Lit) else o)  # no register of the program
+                if isinstance(o, Lit):
+                    taken.append(operands[-1])
+            items[place] = replace(items[place], operands=tuple(operands))
+        return Body(tuple(taken), tuple(items), self.outputs)
+
+    def _operands(self, place: int) -> tuple[Operand, ...]:
+        item = self.instructions[place]
+        assert isinstance(item, Compute)
+        return item.operands
 
 
 def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: Traced) -> list[Run]:
@@ -50,7 +77,17 @@ def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: 
     cuts = _cuts(tokens)
     for start, end in itertools.pairwise(cuts):
         out.append(_run(instructions[start:end], tokens[start:end].tolist(), end, last_read))
-    return out
+    equal: dict[Any, list[Run]] = {}
+    for run in out:
+        equal.setdefault(run.key, []).append(run)
+    numbered = {key: _numbered(same) for key, same in equal.items() if key is not None and len(same) > 1}
+    return [replace(run, numbered=numbered[run.key]) if numbered.get(run.key) else run for run in out]
+
+
+def _numbered(same: Sequence[Run]) -> tuple[int, ...]:
+    """The places at which operations of equal runs differ: in the numbers that their literals are."""
+    keys = [[item.op.key if isinstance(item, Compute) else None for item in run.instructions] for run in same]
+    return tuple(place for place, those in enumerate(zip(*keys, strict=True)) if len(set(those)) > 1)
 
 
 def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_read: dict[int, int]) -> Run:
@@ -73,12 +110,18 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
     """A number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
     values, numbers = traced.graph.values, {}
+    keys: dict[Any, Any] = {}  # of operations whose literals may be any, by their own
     out = np.empty(len(instructions), dtype=np.int64)
     for i, item in enumerate(instructions):
         match item:
             case Compute(op=op, form=form) if not op.has_effects:
                 wired = tuple([isinstance(o, Lit) for o in item.operands])
-                token = (op.key, op.ctx, form.operands, form.results, form.collectives, wired)
+                key = op.key
+                if True in wired and op.name in primitives.ELEMENTWISE and rebinding(form) is not None:
+                    if key not in keys:
+                        keys[key] = _unnumbered(op, traced)
+                    key = keys[key]
+                token = (key, op.ctx, form.operands, form.results, form.collectives, wired)
             case Reshard(value=value, steps=steps, late=late):
                 token = (steps, values[value].shape, values[value].dtype, late)
             case _:
@@ -86,6 +129,15 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
                 continue
         out[i] = numbers.setdefault(token, len(numbers))
     return out
+
+
+def _unnumbered(op: Op, traced: Traced) -> Any:
+    """What of an operation's key does not say which numbers its literals are."""
+    writer = traced.graph.keys
+    if writer is None:
+        return op.key
+    types = [o.aval if isinstance(o, Lit) else traced.graph.values[o] for o in op.operands]
+    return writer.head(op.primitive, op.params), *[(one.shape, one.dtype) for one in types]
 
 
 def _cuts(tokens: np.ndarray) -> list[int]:

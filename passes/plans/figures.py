@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,36 +49,52 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
                 yield group, op, primitives.work(op, rules[op.key], traced.graph.values)
 
 
+@dataclass
+class _Spent:
+    """The sums of a `Spending` while they are made."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    links: float = 0.0
+    latency: float = 0.0
+    count: int = 0
+
+
 def spending(planned: PlannedStage) -> tuple[Spending, ...]:
     """What a stage's operations take, by place, primitive and what bounds their computing, in program order.
 
     Reading the arguments, and collectives of results, belong to no operation and come last.
     """
-    found: dict[tuple[str, str, bool], Spending] = {}
+    found: dict[tuple[str, str, bool], _Spent] = {}
     places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
+    scopes: dict[int, str] = {}  # name stacks without their numbers by `id`: operations of a scope share one
+    prices = planned.prices.operations
 
     arguments = Spending("arguments of the step", "read", bytes=planned.prices.arguments)
     results = Spending("results of the step", "collective")
 
-    def add(op: Op, *, own: Price = FREE, links: float = 0.0, latency: float = 0.0) -> None:
-        source = op.source.traceback, str(op.source.name_stack)
+    def spent(op: Op, price: Price) -> _Spent:
+        stack = op.source.name_stack
+        if id(stack) not in scopes:
+            scopes[id(stack)] = _unnumbered(str(stack))
+        source = op.source.traceback, scopes[id(stack)]
         if source not in places:
             places[source] = _place(op)
-        price = planned.prices.operations.get(op.index, FREE)
         key = places[source], op.name, price.flops > price.bytes
-        was = found.get(key) or Spending(places[source], op.name)
-        found[key] = replace(
-            was, flops=was.flops + own.flops, bytes=was.bytes + own.bytes, links=was.links + links,
-            latency=was.latency + latency, count=was.count + own.runs,
-        )  # fmt: skip
+        if key not in found:
+            found[key] = _Spent()
+        return found[key]
 
     def visit(items: Iterable[Instruction]) -> None:
         for item in items:
             match item:
                 case Compute(op=op):
-                    own = planned.prices.operations.get(op.index, FREE)
-                    if own.seconds:
-                        add(op, own=own)
+                    own = prices.get(op.index, FREE)
+                    if own.flops or own.bytes:
+                        sums = spent(op, own)
+                        sums.flops += own.flops
+                        sums.bytes += own.bytes
+                        sums.count += own.runs
                 case Loop(bodies=bodies):
                     for body in bodies:
                         visit(body.instructions)
@@ -88,16 +104,23 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
         runs = planned.runs(segment)
         for op, latency, links in planned.prices.links(segment.instructions):
             if op is not None:
-                add(op, links=links * runs, latency=latency * runs)
+                sums = spent(op, prices.get(op.index, FREE))
+                sums.links += links * runs
+                sums.latency += latency * runs
             else:
                 results = replace(results, links=results.links + links * runs, latency=results.latency + latency * runs)
-    return (*found.values(), *(row for row in (arguments, results) if row.total))
+    rows = [Spending(place, name, **vars(sums)) for (place, name, _), sums in found.items()]
+    return (*rows, *(row for row in (arguments, results) if row.total))
 
 
 def _place(op: Op) -> str:
     """Source line and scope; numbers in the scope are left open."""
     line = _jax.source_line(op.source)
-    return line + re.sub(r"\d+", "#", _jax.where(op.source).removeprefix(line))
+    return line + _unnumbered(_jax.where(op.source).removeprefix(line))
+
+
+def _unnumbered(scope: str) -> str:
+    return re.sub(r"\d+", "#", scope)
 
 
 def examples(traced: Traced) -> int:

@@ -108,8 +108,8 @@ def test_a_wrong_count_is_found_in_a_shared_program():
         shardy.check_shardy(short, program_of(compiled).mesh, compiled.plan.collectives[1:])
 
 
-def test_operations_that_differ_in_a_literal_are_not_shared():
-    """Layers that differ in a constant alone still compute with their own."""
+def test_layers_that_differ_in_a_literal_alone_are_shared_and_compute_with_their_own():
+    """Elementwise operations' literals are an input of the function that such layers are."""
 
     def scaled(state, batch):
         def loss(state):
@@ -121,7 +121,11 @@ def test_operations_that_differ_in_a_literal_are_not_shared():
         value, grads = jax.value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
-    compiled = planned(alpa_lite.DataParallel(), scaled)
+    compiled = planned(alpa_lite.TensorParallel(), scaled)
+    body = program_of(compiled).body
+    wanted = sorted({o for o in body.outputs if not isinstance(o, Lit)})
+    numbers = [run.numbers for run in shared_runs.runs_of(body.instructions, wanted, compiled.traced)]
+    assert len({tuple(map(float, some)) for some in numbers if some}) >= 3
     leaves = [*jax.tree.leaves(arguments()), *compiled.traced.graph.constants]
     fun = emission.emit(program_of(compiled), compiled.traced, meshes.mesh_of(program_of(compiled).mesh), shared=True)
     want = jax.tree.leaves(jax.jit(scaled)(*arguments()))
