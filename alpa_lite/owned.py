@@ -20,7 +20,6 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors, microbatches, programs, stages
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import scans
 from alpa_lite.passes.microbatches.loop import Accumulated, batch_dims
 from alpa_lite.passes.plans import replay
@@ -168,7 +167,7 @@ def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
             pins.update((n, piece.pin) for n, piece in zip(leaf.numbers, some, strict=True))
             continue
         value = traced.graph.block.inputs[leaf.numbers[0]]
-        if any(value in reads(op) for op in traced.graph.block.ops):
+        if any(value in op.reads for op in traced.graph.block.ops):
             size = traced.graph.values[value].nbytes
             notes.append(
                 f"{shown(traced.arguments[leaf.numbers[0]].path)} lies in parts on {len(some)} submeshes, but an "
@@ -332,7 +331,7 @@ def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str
         leaf = traced.graph.block.inputs[number]
         value = traced.graph.values[leaf]
         if number in pins.arguments and not is_small(value):
-            reader = next((op for op in graphs[where[0]].traced.graph.block.ops if leaf in reads(op)), None)
+            reader = next((op for op in graphs[where[0]].traced.graph.block.ops if leaf in op.reads), None)
             what = (
                 "a result" if reader is None else f"{reader.name} at {_jax.where(reader.source) or 'an unknown line'}"
             )

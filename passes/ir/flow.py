@@ -19,11 +19,6 @@ def values_in(atoms: Iterable[Atom]) -> tuple[int, ...]:
     return tuple([atom for atom in atoms if isinstance(atom, int)])
 
 
-def reads(op: Op) -> tuple[int, ...]:
-    """The values among an op's operands."""
-    return op.reads
-
-
 def producers(ops: Iterable[Op]) -> dict[int, Op]:
     """Value -> the op that makes it."""
     return {value: op for op in ops for value in op.results}
@@ -33,7 +28,7 @@ def users(ops: Iterable[Op]) -> dict[int, list[Op]]:
     """Value -> the ops that read it, each once, in program order; values that nobody reads are left out."""
     found: dict[int, list[Op]] = {}
     for op in ops:
-        for value in dict.fromkeys(reads(op)):
+        for value in dict.fromkeys(op.reads):
             found.setdefault(value, []).append(op)
     return found
 
@@ -47,7 +42,7 @@ def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     """These values, and what ops make of any of them, directly or through others."""
     found = set(values)
     for op in ops:
-        if not found.isdisjoint(reads(op)):
+        if not found.isdisjoint(op.reads):
             found.update(op.results)
     return found
 
@@ -56,7 +51,7 @@ def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     """These values, and what ops make of nothing else."""
     found = set(values)
     for op in ops:
-        if found.issuperset(reads(op)):
+        if found.issuperset(op.reads):
             found.update(op.results)
     return found
 
@@ -78,4 +73,4 @@ def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, 
 
 def needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
     """These values, and all that the ops of `makers` read to make them."""
-    return reach(values, lambda value: reads(makers[value]) if value in makers else ())
+    return reach(values, lambda value: makers[value].reads if value in makers else ())

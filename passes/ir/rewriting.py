@@ -13,7 +13,6 @@ from typing import Any
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.keys import Keys
 
 
@@ -200,7 +199,7 @@ def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
 
 def renamed_op(op: Op, names: Mapping[int, Atom]) -> Op:
     """An op with some operands renamed; itself if it reads none of them."""
-    if names.keys().isdisjoint(reads(op)):
+    if names.keys().isdisjoint(op.reads):
         return op
     return replace(op, operands=tuple([renamed_atom(a, names) for a in op.operands]))
 

@@ -32,7 +32,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reach, reads, users
+from alpa_lite.passes.ir.flow import producers, reach, users
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.types import Assignment, Layering
 
@@ -174,7 +174,7 @@ class _Assigner:
                 if op.index not in self.layering.free:
                     where.add(self.stage[op.index])
                 elif not where:  # only the backward pass reads what is made of these parameters
-                    where = {s for v in reads(op) for s in self.available.get(v, ())}
+                    where = {s for v in op.reads for s in self.available.get(v, ())}
                 self.available[value] = tuple(sorted(where))
         self.available = {value: where for value, where in self.available.items() if where}
 
@@ -196,7 +196,7 @@ class _Assigner:
                 continue
             highest = self.stages - 1
             kept: list[tuple[int, ...]] = []
-            for value in reads(op):
+            for value in op.reads:
                 if value in self.available:
                     kept.append(self.available[value])
                 elif value in self.defined and self.defined[value].index in self.stage:
@@ -213,10 +213,10 @@ class _Assigner:
             group = groups.get(value)
             if group is not None:
                 by_group[group] = min(stage, by_group.get(group, stage))
-        times = Counter(value for op in self.after for value in reads(op))
+        times = Counter(value for op in self.after for value in op.reads)
         for op in reversed(self.after):  # through what is not elementwise, such as the transpose of a lookup
             found = [by_group[groups[v]] for v in op.results if groups.get(v) in by_group]
-            for value in reads(op) if found else ():
+            for value in op.reads if found else ():
                 if self.values[value].shape and times[value] == 1:
                     by_group.setdefault(groups.setdefault(value, value), min(found))
         for number in self.sums:
@@ -235,7 +235,7 @@ class _Assigner:
                 homes[source] = min(where[0], homes.get(source, where[0]))
         for op in reversed(self.before):
             found = [homes[v] for v in op.results if v in homes]
-            for value in reads(op) if found else ():
+            for value in op.reads if found else ():
                 homes[value] = min(*found, homes.get(value, self.stages))
         return homes
 
@@ -255,9 +255,9 @@ class _Assigner:
         op = self.defined.get(value)
         if op is None or op.index in self.layering.forward or op.index not in self.stage:
             return [(value, self.stage.get(op.index, 0) if op is not None else 0)]
-        if op.name in primitives.ADDS and len(self.users.get(value, ())) == 1 and len(reads(op)) == 2:
+        if op.name in primitives.ADDS and len(self.users.get(value, ())) == 1 and len(op.reads) == 2:
             inner: list[Op] = []
-            parts = [part for operand in reads(op) for part in self.summands(operand, inner)]
+            parts = [part for operand in op.reads for part in self.summands(operand, inner)]
             if len({stage for _, stage in parts}) > 1:
                 joins += [op, *inner]
                 return parts
@@ -294,7 +294,7 @@ class _Assigner:
             if op.index in self.dissolved:
                 self.stage[op.index] = min(
                     self.stage[self.defined[v].index]
-                    for v in reads(op)
+                    for v in op.reads
                     if v in self.defined and self.defined[v].index in self.stage
                 )
 
@@ -317,7 +317,7 @@ class _Assigner:
         for op in self.backward:
             if self.stage.get(op.index) == before.get(op.index):
                 continue
-            made = [self.defined[v].index for v in reads(op) if v in self.defined]
+            made = [self.defined[v].index for v in op.reads if v in self.defined]
             stages = [self.stage[i] for i in made if i in alone and i in self.stage]
             if any(s > self.stage[op.index] for s in stages):
                 self.stage[op.index] = min(stages)
@@ -328,12 +328,12 @@ class _Assigner:
 
     def can_sink(self, op: Op, stage: int) -> bool:
         """Whether every forward value that an op reads is available on a stage."""
-        return all(stage in self.available[v] for v in reads(op) if v in self.available)
+        return all(stage in self.available[v] for v in op.reads if v in self.available)
 
     def sent(self, op: Op, stage: int) -> int:
         """Bytes that go to a stage only for this op."""
         total = 0
-        for value in dict.fromkeys(reads(op)):
+        for value in dict.fromkeys(op.reads):
             made = self.defined.get(value)
             if value in self.available or made is None or made.index in self.layering.free:
                 continue
@@ -387,7 +387,7 @@ class _Assigner:
         for op in reversed(self.after):  # what has none follows its users
             if op.index not in self.stage:
                 self.place(op, min(self.stages_of_users(op), default=0), home)
-            for value in reads(op):
+            for value in op.reads:
                 if value not in home and value not in self.defined:
                     home[value] = self.stage[op.index]
         runs: dict[int, set[int]] = {}
@@ -399,7 +399,7 @@ class _Assigner:
             runs[op.index] = found if op.index in self.layering.free else {self.stage[op.index]}
             if len(runs[op.index]) > 1:
                 self.shared.add(op.index)
-            for value in reads(op):
+            for value in op.reads:
                 if value not in self.defined:
                     home[value] = min(home.get(value, self.stages), self.stage[op.index])
         inner = dict(zip(self.scan.operands, self.body.inputs, strict=True))
@@ -416,7 +416,7 @@ class _Assigner:
 
     def largest(self, op: Op, home: Mapping[int, int]) -> int | None:
         """The stage of the largest operand that has a home, the lowest among equals; None if none has."""
-        found = [(-self.values[v].nbytes, home[v]) for v in reads(op) if v in home]
+        found = [(-self.values[v].nbytes, home[v]) for v in op.reads if v in home]
         return min(found)[1] if found else None
 
     def stages_of_users(self, op: Op) -> set[int]:
@@ -448,7 +448,7 @@ def _same_shape_groups(ops: Iterable[Op], values: Sequence[Value]) -> dict[int, 
         if len(op.results) != 1 or not values[op.results[0]].shape:
             continue
         shape = values[op.results[0]].shape
-        for value in reads(op):
+        for value in op.reads:
             if values[value].shape == shape:
                 groups.add(value)
                 groups.add(op.results[0])

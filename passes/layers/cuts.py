@@ -30,7 +30,6 @@ import numpy as np
 
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.strategy import Rule
 
@@ -49,7 +48,7 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tupl
         return sum(map(mul, times, (s for s, _ in parts))), sum(map(mul, times, (f for _, f in parts)))
     flops = primitives.work(op, rules[op.key], values)
     is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
-    moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in reads(op)) if is_product else 0)
+    moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in op.reads) if is_product else 0)
     return max(flops / _PEAK if is_product else 0.0, moved / _BANDWIDTH, _FREE_SECONDS), flops
 
 
@@ -104,7 +103,7 @@ def crossing(order: Sequence[Op], free: frozenset[int], values: Sequence[Value])
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for op in order:
-        for value in reads(op):
+        for value in op.reads:
             if value in made:
                 last[value] = position[op.index]
         if op.index not in free:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.errors import OptionError
 from alpa_lite.passes import factors
-from alpa_lite.passes.ir.flow import producers, reads
+from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
 from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
@@ -143,7 +143,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     numbers: dict[int, list[int]] = {}
     ops = {op.index: op for op in whole.body.ops}
     for index in whole.order:
-        known = [made[v] for v in reads(ops[index]) if v in made]
+        known = [made[v] for v in ops[index].reads if v in made]
         number = number_of.get(coarse.part(index), max(known, default=0))
         made.update(dict.fromkeys(ops[index].results, number))
         numbers.setdefault(number, []).append(index)
@@ -196,7 +196,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
     again = {number for number, choice in enumerate(remat) if choice != "none"}
     kept = {
-        v for op in layers.body.ops for v in reads(op)
+        v for op in layers.body.ops for v in op.reads
         if v in made and stage_of.get(made[v].index) != stage_of.get(op.index)
     }  # fmt: skip
     for number in again:

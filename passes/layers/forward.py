@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from alpa_lite import _jax
 from alpa_lite.graph import Op, Traced, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import needed, producers, reach, reads, values_in
+from alpa_lite.passes.ir.flow import needed, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.strategy import Rule
 
@@ -89,7 +89,7 @@ class _Walk:
     def run(self, ops: Iterable[Op], backward: frozenset[int]) -> None:
         """Fills in kinds, and which ops are free. Backward ops on parameters are never free: they follow them."""
         for op in ops:
-            operands = reads(op)
+            operands = op.reads
             kind = 0
             for value in operands:
                 kind |= self.kinds.get(value, 0)
@@ -107,7 +107,7 @@ class _Walk:
         """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
         if op.name in primitives.SELECTIONS:
             return False
-        size = max((math.prod(self.values[v].shape) for v in reads(op) if self.kinds.get(v) == PARAM), default=0)
+        size = max((math.prod(self.values[v].shape) for v in op.reads if self.kinds.get(v) == PARAM), default=0)
         return sum(math.prod(self.values[v].shape) for v in op.results) < size
 
 
@@ -125,7 +125,7 @@ def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:
     makers = producers(body.ops)
 
     def read(o: Op) -> list[Op]:
-        return [makers[value] for value in reads(o) if value in makers]
+        return [makers[value] for value in o.reads if value in makers]
 
     forward = reach([o for o in body.ops if marks[o.index] == "jvp"], read)
     backward: set[Op] = set()

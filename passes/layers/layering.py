@@ -18,7 +18,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Traced
-from alpa_lite.passes.ir.flow import producers, reads
+from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.layers import cuts
 from alpa_lite.passes.layers.cuts import Atom
@@ -107,7 +107,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
         for op in forward
         if op.index not in parts.free and op.results and op.results[0] in parts.param_of
     }
-    used = {v for op in forward for v in reads(op)}
+    used = {v for op in forward for v in op.reads}
     out: list[Op] = []
     done: set[int] = set()
 
@@ -115,7 +115,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
         stack = [op]
         while stack:
             top = stack[-1]
-            missing = [defined[v] for v in reads(top) if v in defined and defined[v].index not in done]
+            missing = [defined[v] for v in top.reads if v in defined and defined[v].index not in done]
             if missing:
                 stack += missing
                 continue
@@ -134,7 +134,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
                 place(op)
             continue
         if early and op.index not in reduces:
-            roots = {root for v in reads(op) for root in parts.param_of.get(v, ())}
+            roots = {root for v in op.reads for root in parts.param_of.get(v, ())}
             for follower in [f for root in sorted(roots) for f in early.pop(root, [])]:
                 if _only_free(follower, defined, parts):
                     place(follower)
@@ -147,7 +147,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
 
 def _only_free(op: Op, defined: Mapping[int, Op], parts: Split) -> bool:
     """Whether an op reads only inputs and free ops' results, so that it may stand anywhere."""
-    return all(v not in defined or defined[v].index in parts.free for v in reads(op))
+    return all(v not in defined or defined[v].index in parts.free for v in op.reads)
 
 
 def _candidates(order: Sequence[Op], free: frozenset[int], crossing: np.ndarray) -> list[int]:

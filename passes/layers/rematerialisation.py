@@ -27,7 +27,7 @@ from typing import Literal
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reach, reads
+from alpa_lite.passes.ir.flow import producers, reach
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
 from alpa_lite.passes.ir.ties import Tie, ties
@@ -75,7 +75,7 @@ def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
     crossing = {
         value
         for op in forward
-        for value in reads(op)
+        for value in op.reads
         if value in made
         and made[value].index not in layering.free
         and layer_of[made[value].index] != layer_of[op.index]
@@ -131,7 +131,7 @@ class _Body:
             names: dict[int, Atom] = {v: self.copied[self.place(v, op)] for v in again}
             for value in again:  # the cotangent that went through the barrier with them
                 after = self.after.get(self.layer_of[self.made[value].index], {})
-                names.update((v, after[v]) for v in reads(op) if v in after and v not in names and v not in self.made)
+                names.update((v, after[v]) for v in op.reads if v in after and v not in names and v not in self.made)
             self.chosen_again(op, names)
             self.out.append(renamed_op(op, names))
         return Block(self.body.inputs, tuple(self.out), self.body.outputs)
@@ -140,7 +140,7 @@ class _Body:
         """The ops, those before all others that layers consist of or need: a barrier reads only what is made."""
         makers = producers(self.body.ops)
         layers = [op for op in self.body.ops if op.index in self.layer_of]
-        first = reach(layers, lambda op: [makers[v] for v in reads(op) if v in makers])
+        first = reach(layers, lambda op: [makers[v] for v in op.reads if v in makers])
         return sorted(self.body.ops, key=lambda op: op not in first)
 
     def is_again(self, value: int) -> bool:
@@ -158,9 +158,9 @@ class _Body:
         """The values that an op reads, or the choice that is made again for it."""
         tie = self.tie(op)
         if tie is None:
-            return list(reads(op))
+            return list(op.reads)
         inner = {v for one in tie.chain for v in one.results}
-        return list(dict.fromkeys(v for one in (op, *tie.chain) for v in reads(one) if v not in inner))
+        return list(dict.fromkeys(v for one in (op, *tie.chain) for v in one.reads if v not in inner))
 
     def chosen_again(self, op: Op, names: dict[int, Atom]) -> None:
         """Copies the choice that an op compares with, and adds what it is called to `names`."""
@@ -214,7 +214,7 @@ class _Body:
     def barrier(self, layer: int, user: Op) -> Mapping[int, int]:
         """The barrier of a layer, which stands before its first copy: what each value is called after it."""
         if layer not in self.after:
-            cotangents = [v for v in reads(user) if v not in self.made and v not in self.inputs]
+            cotangents = [v for v in user.reads if v not in self.made and v not in self.inputs]
             held = list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents]))
             if not held:
                 self.after[layer] = {}

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced, walk
-from alpa_lite.passes.ir.flow import producers, reach, reads, values_in
+from alpa_lite.passes.ir.flow import producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_op, substituted, with_body
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
@@ -50,7 +50,7 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
         if any(op is made for made in gone.values()):
             op, stacks[op.index] = _forward(rewriter, op, gone, choices[op.index])
         elif op.name == "scan":
-            for maker in {id(gone[v]): gone[v] for v in reads(op) if v in gone}.values():
+            for maker in {id(gone[v]): gone[v] for v in op.reads if v in gone}.values():
                 op = _backward(rewriter, op, maker, gone, stacks[maker.index])
         ops.append(op)
     made = with_body(outer, Block(body.inputs, tuple(ops), body.outputs))
@@ -65,7 +65,7 @@ def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:
     makers = producers(view.body.ops)
     found = set()
     for atom, value in view.ys:
-        users = [o for o in body.ops if value in reads(o)]
+        users = [o for o in body.ops if value in o.reads]
         if not users or value in body.outputs or not all(_scans(o, value) for o in users):
             continue
         maker = makers.get(atom) if isinstance(atom, int) else None
@@ -103,7 +103,7 @@ def _needed(view: ScanView, gone: Mapping[int, Op], choice: Choice) -> list[int]
         return value in makers and choice == "selective" and is_kept(makers[value])
 
     wanted = values_in(atom for atom, value in view.ys if value in gone)
-    reached = reach(wanted, lambda value: () if begins(value) or value not in makers else reads(makers[value]))
+    reached = reach(wanted, lambda value: () if begins(value) or value not in makers else makers[value].reads)
     return [value for value in reached if begins(value)]
 
 

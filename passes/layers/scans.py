@@ -27,7 +27,7 @@ from jax import lax
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reads, values_in
+from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
 from alpa_lite.passes.layers import stacked_arguments
@@ -81,7 +81,7 @@ def layer_scans(traced: Traced, scan: int) -> tuple[Op, ...]:
         if inner.name == "scan" and inner.index in forward and inner.params["length"] > 1:
             if not constant.isdisjoint(ScanView(inner).operands.xs):
                 found.append(inner)
-        elif reads(inner) and constant.issuperset(reads(inner)):
+        elif inner.reads and constant.issuperset(inner.reads):
             constant.update(inner.results)
     return tuple(found)
 
@@ -195,12 +195,12 @@ class _Walk:
 
     def walk(self, op: Op) -> None:
         """Appends an op, in pieces if it reads pieces and can be split."""
-        bounds = next((self.pieces[v][0] for v in reads(op) if v in self.pieces and v not in self.joined), None)
+        bounds = next((self.pieces[v][0] for v in op.reads if v in self.pieces and v not in self.joined), None)
         if bounds is not None and self.split(op, bounds):
             return
         if bounds is not None and self.combined(op, bounds):
             return
-        for value in reads(op):
+        for value in op.reads:
             self.whole(value, op.source)
         self.out.append(op)
 
@@ -297,7 +297,7 @@ class _Walk:
         """Does a reduction of dim 0 in pieces, and combines them; whether it could."""
         if op.name not in _COMBINED or 0 not in op.params["axes"]:
             return False
-        (value,) = reads(op)
+        (value,) = op.reads
         total: int | None = None
         parts = self.parts(value, bounds, op.source)
         for number, part in enumerate(parts):

@@ -23,7 +23,7 @@ from jax import lax
 
 from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
 from alpa_lite.passes.ir import pruning
-from alpa_lite.passes.ir.flow import producers, reads, users, values_in
+from alpa_lite.passes.ir.flow import producers, users, values_in
 from alpa_lite.program import Buffer, Program, Submesh
 from alpa_lite.report import units
 
@@ -119,7 +119,7 @@ def _concatenated(
     op = made.get(atom) if isinstance(atom, int) else None
     if op is None or op.primitive is not lax.concatenate_p or op.params["dimension"] != 0:
         return None
-    sizes = [values[v].shape[0] for v in reads(op)]
+    sizes = [values[v].shape[0] for v in op.reads]
     if len(sizes) != len(op.operands):
         return None
     return (0, *itertools.accumulate(sizes)), op.operands

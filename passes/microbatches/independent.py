@@ -32,7 +32,7 @@ from jax import lax
 
 from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
-from alpa_lite.passes.ir.flow import made_of, made_of_all, producers, reads
+from alpa_lite.passes.ir.flow import made_of, made_of_all, producers
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.microbatches.states import spec_of
 from alpa_lite.passes.tracing import conversion
@@ -171,7 +171,7 @@ class _Loop:
         later: set[int] = set()  # what is divided after the loop
         for op in reversed(self.after):
             if not later.isdisjoint(op.results) or pair.literals_differ(op):
-                later.update(reads(op))
+                later.update(op.reads)
         return [
             _is_float(pair.small.values[result]) and (result in later or (isinstance(atom, int) and atom in normed))
             for result, atom in zip(scan.results, self.body.outputs, strict=True)
@@ -182,7 +182,7 @@ class _Loop:
     def _sliced(self) -> dict[int, int]:
         """Random values made before the loop whose shape comes from the batch: value -> the dim that is cut."""
         scan = self.pair.scans[1]
-        used = [value for op in (*self.inside, scan) for value in reads(op)]
+        used = [value for op in (*self.inside, scan) for value in op.reads]
         return self.pair.cut_dims(sorted(self.random.intersection(used) - self.batch))
 
     def _drawn(self) -> tuple[list[Op], dict[int, int]]:
@@ -194,13 +194,13 @@ class _Loop:
         random = {v for v, a in inputs if v in known and isinstance(a, int) and a in self.random}
         ops = []
         for op in self.body.ops:
-            if not op.bodies and not op.has_effects and known.issuperset(reads(op)):
+            if not op.bodies and not op.has_effects and known.issuperset(op.reads):
                 ops.append(op)
                 known.update(op.results)
-                if op.name in primitives.DRAWS or not random.isdisjoint(reads(op)):
+                if op.name in primitives.DRAWS or not random.isdisjoint(op.reads):
                     random.update(op.results)
         own = {op.index for op in ops}
-        used = {value for op in self.body.ops if op.index not in own for value in reads(op)}
+        used = {value for op in self.body.ops if op.index not in own for value in op.reads}
         used |= {a for a in self.body.outputs if isinstance(a, int)}
         return ops, self.pair.cut_dims(sorted(random & used))
 
@@ -399,7 +399,7 @@ class _Loop:
 def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -> None:
     """Runs ops on what `env` holds, and puts their results into it; with `partly`, those whose operands are there."""
     for op in ops:
-        if partly and not env.keys() >= set(reads(op)):
+        if partly and not env.keys() >= set(op.reads):
             continue
         operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
         env.update(zip(op.results, evaluation.bind(op, operands), strict=True))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from alpa_lite import _jax
 from alpa_lite.graph import Graph, Op, walk
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import made_of, producers, reach, reads, values_in
+from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, is_intensive
 from alpa_lite.strategy import Rule
@@ -62,7 +62,7 @@ class Single(Analysis):
         inside = self._inside([op for op in block.ops if op.index in active])
         drawn = self._drawn([op for op in block.ops if op.index not in active], inside)
         after = active - inside.keys()
-        returned = {v for op in block.ops if op.index in after for v in reads(op)} | set(values_in(block.outputs))
+        returned = {v for op in block.ops if op.index in after for v in op.reads} | set(values_in(block.outputs))
         for op in block.ops:
             states = self.read(op)
             if self.is_free(op):
@@ -83,8 +83,8 @@ class Single(Analysis):
         reverse = [op for op in ops if any(_jax.is_reverse(o.source) for o in _with_bodies(op))]
         later = made_of(ops, [v for op in reverse for v in op.results])
         marked = [op for op in ops if any(_jax.derivative(o.source) for o in _with_bodies(op))]
-        kept = [op for op in ops if later.isdisjoint(reads(op))] + marked
-        found = reach(kept, lambda op: [makers[v] for v in reads(op) if v in makers])
+        kept = [op for op in ops if later.isdisjoint(op.reads)] + marked
+        found = reach(kept, lambda op: [makers[v] for v in op.reads if v in makers])
         return {op.index: op for op in found}
 
     def _drawn(self, ops: Sequence[Op], inside: Mapping[int, Op]) -> Set[int]:
@@ -92,8 +92,8 @@ class Single(Analysis):
         draws = primitives.DRAWS - {"threefry2x32"}  # which makes keys, too
         random = made_of(ops, [v for op in ops if op.name in draws for v in op.results])
         makers = producers([op for op in ops if not random.isdisjoint(op.results) and not op.has_effects])
-        wanted = [v for op in inside.values() for v in reads(op) if v in makers]
-        found = reach(wanted, lambda v: [r for r in reads(makers[v]) if r in makers])
+        wanted = [v for op in inside.values() for v in op.reads if v in makers]
+        found = reach(wanted, lambda v: [r for r in makers[v].reads if r in makers])
         return {makers[v].index for v in found}
 
     def _afterwards(self, op: Op, states: Sequence[State]) -> None:
@@ -115,7 +115,7 @@ class Single(Analysis):
 def _dependent(graph: Graph, seeds: Collection[int]) -> list[Op]:
     """The operations that depend on some values."""
     found = made_of(graph.block.ops, seeds)
-    return [op for op in graph.block.ops if not found.isdisjoint(reads(op))]
+    return [op for op in graph.block.ops if not found.isdisjoint(op.reads)]
 
 
 def _with_bodies(op: Op) -> list[Op]:

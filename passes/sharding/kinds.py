@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import reads, values_in
+from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
@@ -90,7 +90,7 @@ def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) 
     for op in reversed(list(ops)):
         inside = any(v in needed and v not in borders for v in op.results)
         if inside or (_is_marked(op) and not any(v in borders for v in op.results)):
-            needed.update(reads(op))
+            needed.update(op.reads)
 
 
 def update_groups(traced: Traced, grouping: Grouping, outputs: Collection[int] | None = None) -> set[int]:
@@ -191,6 +191,6 @@ def _updated(traced: Traced, kinds: Mapping[int, str]) -> set[int]:
         return set(values_in(block.outputs[out] for out, _ in traced.state)) - set(block.inputs)
     found = {block.inputs[i] for i in kinds}
     for op in block.ops:
-        if not _is_marked(op) and not found.isdisjoint(reads(op)):
+        if not _is_marked(op) and not found.isdisjoint(op.reads):
             found.update(op.results)
     return found - set(block.inputs)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from alpa_lite.graph import Op
-from alpa_lite.passes.ir.flow import made_of_all, reads, users
+from alpa_lite.passes.ir.flow import made_of_all, users
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
@@ -59,7 +59,7 @@ def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
     keys: dict[int, tuple[int, bool]] = {}
     for place, op in enumerate(ops):
         behind = op.index in last and op.index not in early
-        at = max((anchor[value] for value in reads(op) if value in anchor), default=-1) if behind else place
+        at = max((anchor[value] for value in op.reads if value in anchor), default=-1) if behind else place
         keys[op.index] = at, behind
         anchor |= dict.fromkeys(op.results, at)
     return sorted(ops, key=lambda op: keys[op.index])
@@ -75,7 +75,7 @@ def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) ->
     number = {value: n for n, value in enumerate(sums)}
     keys: dict[int, tuple[int, int]] = {}
     for op in ops:
-        depends = max((number[value] for value in reads(op) if value in number), default=-1)
+        depends = max((number[value] for value in op.reads if value in number), default=-1)
         keys[op.index] = rounds[op.index], depends
         number |= dict.fromkeys(op.results, depends)
     return sorted(ops, key=lambda op: keys[op.index])
@@ -91,7 +91,7 @@ def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], l
     for value in values:
         if value in makers:
             added = _put(makers[value], makers, out)
-            inputs |= dict.fromkeys(read for op in added for read in reads(op) if read not in makers)
+            inputs |= dict.fromkeys(read for op in added for read in op.reads if read not in makers)
         else:
             inputs[value] = None
     return list(out), list(inputs)
@@ -101,7 +101,7 @@ def _put(first: Op, makers: Mapping[int, Op], out: dict[Op, None]) -> list[Op]:
     """Adds an op to what is there, behind the makers of what it reads; returns what was added."""
     stack, added = [first], []
     while stack:
-        missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in out]
+        missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in out]
         if missing:
             stack += missing
             continue

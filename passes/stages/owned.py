@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alpa_lite.graph import Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir.flow import needed, producers, reads, users, values_in
+from alpa_lite.passes.ir.flow import needed, producers, users, values_in
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.pruning import indexed
 from alpa_lite.passes.stages.owners import Ownership
@@ -55,7 +55,7 @@ class _Step:
         own = [op for op in self.block.ops if op.index in self.ownership.label]
         for op in own:
             here, first = self.ownership.label[op.index], 0
-            for value in reads(op):
+            for value in op.reads:
                 if value in self.label:
                     made = rounds[self.makers[value].index]
                     first = max(first, made + (self.label[value] != here))
@@ -88,7 +88,7 @@ def _part(step: _Step, number: int) -> StageGraph:
     outputs = [n for n, where in enumerate(step.output_label) if where == number]
     finals = [block.outputs[n] for n in outputs]
     own = [op for op in block.ops if label.get(op.index) == number]
-    wanted = {value for op in own for value in reads(op)} | set(values_in(finals))
+    wanted = {value for op in own for value in op.reads} | set(values_in(finals))
     reached = needed(wanted, step.shared)
     copies = {step.shared[v].index for v in reached if v in step.shared}
     mine = {op.index for op in own} | copies
@@ -126,7 +126,7 @@ def _read_elsewhere(step: _Step, number: int) -> list[int]:
     label = step.ownership.label
     for op in step.block.ops:
         if label.get(op.index, number) != number:
-            found.update((v, None) for v in reads(op) if step.label.get(v) == number)
+            found.update((v, None) for v in op.reads if step.label.get(v) == number)
     for atom, where in zip(step.block.outputs, step.output_label, strict=True):
         if where != number and isinstance(atom, int) and step.label.get(atom) == number:
             found[atom] = None

@@ -37,7 +37,7 @@ from scipy.sparse import csgraph
 
 from alpa_lite.graph import Op, Traced, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reads
+from alpa_lite.passes.ir.flow import producers
 
 SWEEPS = 4
 """The most expansions of each submesh. The second sweep rarely finds anything."""
@@ -116,7 +116,7 @@ class _Anchors:
         kept = set(self.source.values())
         for op in self.block.ops:
             expensive = op.bodies or op.has_effects or op.name in primitives.EXPENSIVE_TO_REPEAT or op.index in kept
-            if not expensive and free.issuperset(reads(op)):
+            if not expensive and free.issuperset(op.reads):
                 self.shared.add(op.index)
                 free.update(op.results)
         self.free = free
@@ -125,14 +125,14 @@ class _Anchors:
         """What reads leaves, or values as large as those, and what makes the new values of leaves."""
         leaves = {v: where for v, where in self.place.items() if not is_small(self.values[v])}  # and what is as large
         for op in self.block.ops:
-            found = [value for value in reads(op) if value in leaves]
+            found = [value for value in op.reads if value in leaves]
             if not found:
                 continue
             weight: dict[int, int] = {}
             for value in found:
                 weight[leaves[value]] = weight.get(leaves[value], 0) + max(1, self.values[value].nbytes)
             self.fixed[op.index] = max(weight, key=lambda submesh: (weight[submesh], submesh))
-            only = all(v in leaves or v in self.free for v in reads(op)) and not op.bodies
+            only = all(v in leaves or v in self.free for v in op.reads) and not op.bodies
             if only and self.is_as_large(op, found) and op.name not in primitives.EXPENSIVE_TO_REPEAT:
                 leaves.update(dict.fromkeys(op.results, self.fixed[op.index]))
                 self.held.add(op.index)
@@ -173,8 +173,8 @@ class _Labels:
         for op in block.ops:
             if op.index in anchors.shared:
                 continue
-            from_ops = [anchors.maker[v].index for v in reads(op) if v in anchors.maker]
-            found = [self.label[i] for i in from_ops if i in self.label] + [place[v] for v in reads(op) if v in place]
+            from_ops = [anchors.maker[v].index for v in op.reads if v in anchors.maker]
+            found = [self.label[i] for i in from_ops if i in self.label] + [place[v] for v in op.reads if v in place]
             self.label[op.index] = anchors.fixed.get(op.index, max(found, default=0))
         self.movable = [index for index in self.label if index not in anchors.fixed]
         self.edges = self.edges_of(traced, anchors)
@@ -182,7 +182,7 @@ class _Labels:
     def edges_of(self, traced: Traced, anchors: _Anchors) -> list[_Edge]:
         readers: dict[int, list[int]] = {}
         for op in traced.graph.block.ops:
-            for value in dict.fromkeys(reads(op)) if op.index in self.label else ():
+            for value in dict.fromkeys(op.reads) if op.index in self.label else ():
                 readers.setdefault(value, []).append(self.node(op.index, anchors))
         values = traced.graph.values
         total = sum(max(1, values[v].nbytes) * len(some) for v, some in readers.items())

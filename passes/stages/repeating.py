@@ -7,7 +7,6 @@ the operations of the stage's graph, so that the integer program counts collecti
 from __future__ import annotations
 
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.repeats import NO_REPEATS, Repeats
 from alpa_lite.passes.stages.staging import StageGraph
@@ -29,7 +28,7 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
     values = {*view.inputs.consts, *view.inputs.xs} - crossing
     cheap = set()
     for op in body.ops:
-        if op.name in primitives.CHEAP_TO_REPEAT and values.issuperset(reads(op)):
+        if op.name in primitives.CHEAP_TO_REPEAT and values.issuperset(op.reads):
             values.update(op.results)
             cheap.add(op.index)
     parts: dict[int, frozenset[int]] = {}
@@ -38,7 +37,7 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
         own = stage.phases[op.index] if stage.phases else _phase(stage, op.index, split_weights)
         readers = frozenset[int]().union(*(read_in[v] for v in op.results if v in read_in))
         parts[op.index] = readers if op.index in cheap and readers else frozenset((min([own, *readers]),))
-        for value in reads(op):
+        for value in op.reads:
             read_in[value] = read_in.get(value, frozenset()) | parts[op.index]
     return Repeats(parts, frozenset(values))
 

@@ -27,7 +27,7 @@ from typing import Literal
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir.flow import made_of, producers, reach, reads, values_in
+from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.pruning import indexed
 from alpa_lite.passes.ir.rewriting import Rewriter
@@ -150,8 +150,8 @@ class _Step:
         """Sorts the top block into ops before the scan and ops that depend on it."""
         others = [op for op in self.block.ops if op is not self.scan]
         self.late = made_of(others, self.scan.results)
-        self.after = [op for op in others if not self.late.isdisjoint(reads(op))]
-        self.early = [op for op in others if self.late.isdisjoint(reads(op))]
+        self.after = [op for op in others if not self.late.isdisjoint(op.reads)]
+        self.early = [op for op in others if self.late.isdisjoint(op.reads)]
         self.before = producers(self.early)
         self.update = _by_stage(self.assignment, self.after)
 
@@ -164,9 +164,9 @@ class _Step:
             if value in self.carry_of:
                 return values_in([outputs[self.carry_of[value]]])
             op = self.made_by.get(value)
-            return reads(op) if op is not None and op.index in self.shared else ()
+            return op.reads if op is not None and op.index in self.shared else ()
 
-        reached = reach((value for op in own for value in reads(op)), demanded)
+        reached = reach((value for op in own for value in op.reads), demanded)
         carries = {i for op in own for value in op.results for i in self.carried_as.get(value, ())}
         carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
         makers = {op.index: op for op in map(self.made_by.get, reached) if op is not None and op.index in self.shared}
@@ -184,7 +184,7 @@ class _Step:
         for stage in range(self.assignment.num_stages):
             ops, carries = self.body_needs(stage)
             self.body_ops.append(ops)
-            read = dict.fromkeys(self.carry_of[v] for op in ops for v in reads(op) if v in self.carry_of)
+            read = dict.fromkeys(self.carry_of[v] for op in ops for v in op.reads if v in self.carry_of)
             self.carries.append([*(i for i in read if i in carries), *sorted(carries - read.keys())])
         self.owner_of_result: dict[int, int] = {}
         for i, (value, atom) in enumerate(zip(self.scan.results, self.body.outputs, strict=True)):
@@ -210,7 +210,7 @@ class _Step:
         for op in self.after:
             stage = self.stages[op.index]
             number = 0
-            for value in reads(op):
+            for value in op.reads:
                 if value in value_round:
                     number = max(number, value_round[value] + (self.stage_of[value] != stage))
             self.round_of[op.index] = number
@@ -230,14 +230,14 @@ class _Step:
     def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
         atoms: list[Atom] = []
-        used = dict.fromkeys(value for op in self.body_ops[stage] for value in reads(op))
+        used = dict.fromkeys(value for op in self.body_ops[stage] for value in op.reads)
         atoms += [self.outer[value] for value in used if value in self.outer]
         atoms += [self.view.operands.carry[i] for i in self.carries[stage]]
         for atom, result in self.view.ys:  # results that are inputs of the body
             if self.owner_of_result[result] == stage and isinstance(atom, int) and atom in self.outer:
                 atoms.append(self.outer[atom])
         for op in self.update[stage]:
-            atoms += [value for value in reads(op) if value not in self.late]
+            atoms += [value for value in op.reads if value not in self.late]
         return atoms
 
     def _place_outputs(self) -> None:
@@ -279,7 +279,7 @@ class _Step:
                 source = self.crossing_out[self.stages[self.made_by[value].index]]
                 if value not in source:
                     source.append(value)
-            used = [value for op in self.update[stage] for value in reads(op)]
+            used = [value for op in self.update[stage] for value in op.reads]
             late = [v for v in dict.fromkeys(used) if v in self.late and self.stage_of[v] != stage]
             self.late_in.append(late)
             for value in late:

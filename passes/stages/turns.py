@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.graph import Atom, Block, Op, Traced
-from alpa_lite.passes.ir.flow import producers, reads, users
+from alpa_lite.passes.ir.flow import producers, users
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 from alpa_lite.passes.layers.types import Assignment
@@ -89,7 +89,7 @@ def _rounds(body: Block, found: Ownership) -> dict[int, int]:
     maker = producers(own)
     rounds: dict[int, int] = {}
     for op in own:
-        before = [maker[value].index for value in reads(op) if value in maker]
+        before = [maker[value].index for value in op.reads if value in maker]
         here = found.label[op.index]
         rounds[op.index] = max((rounds[i] + (found.label[i] != here) for i in before), default=0)
     readers = users(own)

@@ -15,7 +15,7 @@ from typing import Any
 from jax import lax
 
 from alpa_lite.graph import Atom, Block, Op
-from alpa_lite.passes.ir.flow import reads, values_in
+from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
 
@@ -64,7 +64,7 @@ def unrolled(rewriter: Rewriter, block: Block, wanted: Callable[[Op], bool]) -> 
         if op.name == "scan" and wanted(op):
             walk.scan(op)
         else:
-            for value in reads(op):
+            for value in op.reads:
                 walk.whole(value)
             walk.out.append(renamed_op(op, walk.names))
     for value in values_in(block.outputs):

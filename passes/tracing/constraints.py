@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Block, Graph, Lit, Op, Value
-from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.pruning import renumbered
 
@@ -103,7 +102,7 @@ class _Work:
         forward = [_is_forward(op) for op in block.ops]
         read = {
             a for op, within, ahead in zip(block.ops, inside, forward, strict=True) if ahead and not within
-            for a in flow.reads(op)
+            for a in op.reads
         }  # fmt: skip
         outputs = [{a for a in some if not isinstance(a, Lit)} for some in (block.outputs[:first], block.outputs)]
         for atoms in (read, *outputs):

@@ -27,7 +27,7 @@ def test_makers_and_readers() -> None:
     (x, y), (a,), (b,), (c,) = block.inputs, sin.results, square.results, cos.results
     assert flow.producers(block.ops) == {op.results[0]: op for op in block.ops}
     assert flow.users(block.ops) == {x: [sin], a: [square], y: [cos], b: [plus, times], c: [times]}
-    assert flow.reads(square) == (a, a) and flow.reads(plus) == (b,)
+    assert square.reads == (a, a) and plus.reads == (b,)
     assert flow.uses(block) == {x: 2, a: 2, y: 1, b: 2, c: 1, plus.results[0]: 1, times.results[0]: 1}
 
 

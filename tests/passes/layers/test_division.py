@@ -13,7 +13,6 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import check
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
@@ -87,7 +86,7 @@ def test_each_stage_has_one_scan_of_its_iterations():
         made = {v: op.index for op in done.layering.body.ops for v in op.results}
         for op in done.layering.body.ops:
             if op.index in layer_of:
-                assert all(layer_of[made[v]] <= layer_of[op.index] for v in reads(op) if made.get(v) in layer_of)
+                assert all(layer_of[made[v]] <= layer_of[op.index] for v in op.reads if made.get(v) in layer_of)
         assert sum(layer.seconds for layer in done.layering.layers) == pytest.approx(
             sum(layer.seconds for layer in step.layering.layers)
         )
@@ -106,7 +105,7 @@ def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]
         forward, values = done.layering.forward, done.accumulated.traced.graph.values
         made = {v: op for op in done.layering.body.ops if op.index in forward for v in op.results}
         backward = [op for op in done.layering.body.ops if op.index not in forward]
-        held = {v for op in backward for v in reads(op) if v in made}
+        held = {v for op in backward for v in op.reads if v in made}
         bytes_read[choice] = [
             sum(values[v].nbytes for v in held if done.assignment.stage[made[v].index] == stage) for stage in (0, 1)
         ]

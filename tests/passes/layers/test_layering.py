@@ -17,7 +17,6 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers import cuts as layering_cuts
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.layering import layering
@@ -53,7 +52,7 @@ def sent(layers: Layering, assignment: Assignment) -> dict[tuple[int, int], set[
     defined = {value: op for op in layers.body.ops for value in op.results}
     found: dict[tuple[int, int], set[int]] = {}
     for op in layers.body.ops:
-        for value in () if op.index in assignment.dissolved | assignment.shared else reads(op):
+        for value in () if op.index in assignment.dissolved | assignment.shared else op.reads:
             made = defined.get(value)
             if made is not None and made.index not in assignment.shared:
                 ends = assignment.stage[made.index], assignment.stage[op.index]
@@ -80,9 +79,9 @@ def assert_complete(layers: Layering, assignment: Assignment) -> None:
     defined = {value: op for op in (*top.ops, *body.ops) for value in op.results}
     for op in (*top.ops, *body.ops):
         if op.index in assignment.shared:
-            assert all(v not in defined or defined[v].index in assignment.shared for v in reads(op)), op.name
+            assert all(v not in defined or defined[v].index in assignment.shared for v in op.reads), op.name
     for op in body.ops:
-        for value in reads(op):
+        for value in op.reads:
             made = defined.get(value)
             if made is not None and made.index in assignment.weight and op.index not in assignment.dissolved:
                 assert op.index in assignment.weight

@@ -13,7 +13,6 @@ import pytest
 
 from alpa_lite.graph import check
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import choices, rematerialise
@@ -33,7 +32,7 @@ def rewritten(layers: Layering, saved: frozenset[int]) -> Rewritten:
 def read_back(layers: Layering) -> set[int]:
     """The forward values that backward ops read."""
     made = {v for op in layers.body.ops if op.index in layers.forward for v in op.results}
-    return {v for op in layers.body.ops if op.index not in layers.forward for v in reads(op) if v in made}
+    return {v for op in layers.body.ops if op.index not in layers.forward for v in op.reads if v in made}
 
 
 def nbytes(layers: Layering, values: set[int]) -> int:

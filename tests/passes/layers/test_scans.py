@@ -17,7 +17,6 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced, check
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import choices, rematerialise
 from alpa_lite.passes.layers.scans import Cut, cut_scans, even_points, kept_points, layer_scans
@@ -69,8 +68,7 @@ def stacked_ops(traced: Traced, scan: int, length: int, shapes: set[tuple[int, .
     return {
         op.name
         for op in (*top.ops, *body.ops)
-        if op.index != scan
-        and any(values[v].shape in {(length, *s) for s in shapes} for v in (*reads(op), *op.results))
+        if op.index != scan and any(values[v].shape in {(length, *s) for s in shapes} for v in (*op.reads, *op.results))
     }
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.graph import Op
 from alpa_lite.passes.ir import flow
-from alpa_lite.passes.ir.flow import producers, reads
+from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.stages import ordering
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -40,7 +40,7 @@ def assert_ordered(ops: Sequence[Op], among: Sequence[Op]) -> None:
     assert sorted(op.index for op in ops) == sorted(op.index for op in among)
     place, makers = {op.index: n for n, op in enumerate(ops)}, producers(among)
     for op in ops:
-        assert all(place[makers[value].index] < place[op.index] for value in reads(op) if value in makers)
+        assert all(place[makers[value].index] < place[op.index] for value in op.reads if value in makers)
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,7 +62,7 @@ def test_the_update_is_in_an_order_that_can_be_run(seed: int) -> None:
     ops, makers, rounds = random_ops(rng), {}, {}
     for op in ops:
         late = int(rng.random() < 0.2)
-        rounds[op.index] = max((rounds[makers[v].index] for v in reads(op) if v in makers), default=0) + late
+        rounds[op.index] = max((rounds[makers[v].index] for v in op.reads if v in makers), default=0) + late
         makers |= dict.fromkeys(op.results, op)
     sums = [int(value) for value in rng.permutation(INPUTS)[:3]]
     found = ordering.update(ops, rounds, sums)

@@ -16,7 +16,6 @@ import pytest
 
 from alpa_lite import graph
 from alpa_lite.graph import Traced
-from alpa_lite.passes.ir.flow import reads
 from alpa_lite.passes.stages import owners
 from alpa_lite.passes.stages.owned import moved, owned_graphs
 from alpa_lite.passes.stages.owners import ownership
@@ -49,7 +48,7 @@ def _walk(traced: Traced, parts: Sequence[StageGraph]) -> None:
         for part, have in zip(parts, held, strict=True):
             for op in part.traced.graph.block.ops:
                 if part.rounds[op.index] == current:
-                    assert have.issuperset(reads(op))
+                    assert have.issuperset(op.reads)
                     have.update(op.results)
         for part, have in zip(parts, held, strict=True):
             made |= {v for v, when in part.late_rounds.items() if when == current and v in have}
