@@ -116,6 +116,10 @@ class KeyWriter(Protocol):
         """The key of an op."""
         ...
 
+    def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
+        """The key of an op without the numbers that it has as literals."""
+        ...
+
     def block(self, block: Block, values: Callable[[int], Value]) -> str:
         """The part of a key that says what a body does."""
         ...

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import cases_apart
+import kept_rows
 from outside_models import prepare
 
 HERE = Path(__file__).resolve().parent.parent
@@ -48,10 +49,8 @@ def main() -> None:
         for side, checkout in zip(SIDES, (arguments.before.resolve(), HERE), strict=True):
             row[side] = planned(name, checkout, arguments.limit, arguments.memory)
             print(name, side, json.dumps(row[side]), flush=True)
-        rows = (json.loads(path.read_text()) if path.exists() else {}) | {name: row}
-        rows = {key: rows[key] for key in CASES if key in rows}
-        path.write_text(json.dumps(rows, indent=1) + "\n")
-        (RESULTS / "outside_against.md").write_text(table(rows))
+        with kept_rows.changed(path, table) as rows:
+            rows[name] = row
 
 
 def planned(name: str, checkout: Path, limit: float, memory: float) -> dict[str, Any]:
@@ -76,6 +75,8 @@ def planned(name: str, checkout: Path, limit: float, memory: float) -> dict[str,
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
+    from outside_habits import CASES
+
     lines = [
         "# Models from outside, by two checkouts",
         "",
@@ -87,7 +88,8 @@ def table(rows: dict[str, Any]) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     ratios: dict[str, list[float]] = {"planning": [], "CPU seconds": [], "beyond tracing": []}
-    for name, row in rows.items():
+    for name in (name for name in CASES if name in rows):
+        row = rows[name]
         one, other = (row[side] for side in SIDES)
         if "seconds" not in one or "seconds" not in other:
             lines.append(f"| {name} | {one['status']} | {other['status']} |" + " |" * 5)

@@ -239,7 +239,9 @@ def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> It
         known = alike[op.key] = item_of(op, values)
         return known
     operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
-    return Item(known.kind, operands, op.results, known.elements, known.partly, known.row, (-1, 0), known.expensive)
+    return Item(
+        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive
+    )
 
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:

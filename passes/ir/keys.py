@@ -89,7 +89,7 @@ class Keys:
         for op in block.ops:
             if not numbers and _has_numbers(op):
                 wires = ["L" if isinstance(atom, Lit) else f"%{local[atom]}" for atom in op.operands]
-                lines.append(f"{self._without_numbers(op, values)}:{','.join(wires)}")
+                lines.append(f"{self.without_numbers(op, values)}:{','.join(wires)}")
             else:
                 key = op.key if numbers else placeless(op, values)
                 lines.append(f"{key}:{','.join([name(atom) for atom in op.operands])}")
@@ -98,8 +98,8 @@ class Keys:
         lines.append(",".join([name(atom) for atom in block.outputs]))
         return _digest("\n".join(lines).encode())
 
-    def _without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
-        """The key of an operation for which `_has_numbers` holds, without these."""
+    def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
+        """The key of an operation without the numbers that it has as literals."""
         if op.key not in self._unnumbered:
             types = ",".join([self.type_of(a.aval if isinstance(a, Lit) else values(a)) for a in op.operands])
             self._unnumbered[op.key] = f"{self.head(op.primitive, op.params)}({types})"

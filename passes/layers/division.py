@@ -65,9 +65,7 @@ class Divided:
     assignment: Assignment
 
 
-def divisible(
-    accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None
-) -> Divisible:  # fmt: skip
+def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
     """The layers of a step. Scans over layers are cut into equal parts, half of `max_layers` at most.
 
     Args:

@@ -80,8 +80,8 @@ Changes = Mapping[str, Any]
 def changes_of(op: Op, form: LocalForm) -> Changes | None:
     """What a form of an operation that only binds its primitive again changes; None for a form of another kind."""
     params = rebinding(form)
-    if params is None or params is op.params:
-        return None if params is None else {}
+    if params is None:
+        return None
     return {name: value for name, value in params.items() if value is not op.params.get(name)}
 
 

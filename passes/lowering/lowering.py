@@ -21,7 +21,7 @@ from typing import Any
 from alpa_lite.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.local.effects import needs_outside
+from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import Changes, LocalForm, changes_of, rebound
 from alpa_lite.passes.lowering.program import (
@@ -77,7 +77,7 @@ class _Lowering:
         self.made: dict[int, int] = {}  # value -> its register in the layout of `base`
         self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any
         self.forms: dict[tuple[Any, tuple[Axes, ...]], tuple[LocalForm, Changes]] = {}
-        self.stays_inside: dict[Any, bool] = {}
+        self.needs_outside = NeedsOutside()
         self.out: list[Instruction] = []
         self.registers: list[Layout] = []
         self.clock = 0
@@ -179,16 +179,13 @@ class _Lowering:
         for op in block.ops:
             self.clock = positions[op.index]
             self.user = op
-            if op.bodies:
-                (self.outside if needs_outside(op) else self.structured)(op)
-                continue
-            if op.key not in self.stays_inside:
-                self.stays_inside[op.key] = not needs_outside(op)
-            if not self.stays_inside[op.key]:
+            if self.needs_outside(op):
                 self.outside(op)
+            elif op.bodies:
+                self.structured(op)
             elif op.name == "optimization_barrier":
                 self.barrier(op)
-            elif lazy.keys().isdisjoint(op.results) or not all(v in lazy for v in op.results):
+            elif not (op.results and lazy.keys() >= set(op.results)):
                 self.straight(op)
 
     def straight(self, op: Op) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.graph import Lit, Traced
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operand, Reshard, reads, writes
@@ -110,17 +110,16 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
     """A number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
     values, numbers = traced.graph.values, {}
-    keys: dict[Any, Any] = {}  # of operations whose literals may be any, by their own
+    writer = traced.graph.keys
     out = np.empty(len(instructions), dtype=np.int64)
     for i, item in enumerate(instructions):
         match item:
             case Compute(op=op, form=form) if not op.has_effects:
                 wired = tuple([isinstance(o, Lit) for o in item.operands])
                 key = op.key
-                if True in wired and op.name in primitives.ELEMENTWISE and rebinding(form) is not None:
-                    if key not in keys:
-                        keys[key] = _unnumbered(op, traced)
-                    key = keys[key]
+                numbered = True in wired and op.name in primitives.ELEMENTWISE and rebinding(form) is not None
+                if numbered and writer is not None:
+                    key = writer.without_numbers(op, values.__getitem__)
                 token = (key, op.ctx, form.operands, form.results, form.collectives, wired)
             case Reshard(value=value, steps=steps, late=late):
                 token = (steps, values[value].shape, values[value].dtype, late)
@@ -129,15 +128,6 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
                 continue
         out[i] = numbers.setdefault(token, len(numbers))
     return out
-
-
-def _unnumbered(op: Op, traced: Traced) -> Any:
-    """What of an operation's key does not say which numbers its literals are."""
-    writer = traced.graph.keys
-    if writer is None:
-        return op.key
-    types = [o.aval if isinstance(o, Lit) else traced.graph.values[o] for o in op.operands]
-    return writer.head(op.primitive, op.params), *[(one.shape, one.dtype) for one in types]
 
 
 def _cuts(tokens: np.ndarray) -> list[int]:

@@ -195,9 +195,8 @@ class Analysis(Classifier):
         if failure is not None:
             roots |= failure.roots
         cause = failure
-        for atom in op.operands:
-            if cause is None and not isinstance(atom, Lit):
-                cause = self.cause.get(atom)
+        for value in op.reads:
+            cause = cause or self.cause.get(value)
         examples = bool(carried)
         if failure is None and cause is None and examples:
             cause = Failure(op, "it uses single examples together with a sum over all of them")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.graph import Atom, Graph, Lit, Op, Value
+from alpa_lite.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
 from alpa_lite.passes.microbatches.analysis import Analysis
@@ -30,20 +30,13 @@ class Builder(Rewriter):
         self.parts = analysis.parts
         self.cuts = strides or Consecutive(self.parts)
         self._traces: dict[Hashable, Graph] = {}
-        self._parts: dict[tuple[int, State], Value] = {}  # by the `id` of a whole value, which `values` keeps
 
     def local(self, value: int, state: State) -> int:
         """A new value for the part of `value` that one micro-batch has."""
         if state.kind != "sliced":
             return self.fresh(value)
-        whole = self.values[value]
-        part = self._parts.get((id(whole), state))
-        if part is not None:
-            return self.fresh(part)
-        shape, dim = whole.shape, state.dim
-        made = self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
-        self._parts[id(whole), state] = self.values[made]
-        return made
+        shape, dim = self.values[value].shape, state.dim
+        return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
     def shape_of(self, atom: Atom) -> tuple[int, ...]:
         """The shape of an atom."""

@@ -98,11 +98,7 @@ class Classifier:
 
     def is_free(self, op: Op) -> bool:
         """Whether nothing that an operation reads depends on floating-point state."""
-        free = self.free
-        for atom in op.operands:  # noqa: SIM110
-            if not (isinstance(atom, Lit) or atom in free):
-                return False
-        return True
+        return self.free.issuperset(op.reads)
 
     def decide(self, op: Op, role: Role) -> None:
         """Notes the role of an operation, and the states of its results."""
@@ -115,8 +111,8 @@ class Classifier:
     def roots_of(self, op: Op) -> frozenset[int]:
         """The reductions whose sums an operation reads."""
         found: frozenset[int] = frozenset()
-        for atom in op.operands:
-            more = None if isinstance(atom, Lit) else self.roots.get(atom)
+        for value in op.reads:
+            more = self.roots.get(value)
             if more and more is not found:  # behind a norm of all gradients, nearly every value has all roots
                 found = more if found <= more else found if more <= found else found | more
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,7 +189,7 @@ class _Names:
         self.node_of = planned.found.space.node_of
         graph = traced.graph
         self.named: dict[int, str] = {}
-        weights = _weights(traced)
+        weights = kinds.parameter_of(traced).keys()
         for group, op, _ in _products(grouping, rules, traced):
             factors = group.op_factors[group.ops.index(op.index)]
             for factor in _experts(op, rules[op.key], weights):
@@ -217,14 +217,7 @@ class _Names:
         return self.component.get((self.node_of[group], factor), -1 - group)
 
 
-def _weights(traced: Traced) -> set[int]:
-    """The parameters of a step, frozen ones too, and their other forms."""
-    block = traced.graph.block
-    start = kinds.parameters(traced)
-    return start | kinds.weights(block, start)
-
-
-def _experts(op: Op, rule: Rule, weights: set[int]) -> set[int]:
+def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:
     """The factors that both operands and the result have, where one operand is weights: one product an expert."""
     if len(rule.operands) < 2 or not any(a in weights for a in op.operands if not isinstance(a, Lit)):
         return set()
@@ -244,7 +237,7 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
     traced, program = planned.graph.traced, planned.program
     block, values = traced.graph.block, traced.graph.values
     start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.stays}
-    weights = start | kinds.weights(block, start)
+    weights = kinds.origins(block, start).keys()
     found: dict[tuple[Any, ...], int] = {}
 
     def note(value: int, register: int, op: Op, kind: str) -> None:

@@ -18,7 +18,7 @@ from alpa_lite.methods import STRATEGIES
 from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding.connected import connected, of_the_batch
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import parameters, state_kinds, weights
+from alpa_lite.passes.sharding.kinds import parameter_of, state_kinds
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans
     if not forbidden:
         return NO_BANS
     block = traced.graph.block
-    start = parameters(traced)
-    read = start | weights(block, start)
+    read = parameter_of(traced).keys()
     factors: dict[int, set[int]] = {}
     gathers: set[int] = set()
     if "data parallel" in forbidden:

@@ -35,11 +35,6 @@ class Facts:
         return frozenset(kinds.parameters(self.traced))
 
     @cached_property
-    def forms(self) -> frozenset[int]:
-        """The parameters in other forms, as of `kinds.forms`."""
-        return kinds.forms(self.traced)
-
-    @cached_property
     def kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
         """As of `kinds.value_kinds`."""
         return kinds.value_kinds(self.traced, self.grouping)

@@ -38,7 +38,7 @@ import numpy as np
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.local.effects import needs_outside
+from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
 from alpa_lite.passes.sharding.linear import linear_ops
@@ -113,7 +113,7 @@ class _Builder:
         self.linear: set[int] = set()
         self.zero_carries: set[int] = set()
         self.digest = Digests()
-        self.outside: dict[Any, bool] = {}
+        self.needs_outside = NeedsOutside()
         self.forms: dict[Any, _Form] = {}
         self.placed: dict[Any, tuple[tuple[Dims, ...], tuple[Dims, ...]]] = {}
         self.followed: dict[Any, tuple[int, ...] | None] = {}
@@ -146,10 +146,7 @@ class _Builder:
         self.linear |= linear_ops(block, self.rules, self.values, self.zero_carries)
         for op in block.ops:
             self.ops[op.index] = op
-            outside = self.outside.get(op.key)
-            if outside is None:
-                outside = self.outside[op.key] = needs_outside(op)
-            if outside:
+            if self.needs_outside(op):
                 self.clock += 1
                 self.positions[op.index] = self.clock
                 self.depth.update(dict.fromkeys(op.results, self.clock))

@@ -37,8 +37,7 @@ class Hiding:
 
     def __init__(self, traced: Traced, hides: frozenset[str]) -> None:
         self._sums, self._gathers = not hides.isdisjoint(("all_reduce", "reduce_scatter")), "all_gather" in hides
-        own = kinds.parameters(traced)
-        self._weights = own | kinds.weights(traced.graph.block, own)
+        self._weights = kinds.parameter_of(traced).keys()
         self._reverse: set[int] = set()  # values that a reverse pass makes
         self._marked: set[int] = set()  # operations of derivatives
         self._readers: dict[int, list[Op]] = {}

@@ -72,7 +72,7 @@ def parameter_of(traced: Traced) -> Mapping[int, int]:
 
 @remembered
 def forms(traced: Traced) -> frozenset[int]:
-    """Values that are some parameter in another form, as of `weights`."""
+    """Values that are some parameter in another form: those of `parameter_of` without the parameters."""
     return frozenset(parameter_of(traced).keys() - parameters(traced))
 
 
@@ -135,14 +135,8 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
     return own, copies
 
 
-def weights(block: Block, start: Iterable[int]) -> set[int]:
-    """Values that are some weights in another form: cast, reshaped, or cut out for an iteration. Without `start`."""
-    first = set(start)
-    return origins(block, first).keys() - first
-
-
 def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
-    """Value -> of which of some weights it is another form, those included."""
+    """Value -> of which of some weights it is another form (cast, reshaped, cut out of a stack), those included."""
     found = {value: value for value in start}
     for op in _in_order(block, found):
         name = op.primitive.name

@@ -103,11 +103,6 @@ class Shared:
         return Facts(self.traced, self.grouping)
 
     @functools.cached_property
-    def value_kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
-        """As of `kinds.value_kinds`."""
-        return self.facts.kinds
-
-    @functools.cached_property
     def moved(self) -> dict[int, fusion.Moved]:
         """Op index -> what it reads and writes on one device, with what compilers fuse left out."""
         return fusion.moved(self.traced.graph.block, self.traced.graph.values)
@@ -249,7 +244,7 @@ class _Maker:
         self.served_again = shared.served_again if regather else frozenset()
         self.repeated, positions = shared.repeats.values, self.grouping.positions
         self.parts = {positions[i]: parts for i, parts in shared.repeats.parts.items() if i in positions}
-        self.kinds, self.copies = shared.value_kinds
+        self.kinds, self.copies = shared.facts.kinds
         self.small = smallest(self.traced)
 
     def tables(self) -> Tables:

@@ -218,7 +218,7 @@ def textbook(
     if not counts or not over:
         return None
     block = traced.graph.block
-    start, forms = facts.parameters, facts.forms
+    start, forms = facts.parameters, kinds.forms(traced)
     if not isinstance(method, TensorParallel):
         stage = method.stage if isinstance(method, Zero) else 0
         ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
