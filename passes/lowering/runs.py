@@ -27,6 +27,7 @@ from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operan
 
 SHORTEST = 8  # instructions: a call is itself one
 _PERIODS = 64  # distances that are tried
+_MOST = 0.2  # of what repeats but for a few instructions, the least part between those that is cut out
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,19 +132,39 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
 
 
 def _cuts(tokens: np.ndarray) -> list[int]:
-    """Where runs begin, and the end."""
+    """Where runs begin, and the end.
+
+    What repeats whole is cut first, then what repeats but for a few instructions, such as layers each of which reads a
+    row of its own of one array: the parts between those.
+    """
     cuts = {0, len(tokens)}
     free = np.ones(len(tokens), dtype=bool)
-    for period in _periods(tokens):
-        same = (tokens[:-period] == tokens[period:]) & free[:-period] & free[period:]
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
-        for start, end in edges.reshape(-1, 2).tolist():
+    periods = _periods(tokens)
+    for period in periods:
+        for start, end in _stretches(tokens, period, free):
             times = (end - start) // period + 1  # the last of the equal pieces begins where the stretch ends
             if times < 2:
                 continue
             cuts.update(start + period * k for k in range(times + 1))
             free[start : start + period * times] = False
+    pieces: set[tuple[int, int]] = set()
+    for period in periods:
+        for start, end in _stretches(tokens, period, free):
+            those = {(start, end), (start + period, end + period)}
+            taken = any(piece not in pieces and not free[slice(*piece)].all() for piece in those)
+            if taken or end - start < max(SHORTEST, _MOST * period):
+                continue
+            pieces |= those
+            for piece in those:
+                cuts.update(piece)
+                free[slice(*piece)] = False
     return sorted(cuts)
+
+
+def _stretches(tokens: np.ndarray, period: int, free: np.ndarray) -> list[list[int]]:
+    """Where every instruction equals that `period` places on, both of them not in a piece yet: beginnings and ends."""
+    same = (tokens[:-period] == tokens[period:]) & free[:-period] & free[period:]
+    return np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]]))).reshape(-1, 2).tolist()
 
 
 def _periods(tokens: np.ndarray) -> list[int]:

@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 STEPS = 100
 """How many steps may win back what planning takes: one in a hundred of a short training run, of 10,000 steps."""
 
-FEW = 2.0
+FEW = 1.0
 """Seconds that a search may take whatever it can win: a plan that is proven is worth as much to who reads it."""
 
 

@@ -157,6 +157,36 @@ def test_runs_are_the_instructions_in_order_and_pass_on_what_is_read_later():
     assert distinct < 0.7 * len(body.instructions)
 
 
+def test_layers_that_differ_in_one_instruction_share_the_rest():
+    """Each reads a row of its own of one array, as of a mask of heads."""
+
+    def rows(state, batch):
+        def loss(state):
+            h, mask = batch["x"], batch["y"][:, :LAYERS]
+            for n, layer in enumerate(state):
+                h = h + jnp.tanh((h * mask[:, n : n + 1]) @ layer["up"] + layer["bias"]) @ layer["down"]
+                h = jnp.cos(h) * h / (1.0 + jnp.exp(-jnp.sin(h)))
+            return (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    compiled = planned(alpa_lite.DataParallel(), rows)
+    body = program_of(compiled).body
+    runs = shared_runs.runs_of(body.instructions, [o for o in body.outputs if not isinstance(o, Lit)], compiled.traced)
+    assert [i for run in runs for i in run.instructions] == list(body.instructions)
+    times = Counter(run.key for run in runs if run.key is not None)
+    lengths = {run.key: len(run.instructions) for run in runs}
+    alone = sum(len(run.instructions) * (run.key is None or times[run.key] == 1) for run in runs)
+    assert alone < 0.25 * len(body.instructions), [(lengths[key], n) for key, n in times.items()]
+
+
+def test_what_repeats_but_for_one_token_is_cut_around_that():
+    layer = np.arange(20)
+    tokens = np.concatenate([np.concatenate([layer[:7], [100 + n], layer[7:]]) for n in range(6)])
+    assert shared_runs._cuts(tokens) == [0, *(c for n in range(5) for c in (8 + 21 * n, 28 + 21 * n)), 126]
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 4)), max_size=5))
 def test_any_sequence_is_cut_in_order(pieces):
     tokens = np.array([t for piece, times in pieces for _ in range(times) for t in piece], dtype=np.int64)
