@@ -68,6 +68,9 @@ parameters and a GPT that memory binds have steps that are 2, 6 and 11 % faster,
 Beside other work the 6 % were not found. CLIP was planned in 22 s in place of 28 s, with the same step.
 """
 
+OVERTIME = 0.2
+"""By what part of the limit a pipeline that is hoped for may exceed it."""
+
 AFTER = 1.0
 """What follows the search (writing the plan, verifying it), as a multiple of tracing: 0.5 to 1.0 for 14 models from
 elsewhere, and 1.6 for one, an encoder and decoder in two stages."""
@@ -253,7 +256,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     except Slower as slower:
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
     except OutOfTime as late:
-        why, note = "not searched in time", f"{asked.ran_out}: {late or 'pipelines were not searched'}"
+        why, note = "not searched in time", f"{asked.ran_out}: {str(late) or 'pipelines were not searched'}"
     except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
         if mesh is None:
             if reason is None:
@@ -284,7 +287,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Staged:
     """The best pipeline, searched as long as it can repay; beside one mesh, if there is a plan of one.
 
-    One that is hoped for (`promise.HOPE`) is evaluated whatever the time.
+    One that is hoped for (`promise.HOPE`) is evaluated after the end of the time, too: where what that takes at least
+    exceeds the limit by no more than `OVERTIME`, or whatever it takes where one mesh is very slow (`promise.DIRE`).
 
     Raises:
       Slower, OutOfTime: with such a plan, as `pipelining.pipeline`, and its other errors.
@@ -292,7 +296,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     if mesh is None or mesh.whole is None:
         return pipelining.pipeline(run, step, asked)
     patience = repaid(mesh.whole, mesh.seconds)
-    must = promise.is_hoped_for(mesh.whole, mesh.seconds)
+    late = asked.deadline.left + OVERTIME * asked.options.search_time_limit < pipelining.shortest(run)
+    must = promise.is_hoped_for(mesh.whole, mesh.seconds, promise.DIRE if late else promise.HOPE)
     return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
 
 

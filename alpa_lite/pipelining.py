@@ -107,7 +107,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       OutOfTime: without `must`, no pipeline that fits could be evaluated in the time; says if one was that does not.
       Slower: none is faster than one mesh.
     """
-    if not must and asked.deadline.left <= reserve(run) + CHOOSING * run.seconds["tracing"]:
+    if not must and asked.deadline.left <= shortest(run):
         raise OutOfTime  # there is no time to choose stages and to plan them
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if math.isfinite(below):
@@ -218,6 +218,11 @@ def of_whole_sequences(
     if chosen.unfinished:
         staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
     return staged, at, took
+
+
+def shortest(run: Passes) -> float:
+    """Seconds that choosing stages and planning them takes at least."""
+    return reserve(run) + CHOOSING * run.seconds["tracing"]
 
 
 def reserve(run: Passes) -> float:

@@ -13,7 +13,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.options import Options
 from alpa_lite.passes import stages
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages import submeshes
+from alpa_lite.passes.stages import promise, submeshes
 from tests.mlps import mlp, two_machines
 
 LAYERS, WIDTH = 4, 512
@@ -36,6 +36,7 @@ def textbook() -> float:
 def test_in_hardly_any_time_there_is_a_plan_that_says_what_was_not_searched(method, textbook) -> None:
     plan = planned(method, search_time_limit=1e-3)
     assert any("search_time_limit=0.001 s" in note and "not searched" in note for note in plan.notes)
+    assert not [note for note in plan.notes if note.rstrip().endswith(":")]  # each says what
     assert "not searched" in {candidate.status for candidate in plan.candidates}
     assert plan.step_seconds <= 1.02 * textbook
     assert plan.solver.bound <= plan.solver.objective
@@ -89,6 +90,27 @@ def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeyp
         with pytest.raises(OutOfTime, match="the pipeline of 2 stages exceeds the budget"):
             pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=False)
         assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("computing", "left", "tracing", "must"),
+    [(0.4, 20, 4, True), (0.6, 20, 4, False), (0.4, 2, 10, False), (0.4, 4.9, 4, True), (0.05, 0, 10, True)],
+)  # fmt: skip
+def test_what_is_hoped_for_exceeds_the_limit_by_a_fifth_at_most(monkeypatch, computing, left, tracing, must) -> None:
+    """Planning the stages takes 2.7 times as long as tracing, and of 30 s it may exceed 6: else only where one mesh is
+    ten times slower than what it computes."""
+    seen: list[bool] = []
+    monkeypatch.setattr(promise, "least_seconds", lambda whole: 0.0)
+    monkeypatch.setattr(pipelining, "pipeline", lambda *given, below, must: seen.append(must))
+    asked: Any = SimpleNamespace(
+        deadline=Deadline(left), options=Options(method=alpa_lite.Auto()), within=lambda seconds: asked
+    )
+    whole = SimpleNamespace(found=SimpleNamespace(compute_seconds=computing))
+    mesh: Any = SimpleNamespace(whole=whole, seconds=1.0)
+    run: Any = SimpleNamespace(seconds={"tracing": tracing})
+    assert asked.options.search_time_limit == 30.0
+    compiler.pipeline(run, SimpleNamespace(), asked, mesh)  # type: ignore[arg-type]
+    assert seen == [must]
 
 
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:

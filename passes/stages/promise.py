@@ -32,6 +32,9 @@ from alpa_lite.strategy import Rule
 HOPE = 0.5
 """A pipeline is hoped for where one mesh computes for less than this fraction of its seconds."""
 
+DIRE = 0.1
+"""The same, where one mesh is so slow that no time is too long for what is faster."""
+
 RUNS = tuple(1 << i for i in range(12))
 """The numbers of runs of a stage that are considered."""
 
@@ -50,9 +53,9 @@ def least_seconds(whole: DecidedStage) -> float:
     return min(max(computing * (1 + 1 / (3 * n)), (2 * n * stages - 1) * task) for n in RUNS)
 
 
-def is_hoped_for(whole: DecidedStage, seconds: float) -> bool:
-    """Whether a pipeline that computes as a plan of one mesh does, and communicates nothing, takes less than `HOPE`."""
-    return max(whole.found.compute_seconds, least_seconds(whole)) < HOPE * seconds
+def is_hoped_for(whole: DecidedStage, seconds: float, fraction: float = HOPE) -> bool:
+    """Whether a pipeline that computes as a plan of one mesh does, and communicates nothing, takes such a fraction."""
+    return max(whole.found.compute_seconds, least_seconds(whole)) < fraction * seconds
 
 
 def products_seconds(
