@@ -174,8 +174,8 @@ class Scope:
         if op.name == "broadcast_in_dim":
             return dim not in op.params["broadcast_dimensions"]
         if op.name not in primitives.ELEMENTWISE:
-            made = {v: maker for v, (maker, _) in self.analysis.producers.items()}
-            made_of = reach([op], lambda o: [made[v] for v in values_in(o.operands) if v in made])
+            makers = self.analysis.producers
+            made_of = reach([op], lambda o: [makers[v][0] for v in values_in(o.operands) if v in makers])
             if any(o.name in primitives.DRAWS for o in made_of):
                 raise Ordered
             return False
