@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=16, help="GiB of each planning")
     arguments = parser.parse_args()
     prepare()
-    from outside_habits import CASES
+    from outside_further import CASES
 
     path = RESULTS / "outside_against.json"
     for name in arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]:
@@ -75,7 +75,7 @@ def planned(name: str, checkout: Path, limit: float, memory: float) -> dict[str,
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
-    from outside_habits import CASES
+    from outside_further import CASES
 
     lines = [
         "# Models from outside, by two checkouts",

@@ -1,11 +1,11 @@
 """Planning of models from outside this project: how long it takes, and how good the plans are.
 
-Each case of `outside_cases.py` and `outside_habits.py` is planned in a fresh process, with a time limit and a memory
-limit, and then with every textbook method. Times are wall seconds of `make_plan`, verification included, and CPU
-seconds of the process: on a shared machine, compare the latter. MFU is predicted: FLOPs of the step's products over
-what the devices could do in the predicted step. The best textbook method is the fastest of those that fit, with as many
-micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are searched, not lowered
-(`textbook_plans.py`).
+Each case of `outside_cases.py`, `outside_habits.py` and `outside_further.py` is planned in a fresh process, with a time
+limit and a memory limit, and then with every textbook method. Times are wall seconds of `make_plan`, verification
+included, and CPU seconds of the process: on a shared machine, compare the latter. MFU is predicted: FLOPs of the step's
+products over what the devices could do in the predicted step. The best textbook method is the fastest of those that
+fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are searched,
+not lowered (`textbook_plans.py`).
 
     python benchmarks/outside_models.py                     every case (needs the extra `outside`)
     python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published or toy
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--textbook", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     prepare()
-    from outside_habits import CASES
+    from outside_further import CASES
 
     names = arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]
     if arguments.list:
@@ -93,7 +93,7 @@ def one(name: str, arguments: argparse.Namespace) -> None:
         print(f"  textbook: {json.dumps(row['textbook'])}", flush=True)
     if arguments.dry:
         return
-    from outside_habits import CASES
+    from outside_further import CASES
 
     rows = json.loads(path.read_text()) if path.exists() else {}
     rows[name] = row
@@ -123,7 +123,7 @@ def cluster_of(case: Any) -> Any:
 
 def planner(name: str) -> Any:
     """A function that plans a case with some method."""
-    from outside_habits import CASES
+    from outside_further import CASES
 
     import alpa_lite
 
@@ -140,7 +140,7 @@ def planner(name: str) -> Any:
 
 def method_of(name: str) -> Any:
     """The method that a case asks for."""
-    from outside_habits import CASES
+    from outside_further import CASES
 
     import alpa_lite
 
@@ -173,7 +173,7 @@ def measure(name: str, out: Path, limit: float | None) -> None:
 
 def textbook(name: str, out: Path, limit: float | None) -> None:
     """Searches a case with every textbook method and writes their seconds a step, or why there are none."""
-    from outside_habits import CASES
+    from outside_further import CASES
     from textbook_plans import Textbook
 
     import alpa_lite
@@ -222,7 +222,7 @@ def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
-    from outside_habits import CASES
+    from outside_further import CASES
 
     lines = [
         "# Models from outside",

@@ -56,6 +56,9 @@ _EXPENSIVE = 4
 _MOST_OUTPUTS = 16
 #: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
 _MANY, _NEAR = 32, 8
+#: Kernels at least so far apart are taken to need each other: what a kernel needs is kept of the nearest alone, or long
+#: programs would take bits, and time, by the square of their length.
+_FAR = 4096
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,12 @@ class _Kernel:
     # (value, the item that takes a part of it) -> the item that reads it, its operand, the share that is read
     reads: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
     before: frozenset[int] = frozenset()  # the kernels whose results it reads
-    needs: int = 0  # the kernels that must run before, a bit for each
+    base: int = 0  # the first kernel that `needs` has a bit for
+    needs: int = 0  # the kernels that must run before, and itself, a bit for each
+
+    def waits_for(self, kernel: int) -> bool:
+        """Whether a kernel must run before; taken to be so of what is before `base`."""
+        return kernel < self.base or bool(self.needs >> (kernel - self.base) & 1)
 
 
 class _Fusion:
@@ -438,7 +446,6 @@ class _Fusion:
         """Every kernel before any are merged, in program order."""
         out: list[_Kernel] = []
         owner: dict[int, int] = {}
-        with_itself: list[int] = []  # `needs` of each kernel, and the kernel
         stored, loops = self.stored, self.loops
         inside = {v: n for v, n in self.maker.items() if v not in stored}
         for n, item in enumerate(self.items):
@@ -450,10 +457,11 @@ class _Fusion:
             else:
                 self.collect(kernel, inside)
                 kernel.before = frozenset([owner[v] for v, _ in kernel.reads if v in owner])
+            kernel.base = max(0, len(out) // _FAR - 1) * _FAR
+            kernel.needs = 1 << len(out) - kernel.base
             for k in kernel.before:
-                kernel.needs |= with_itself[k]
+                kernel.needs |= out[k].needs >> kernel.base - out[k].base
             owner.update(dict.fromkeys(item.results, len(out)))
-            with_itself.append(kernel.needs | 1 << len(out))
             out.append(kernel)
         return out
 
@@ -522,9 +530,9 @@ class _Fusion:
         """Whether kernel b reads what a makes, and nothing else that needs a."""
         if kernels[a].elements != kernels[b].elements:
             return False
-        return not any(kernels[k].needs >> a & 1 for k in kernels[b].before if k != a)
+        return not any(kernels[k].waits_for(a) for k in kernels[b].before if k != a)
 
     @staticmethod
     def independent(kernels: Sequence[_Kernel], some: Sequence[int], others: Sequence[int]) -> bool:
         """Whether no kernel needs what one of the others makes."""
-        return not any(kernels[a].needs >> b & 1 or kernels[b].needs >> a & 1 for a in some for b in others if a != b)
+        return not any(kernels[max(a, b)].waits_for(min(a, b)) for a in some for b in others if a != b)

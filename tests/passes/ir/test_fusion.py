@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.tracing import tracing
@@ -88,6 +90,25 @@ def test_kernels_with_one_between_are_two():
         return x - x.mean()
 
     assert moved(step, f32(N, M)) == pytest.approx(3 * FULL, abs=64)
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=40), st.integers(1, 8))
+def test_what_a_kernel_needs_is_exact_of_near_ones_and_assumed_of_far_ones(wired, far):
+    """Item n reads some of the values before, of which 0 to 3 come in."""
+    items = [
+        fusion.Item("reduce", tuple(dict.fromkeys(v % (4 + n) for v in reads)), (4 + n,), 8)
+        for n, reads in enumerate(wired)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusion, "_FAR", far)
+        kernels = fusion._Fusion(items, [32] * (4 + len(items)), frozenset({3 + len(items)})).kernels()
+    needed: list[set[int]] = []
+    for k, kernel in enumerate(kernels):
+        needed.append({k}.union(*(needed[j] for j in kernel.before)))
+        for other in range(k + 1):
+            said = kernel.waits_for(other)
+            assert said == (other in needed[k]) if k - other < far else said >= (other in needed[k])
+        assert kernel.needs.bit_length() <= 2 * far
 
 
 def lives(step: Any, *args: Any) -> list[tuple[str, int, int]]:
