@@ -28,7 +28,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way, unknown
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
-from alpa_lite.passes.sharding import search, worth
+from alpa_lite.passes.sharding import computing, search, worth
 from alpa_lite.passes.sharding.deadline import STEPS, Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.tables import Shared
@@ -162,7 +162,7 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
             return False
         about = analyse(Way(asked.num_microbatches or 1))
         values = about.loop.traced.graph.values
-        return promise.products_seconds(about.groups, about.rules, values, asked.cluster) < promise.HOPE * seconds
+        return computing.products_seconds(about.groups, about.rules, values, asked.cluster) < promise.HOPE * seconds
 
     def textbook(below: float, chosen: Chosen[Decided] | None) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""

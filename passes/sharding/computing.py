@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from alpa_lite import _jax
+from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Value
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices, Reached
-from alpa_lite.passes.sharding.groups import Dims, Group
+from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule
@@ -154,3 +156,16 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
             runs = shared.grouping.groups[node.group].trips * len(node.members)
             total += runs * cost.compute(work.flops, work.bytes, work.dtype)
     return total / cost.cluster.num_devices
+
+
+def products_seconds(
+    grouping: Grouping, rules: Mapping[Any, Rule], values: Sequence[Value], cluster: Cluster
+) -> float:  # fmt: skip
+    """Seconds that the products of a step take on all devices at the rate of large ones, each product once."""
+    total = 0.0
+    for group in grouping.groups:
+        for op in [grouping.ops[number] for number in group.ops]:
+            if op.name in PRODUCTS and not _jax.is_computed_again(op.source):
+                flops = work(op, rules[op.key], values) * group.trips
+                total += flops / (cluster.peak(working_dtype(op, values)) * cluster.matmul_efficiency)
+    return total / cluster.num_devices

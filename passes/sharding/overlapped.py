@@ -36,9 +36,9 @@ class OverlappedRace(Race):
 
     def __init__(
         self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons,
-        settled: Callable[[Found], float], hiding: Hiding,
+        in_equal_parts: float, settled: Callable[[Found], float], hiding: Hiding,
     ) -> None:  # fmt: skip
-        super().__init__(method, budget, cutoff, meshes, replace(lessons, bounds=NOTHING_KNOWN))
+        super().__init__(method, budget, cutoff, meshes, replace(lessons, bounds=NOTHING_KNOWN), in_equal_parts)
         self._settled, self._hiding = settled, hiding
         self._objective = float("inf")  # the least of any plan
 

@@ -89,7 +89,8 @@ class Race:
       tried: shapes with their programs and bounds.
       best: mesh, program and solution.
       meshes: all shapes. bounds: seconds that none of its plans undercuts, whatever the budget, where that is known.
-      at_peak, in_equal_parts: seconds, and bytes per device, that no plan of any shape undercuts, once one is tried.
+      at_peak: seconds that no plan of any shape undercuts, once one is tried.
+      in_equal_parts: bytes per device that none undercuts.
       least: bytes per device of what was tried, where all of it is known to exceed the budget.
       slowest: seconds that building and bounding a program took at most, by the number of axes of the mesh.
       seconds: of the best. speedup: how many times below its objective the seconds of a plan may be.
@@ -98,13 +99,14 @@ class Race:
     speedup = 1.0
 
     def __init__(
-        self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons
-    ) -> None:
-        self.method, self.budget = method, budget
+        self, method: str, budget: float, cutoff: float, meshes: Sequence[LogicalMesh], lessons: Lessons,
+        in_equal_parts: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.method, self.budget, self.in_equal_parts = method, budget, in_equal_parts
         self.tried: list[tuple[solve.Bound, Problem, Space]] = []
         self.best: tuple[LogicalMesh, Space, Solution] | None = None
         self.seconds = math.inf
-        self.meshes, self.at_peak, self.in_equal_parts = tuple(meshes), 0.0, 0.0
+        self.meshes, self.at_peak = tuple(meshes), 0.0
         self.bounds = {mesh: bound for mesh, bound in lessons.bounds.items() if mesh in meshes}
         self.slowest: dict[int, float] = {}
         self.least: Least | None = None
@@ -138,7 +140,7 @@ class Race:
         if several:
             bound.improve()
         if not self.tried:
-            self.at_peak, self.in_equal_parts = problem.at_peak(space), problem.in_equal_parts(space)
+            self.at_peak = problem.at_peak(space)
         bound.seconds = max(bound.seconds, self.bounds.get(problem.mesh, self.at_peak))
         self.tried.append((bound, problem, space))
         self._note(problem.mesh, 0.0, bound.seconds)
@@ -364,15 +366,13 @@ def choice_of(space: Space, solution: Solution) -> tuple[Strategy, ...]:
 class Problem:
     """The integer program of one mesh, to be built with or without gathering state again for late uses.
 
-    `at_peak` and `in_equal_parts` of its space are seconds and bytes per device that no mesh of as many devices has
-    less of (`computing.at_peak`, `tables.in_equal_parts`).
+    `at_peak` of its space are seconds that no mesh of as many devices has less of (`computing.at_peak`).
     """
 
     mesh: LogicalMesh
     platform: str
     build: Callable[..., Space]
     at_peak: Callable[[Space], float]
-    in_equal_parts: Callable[[Space], float]
 
 
 def solved(

@@ -137,6 +137,9 @@ class Restricted:
     ) -> None:  # fmt: skip
         (self._problem,) = _problems(traced, grouping, rules, cluster, method, budget=budget, shared=shared)
         self._race = _race(shared, cluster, method, [self._problem.mesh], budget, cutoff, Lessons(), settled)
+        if self._race.overflows:  # no program is built
+            values = traced.graph.values
+            self._race.bounds[self._problem.mesh] = computing.products_seconds(grouping, rules, values, cluster)
         self._time_limit = time_limit
 
     @functools.cached_property
@@ -164,7 +167,7 @@ class Restricted:
         Raises:
           Beaten: no plan within the budget was found below the cutoff.
         """
-        if self._least >= self._race.speedup * below or self._race.overflows or self._solved.best is None:
+        if self._race.overflows or self._least >= self._race.speedup * below or self._solved.best is None:
             raise self._race.beaten()
         return self._race.found()
 
@@ -190,7 +193,8 @@ def _race(
     lessons: Lessons, settled: Callable[[Found], float],
 ) -> Race:  # fmt: skip
     """A race of some meshes, by the seconds of two streams where communication hides behind computing."""
-    entry = type(method).__name__, budget, cutoff, meshes, lessons
+    in_equal_parts = tables.in_equal_parts(shared, cluster.num_devices)
+    entry = type(method).__name__, budget, cutoff, meshes, lessons, in_equal_parts
     if cluster.overlaps:
         return OverlappedRace(*entry, settled, Hiding(shared.traced, cluster.hides))
     return Race(*entry)
@@ -247,8 +251,7 @@ def _problems(
         cost, known = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **known))
         at_peak = functools.partial(computing.at_peak, shared, cost)
-        in_equal_parts = functools.partial(tables.in_equal_parts, shared, devices=cluster.num_devices)
-        out.append(Problem(mesh, cluster.platform, build, at_peak, in_equal_parts))
+        out.append(Problem(mesh, cluster.platform, build, at_peak))
     return out
 
 

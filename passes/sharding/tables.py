@@ -196,13 +196,11 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
     return {kind: of(kind) for kind in kinds.KINDS}
 
 
-def in_equal_parts(shared: Shared, space: Space, devices: int) -> float:
+def in_equal_parts(shared: Shared, devices: int) -> float:
     """Bytes per device that no layouts on any mesh of so many devices have less of: an equal part of all that lives."""
-    tables = shared.of([node.members for node in space.nodes], space.late_from is not None)
-    values = shared.traced.graph.values
-    start, end = (np.array([getattr(one, side) for one in tables.kept], dtype=int) for side in ("start", "end"))
-    whole = np.array([float(values[one.value].nbytes * one.count) for one in tables.kept])
-    return float(timeline(tables.points, start, end, whole).max(initial=0.0)) / devices
+    values, living = shared.traced.graph.values, np.array(shared.living, dtype=int).reshape(-1, 3)
+    whole = np.array([float(values[value].nbytes) for value in living[:, 0]])
+    return float(timeline(shared.grouping.points + 1, living[:, 1], living[:, 2], whole).max(initial=0.0)) / devices
 
 
 def fullest_point(traced: Traced, grouping: Grouping) -> int:

@@ -16,18 +16,10 @@ and memory are left out: the bound is below whatever the search can find.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
-from alpa_lite import _jax
-from alpa_lite.cluster import Cluster
-from alpa_lite.graph import Value
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.computing import products_seconds
 from alpa_lite.passes.stages.planning import DecidedStage
-from alpa_lite.strategy import Rule
 
 HOPE = 0.5
 """A pipeline is hoped for where one mesh computes for less than this fraction of its seconds."""
@@ -56,19 +48,6 @@ def least_seconds(whole: DecidedStage) -> float:
 def is_hoped_for(whole: DecidedStage, seconds: float, fraction: float = HOPE) -> bool:
     """Whether a pipeline that computes as a plan of one mesh does, and communicates nothing, takes such a fraction."""
     return max(whole.found.compute_seconds, least_seconds(whole)) < fraction * seconds
-
-
-def products_seconds(
-    grouping: Grouping, rules: Mapping[Any, Rule], values: Sequence[Value], cluster: Cluster
-) -> float:  # fmt: skip
-    """Seconds that the products of a step take on all devices at the rate of large ones, each product once."""
-    total = 0.0
-    for group in grouping.groups:
-        for op in [grouping.ops[number] for number in group.ops]:
-            if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
-                flops = primitives.work(op, rules[op.key], values) * group.trips
-                total += flops / (cluster.peak(primitives.working_dtype(op, values)) * cluster.matmul_efficiency)
-    return total / cluster.num_devices
 
 
 def _undivided(compute: np.ndarray) -> float:

@@ -15,7 +15,7 @@ from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.methods import Sharded
+from alpa_lite.methods import Sharded, Zero
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import computing, grouping, search, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
@@ -145,6 +145,28 @@ def test_a_way_that_does_not_fit_in_equal_parts_costs_one_mesh_however_much_time
     assert on_all.solution.objective <= found.solution.objective
 
 
+def test_a_textbook_method_that_does_not_fit_in_equal_parts_has_no_program_built(monkeypatch):
+    """What it says of seconds is below what it says where it fits."""
+    built = []
+    build = search.strategies.build
+    monkeypatch.setattr(
+        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
+    )
+    traced, groups, rules = grouped()
+    shared = tables.Shared(traced, groups)
+
+    def found(budget: float) -> search.Found:
+        return search.Restricted(
+            traced, groups, rules, CLUSTER, Zero(stage=3), budget=budget, shared=shared, time_limit=2.0,
+            cutoff=math.inf, settled=lambda found: found.solution.objective,
+        ).found(math.inf)  # fmt: skip
+
+    with pytest.raises(Beaten) as caught:
+        found(0.99 * tables.in_equal_parts(shared, 8))
+    assert not built and caught.value.least == tables.in_equal_parts(shared, 8)
+    assert 0 < caught.value.bounds[FLAT] <= found(1e12).free and built
+
+
 def test_meshes_that_could_save_too_little_are_left_out():
     """The first two are solved. The third could save less than a microsecond of a step."""
     now = [0.0]
@@ -170,7 +192,7 @@ def test_no_mesh_undercuts_equal_parts_on_all_devices(name: str, batch: int):
         for regather in (False, True):
             space = strategies.build(traced, groups, rules, cost, shared=shared, regather=regather)
             seconds.append(computing.at_peak(shared, cost, space))
-            nbytes.append(tables.in_equal_parts(shared, space, 8))
+            nbytes.append(tables.in_equal_parts(shared, 8))
             fastest = sum(float(node.compute.min()) * len(node.members) for node in space.nodes)
             assert 0 < seconds[-1] <= fastest
             bound, _ = solve.bound_of_peak(space.program, time_limit=2.0)

@@ -28,7 +28,7 @@ def test_state_is_gathered_again_only_where_that_may_gain(monkeypatch, seconds: 
     def build(**options: Any) -> Any:
         raise Enough
 
-    problem = Problem(LogicalMesh((4,), ("x",)), "cuda", build, lambda space: 0.0, lambda space: 0.0)
+    problem = Problem(LogicalMesh((4,), ("x",)), "cuda", build, lambda space: 0.0)
 
     class Space:
         program = StrategyGraph((), (), budget=BUDGET)

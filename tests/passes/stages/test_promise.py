@@ -12,6 +12,7 @@ import alpa_lite
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
+from alpa_lite.passes.sharding import computing
 from alpa_lite.passes.stages import promise
 from alpa_lite.passes.stages.planning import DecidedStage
 from tests.mlps import mlp, two_machines
@@ -44,7 +45,7 @@ def test_no_pipeline_undercuts_the_bound(method, network) -> None:
     flops = 2 * BATCH * WIDTH * WIDTH * (3 * LAYERS - 1)  # no gradient of the batch
     products = flops / (1e13 * cluster.matmul_efficiency) / 8
     values = stage.graph.traced.graph.values
-    assert promise.products_seconds(stage.grouping, stage.rules, values, cluster) == pytest.approx(products)
+    assert computing.products_seconds(stage.grouping, stage.rules, values, cluster) == pytest.approx(products)
     assert products <= promise.least_seconds(stage) <= fastest(cluster)
 
 
@@ -58,7 +59,7 @@ def test_what_is_computed_again_or_in_micro_batches_counts_once() -> None:
     for method, options in ways:
         stage, _ = whole(cluster, method, **options)
         least.append(
-            promise.products_seconds(stage.grouping, stage.rules, stage.graph.traced.graph.values, cluster)
+            computing.products_seconds(stage.grouping, stage.rules, stage.graph.traced.graph.values, cluster)
         )  # fmt: skip
     assert least == pytest.approx(least[:1] * 3)
 
