@@ -10,6 +10,7 @@ micro-batches are another step, whose analysis takes as long again: they are loo
 their bound is below all that was found by then. What cannot undercut the best plan known is left out:
 
 - where the state in the blocks of the method exceeds the memory, no plan of it fits;
+- where an equal part of all that lives does, none of any method fits, and no program is built;
 - where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
