@@ -56,8 +56,8 @@ _EXPENSIVE = 4
 _MOST_OUTPUTS = 16
 #: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
 _MANY, _NEAR = 32, 8
-#: Kernels at least so far apart are taken to need each other: what a kernel needs is kept of the nearest alone, or long
-#: programs would take bits, and time, by the square of their length.
+#: What a kernel needs is kept of so many kernels before it, or up to twice as many, and those before are taken to be
+#: needed: long programs would take bits, and time, by the square of their length.
 _FAR = 4096
 
 

@@ -139,6 +139,13 @@ class Shared:
                 yield value, start, last
 
     @functools.cached_property
+    def peak(self) -> float:
+        """Bytes of all that lives at once at most, were nothing sharded."""
+        values, living = self.traced.graph.values, np.array(self.living, dtype=int).reshape(-1, 3)
+        whole = np.array([float(values[value].nbytes) for value in living[:, 0]])
+        return float(timeline(self.grouping.points + 1, living[:, 1], living[:, 2], whole).max(initial=0.0))
+
+    @functools.cached_property
     def fullest(self) -> int:
         """As of `fullest_point`."""
         return fullest_point(self.traced, self.grouping)
@@ -198,9 +205,7 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
 
 def in_equal_parts(shared: Shared, devices: int) -> float:
     """Bytes per device that no layouts on any mesh of so many devices have less of: an equal part of all that lives."""
-    values, living = shared.traced.graph.values, np.array(shared.living, dtype=int).reshape(-1, 3)
-    whole = np.array([float(values[value].nbytes) for value in living[:, 0]])
-    return float(timeline(shared.grouping.points + 1, living[:, 1], living[:, 2], whole).max(initial=0.0)) / devices
+    return shared.peak / devices
 
 
 def fullest_point(traced: Traced, grouping: Grouping) -> int:
