@@ -32,6 +32,20 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+@pytest.fixture
+def built(monkeypatch) -> list[tuple[int, ...]]:
+    """The meshes whose programs are built, in order."""
+    shapes: list[tuple[int, ...]] = []
+    build = search.strategies.build
+
+    def noted(*args: Any, **options: Any) -> Any:
+        shapes.append(args[3].mesh.shape)
+        return build(*args, **options)
+
+    monkeypatch.setattr(search.strategies, "build", noted)
+    return shapes
+
+
 @dataclass(frozen=True)
 class On:
     mesh: LogicalMesh
@@ -75,12 +89,7 @@ def test_meshes_are_in_the_order_of_their_promise():
     assert ordered(problems, 1)[0].mesh.shape == (32,)
 
 
-def test_a_mesh_that_is_known_to_be_no_better_is_not_built(monkeypatch):
-    built = []
-    build = search.strategies.build
-    monkeypatch.setattr(
-        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
-    )
+def test_a_mesh_that_is_known_to_be_no_better_is_not_built(built):
     free = searched(1e12)
     assert set(built) == set(CLUSTER.mesh_shapes()) == {mesh.shape for mesh in free.bounds}
     assert all(bound <= free.solution.objective for mesh, bound in free.bounds.items() if mesh == free.mesh)
@@ -127,13 +136,8 @@ def test_where_the_first_mesh_does_not_fit_and_another_may_that_is_solved_at_onc
     assert caught.value.least > 0.1 * whole
 
 
-def test_a_way_that_does_not_fit_in_equal_parts_costs_one_mesh_however_much_time_there_is(monkeypatch):
+def test_a_way_that_does_not_fit_in_equal_parts_costs_one_mesh_however_much_time_there_is(built):
     """All meshes of it were built and solved where two seemed quick: the ways that fit then had no time."""
-    built = []
-    build = search.strategies.build
-    monkeypatch.setattr(
-        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
-    )
     with pytest.raises(Beaten) as caught:
         searched(1e3, cutoff=1e30, lessons=Lessons(quick=True))
     assert built == [(8,)] and caught.value.least > 1e3 and not caught.value.wider
@@ -145,13 +149,8 @@ def test_a_way_that_does_not_fit_in_equal_parts_costs_one_mesh_however_much_time
     assert on_all.solution.objective <= found.solution.objective
 
 
-def test_a_textbook_method_that_does_not_fit_in_equal_parts_has_no_program_built(monkeypatch):
+def test_a_textbook_method_that_does_not_fit_in_equal_parts_has_no_program_built(built):
     """What it says of seconds is below what it says where it fits."""
-    built = []
-    build = search.strategies.build
-    monkeypatch.setattr(
-        search.strategies, "build", lambda *args, **options: built.append(args[3].mesh.shape) or build(*args, **options)
-    )
     traced, groups, rules = grouped()
     shared = tables.Shared(traced, groups)
 
