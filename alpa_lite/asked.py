@@ -13,12 +13,15 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import STEPS, Deadline
 from alpa_lite.passes.sharding.strategies import MERGING
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan import Plan
 from alpa_lite.strategy import Rule
+
+REPAID = f"it would take longer than {STEPS} steps could win back"
+"""What notes begin with on what could save too little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +85,14 @@ class Asked:
         """The same, to be answered within so many seconds from now, or what is left; as of `Deadline.within`."""
         return replace(self, deadline=self.deadline.within(seconds, least))
 
+    def repaying(self, seconds: float) -> Asked:
+        """The same, for what repays no more than so many seconds of search."""
+        return replace(self, deadline=self.deadline.repaying(seconds))
+
     @property
     def ran_out(self) -> str:
-        """What notes on something that was not searched begin with."""
-        return f"search_time_limit={self.options.search_time_limit:g} s"
+        """What notes on something that was not searched begin with: why there was no more time."""
+        return REPAID if self.deadline.little else f"search_time_limit={self.options.search_time_limit:g} s"
 
     @cached_property
     def plan(self) -> Plan | None:

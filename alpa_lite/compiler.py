@@ -256,7 +256,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     except Slower as slower:
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
     except OutOfTime as late:
-        why, note = "not searched in time", f"{asked.ran_out}: {str(late) or 'pipelines were not searched'}"
+        why, note = "not searched in time", str(late)
     except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
         if mesh is None:
             if reason is None:
@@ -291,14 +291,18 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     exceeds the limit by no more than `OVERTIME`, or whatever it takes where one mesh is very slow (`promise.DIRE`).
 
     Raises:
-      Slower, OutOfTime: with such a plan, as `pipelining.pipeline`, and its other errors.
+      Slower, OutOfTime: with such a plan, as `pipelining.pipeline`, and its other errors. The latter says why.
     """
     if mesh is None or mesh.whole is None:
         return pipelining.pipeline(run, step, asked)
     patience = repaid(mesh.whole, mesh.seconds)
     late = asked.deadline.left + OVERTIME * asked.options.search_time_limit < pipelining.shortest(run)
     must = promise.is_hoped_for(mesh.whole, mesh.seconds, promise.DIRE if late else promise.HOPE)
-    return pipelining.pipeline(run, step, asked.within(patience), below=mesh.seconds, must=must)
+    asked = asked.repaying(patience)
+    try:
+        return pipelining.pipeline(run, step, asked, below=mesh.seconds, must=must)
+    except OutOfTime as late:
+        raise OutOfTime(f"{asked.ran_out}: {str(late) or 'pipelines were not searched'}") from late
 
 
 def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite import textbook_first
 from alpa_lite.analysed import Analyse, Analysed
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import REPAID, Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.passes import factors, microbatches, programs, sharding
@@ -29,7 +29,7 @@ from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.outcomes import Chosen, Outcome, Rest, Solve, Unfinished, Way, unknown
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.sharding import computing, search, worth
-from alpa_lite.passes.sharding.deadline import STEPS, Deadline
+from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import planning, promise, staging
@@ -37,9 +37,6 @@ from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.runner import Passes
 from alpa_lite.strategy import Rule
 from alpa_lite.textbook_first import TextbookPlans
-
-REPAID = f"it would take longer than {STEPS} steps could win back"
-"""What notes begin with on what could save too little."""
 
 MAX_LAYERS = 72
 """The most layers that a forward pass is cut into: 64 parts of repeated blocks, and what is before and behind them."""

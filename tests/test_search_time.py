@@ -9,10 +9,11 @@ import pytest
 
 import alpa_lite
 from alpa_lite import compiler, pipelining
+from alpa_lite.asked import Asked
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Options
 from alpa_lite.passes import stages
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.stages import promise, submeshes
 from tests.mlps import mlp, two_machines
 
@@ -103,7 +104,7 @@ def test_what_is_hoped_for_exceeds_the_limit_by_a_fifth_at_most(monkeypatch, com
     monkeypatch.setattr(promise, "least_seconds", lambda whole: 0.0)
     monkeypatch.setattr(pipelining, "pipeline", lambda *given, below, must: seen.append(must))
     asked: Any = SimpleNamespace(
-        deadline=Deadline(left), options=Options(method=alpa_lite.Auto()), within=lambda seconds: asked
+        deadline=Deadline(left), options=Options(method=alpa_lite.Auto()), repaying=lambda seconds: asked
     )
     whole = SimpleNamespace(found=SimpleNamespace(compute_seconds=computing))
     mesh: Any = SimpleNamespace(whole=whole, seconds=1.0)
@@ -111,6 +112,21 @@ def test_what_is_hoped_for_exceeds_the_limit_by_a_fifth_at_most(monkeypatch, com
     assert asked.options.search_time_limit == 30.0
     compiler.pipeline(run, SimpleNamespace(), asked, mesh)  # type: ignore[arg-type]
     assert seen == [must]
+
+
+@pytest.mark.parametrize(
+    ("gain", "left", "why"),
+    [(0.01, 20.0, "it would take longer than 100 steps could win back"), (9.0, 2.0, "search_time_limit=30 s")],
+)  # fmt: skip
+def test_a_pipeline_that_is_not_searched_says_whether_it_is_for_want_of_time(monkeypatch, gain, left, why) -> None:
+    """Choosing stages and planning them takes 10.8 s at least, 2.7 times as long as tracing."""
+    options = Options(method=alpa_lite.Auto())
+    asked = Asked(options, MACHINES, lambda *given: None, deadline=Deadline(left, lambda: 0.0))
+    monkeypatch.setattr(compiler, "repaid", lambda whole, seconds: worthwhile(gain))
+    monkeypatch.setattr(promise, "is_hoped_for", lambda *given: False)
+    run, mesh = SimpleNamespace(seconds={"tracing": 4.0}), SimpleNamespace(whole=SimpleNamespace(), seconds=1.0)
+    with pytest.raises(OutOfTime, match=f"^{why}: pipelines were not searched$"):
+        compiler.pipeline(run, SimpleNamespace(), asked, mesh)  # type: ignore[arg-type]
 
 
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:

@@ -220,7 +220,7 @@ class _Search(Generic[T]):
             least = min(least, min(self.known(late).values(), default=0.0))
         gain = min(below, found.seconds) - least
         deadline = deadline.search(self.begun)
-        deadline = deadline.within(deadline.patience(max(gain, 0.0)))
+        deadline = deadline.repaying(deadline.patience(max(gain, 0.0)))
         if found.free < below:
             self.rest(deadline.within(REST * deadline.left))
         return self.until(deadline, below, must=must)
@@ -244,8 +244,8 @@ class _Search(Generic[T]):
             return False
         if self.best is None:
             return True
-        late, little = self.is_late(way), self.deadline.patience(self.gain(way)) < self.longest(way)
-        if (late or little) and not self.is_due(way):
+        if self.deadline.patience(self.gain(way)) < self.longest(way) and not self.is_due(way):
+            late = self.is_late(way) and not self.deadline.little
             (self.skipped if late else self.little).append(way)
             return False
         return True
@@ -308,8 +308,9 @@ class _Search(Generic[T]):
         return found
 
     def on_all(self, found: Outcome[T], deadline: Deadline) -> Outcome[T]:
-        """The best plan of a way, the meshes that were not searched yet among them."""
-        return found if found.rest is None or deadline.over else found.rest(deadline)
+        """The best plan of a way, the meshes that were not searched yet among them, or why they are not."""
+        late = deadline.over and not deadline.little
+        return found if found.rest is None or late else found.rest(deadline)
 
     def columns(self) -> None:
         """One column for each of what may be computed again; what is likely to be the fastest is next.

@@ -39,13 +39,15 @@ class Deadline:
 
     Attributes:
       seconds: from its beginning to its end.
+      little: whether it ends there since more could not be won back, not for want of time.
     """
 
     def __init__(
-        self, seconds: float = math.inf, clock: Clock = time.perf_counter, begun: float | None = None
+        self, seconds: float = math.inf, clock: Clock = time.perf_counter, begun: float | None = None,
+        little: bool = False,
     ) -> None:  # fmt: skip
         """`clock` says what time it is; tests set it. A search that is limited began when it said `begun`, or now."""
-        self.seconds, self._clock = seconds, clock
+        self.seconds, self.little, self._clock = seconds, little, clock
         self._end = clock() + seconds
         self._begun = begun if begun is not None else clock() if math.isfinite(seconds) else math.inf
 
@@ -75,11 +77,15 @@ class Deadline:
           seconds: at most; as many as are left, if that is less.
           least: even where fewer are left, and the limit is exceeded by it.
         """
-        return Deadline(max(min(seconds, self.left), least), self._clock, self._begun)
+        return Deadline(max(min(seconds, self.left), least), self._clock, self._begun, self.little)
+
+    def repaying(self, seconds: float) -> Deadline:
+        """As `within`, for what repays no more than so many seconds."""
+        return Deadline(min(seconds, self.left), self._clock, self._begun, self.little or seconds < self.left)
 
     def search(self, before: Deadline | None = None) -> Deadline:
         """The same limit for a search that begins now, or that began with the deadline of another."""
-        return Deadline(self.left, self._clock, None if before is None else before._begun)
+        return Deadline(self.left, self._clock, None if before is None else before._begun, self.little)
 
     def patience(self, gain: float) -> float:
         """Seconds that the search may go on for what can save `gain` seconds a step at most; without a limit, all."""

@@ -166,7 +166,7 @@ class Race:
         gain, takes = self._cutoff(mesh) - self.bounds.get(mesh, self.at_peak), 2 * self.entering(mesh)
         if deadline.patience(gain) >= takes:
             return ""
-        status = LATE if deadline.left < takes else LITTLE
+        status = LATE if deadline.left < takes and not deadline.little else LITTLE
         self._put(self.method, mesh, None, status)
         return status
 
@@ -256,7 +256,8 @@ class Race:
             del waiting[number]
             limit = deadline.share(parts, 0.0 if self.best else _RESERVE * begun)
             patience = deadline.patience(cutoff - bound.seconds) if known else math.inf
-            status = "cutoff" if bound.seconds >= cutoff else LITTLE if patience <= 0 < deadline.left else LATE
+            little = deadline.little or patience <= 0 < deadline.left
+            status = "cutoff" if bound.seconds >= cutoff else LITTLE if little else LATE
             limit = min(limit, patience)
             if status == "cutoff" or (limit <= 0 and (known or self._rows)):
                 self._put(self.method, problem.mesh, None, status)

@@ -218,7 +218,7 @@ def _all(
     """The rest of a search: all meshes. Raises as `search`."""
     bounding, count = deadline.within(_BOUNDING * deadline.left), len(race.meshes)
     late: list[Problem] = []
-    while waiting and not bounding.over:
+    while waiting and (deadline.over or not bounding.over):  # what is not entered at the end is told why
         problem = waiting.pop(0)
         refusal = race.refusal(problem.mesh, deadline)
         if not refusal:

@@ -73,7 +73,7 @@ def find_batch(
             if state:
                 raise SignatureError(
                     f"cannot tell which argument is the batch: {listed}. {settle}, or return the arguments that are "
-                    "state"
+                    "state; with batch_argnums=() the step is planned without a batch"
                 )
             return Batch(frozenset(), f"no argument was taken as the batch: {listed}. {settle}")
         units, leading = [units[k] for k in kept], [leading[k] for k in kept]

@@ -235,6 +235,16 @@ def test_a_search_goes_on_no_longer_than_it_repays() -> None:
         assert model.tried == tried
 
 
+def test_what_is_left_out_since_it_repays_too_little_is_not_said_to_be_late() -> None:
+    """Of the time 100 s are left, but nothing of what a hundred steps repay that may take 2 ms less."""
+    model = Model(budget=11.0, slower=0.5, unit=1e-3)
+    chosen = model.best(seconds=3.5)
+    assert chosen.rest is not None and chosen.late
+    model.now += 100.0
+    longer = chosen.rest(Deadline(100.0, clock=lambda: model.now))
+    assert longer.late == () and longer.little == chosen.late
+
+
 def test_where_nothing_fitted_in_the_time_the_search_goes_on() -> None:
     model = Model(budget=30.0, slower=0.0, missing=0.0)  # says nothing of bytes
     with pytest.raises(Unfinished) as stopped:

@@ -49,6 +49,15 @@ def test_only_what_is_over_is_interrupted():
         deadline.check()
 
 
+def test_what_ends_since_it_repays_no_more_says_so():
+    clock = Clock()
+    deadline = Deadline(10.0, clock)
+    little, late = deadline.repaying(4.0), deadline.repaying(40.0)
+    assert (little.left, little.little) == (4.0, True) and (late.left, late.little) == (10.0, False)
+    assert little.within(9.0).little and little.search().little and little.repaying(9.0).little
+    assert not late.within(1.0).little and not late.search().little
+
+
 def test_without_seconds_there_is_no_end():
     deadline = Deadline(clock=Clock())
     assert math.isinf(deadline.left) and not deadline.over and deadline.within(3.0).left == 3.0

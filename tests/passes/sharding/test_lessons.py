@@ -180,6 +180,19 @@ def test_meshes_that_could_save_too_little_are_left_out():
         assert found.solution.bound <= found.solution.objective <= first.solution.objective
 
 
+@pytest.mark.parametrize(("repaid", "status"), [(0.0, search.LITTLE), (60.0, search.LATE)])
+def test_a_mesh_that_is_left_out_is_said_to_be_too_late_only_for_want_of_time(repaid: float, status: str):
+    """60 s are left when the search stops at its first meshes, and it is not worth more, or the time is over."""
+    now = [0.0]
+    deadline = Deadline(60.0, lambda: now[0])
+    first = searched(1e12, cutoff=1e30, lessons=Lessons(quick=True), deadline=deadline)
+    assert first.rest is not None
+    if status == search.LATE:
+        now[0] += 60.0
+    found = first.rest(deadline.repaying(repaid))
+    assert {row.mesh_shape: row.status for row in found.candidates}[2, 2, 2] == status
+
+
 @pytest.mark.parametrize(("name", "batch"), [("mlp", 64), ("gpt", 8), ("moe", 16)])
 def test_no_mesh_undercuts_equal_parts_on_all_devices(name: str, batch: int):
     """Neither in seconds nor in bytes, whatever the layouts; where all divides, some layouts reach them nearly."""
