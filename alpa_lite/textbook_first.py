@@ -10,7 +10,8 @@ micro-batches are another step, whose analysis takes as long again: they are loo
 their bound is below all that was found by then. What cannot undercut the best plan known is left out:
 
 - where the state in the blocks of the method exceeds the memory, no plan of it fits;
-- where an equal part of all that lives does, none of any method fits, and no program is built;
+- where an equal part of all that lives does, none of any method fits, and no program is built unless more micro-batches
+  may fit: its bound is one of theirs, too;
 - where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
@@ -34,7 +35,7 @@ from alpa_lite.passes.programs import ways
 from alpa_lite.passes.programs.outcomes import Outcome, Way
 from alpa_lite.passes.sharding import search
 from alpa_lite.passes.sharding.deadline import Deadline
-from alpa_lite.passes.sharding.lessons import Bounds, Lessons
+from alpa_lite.passes.sharding.lessons import Beaten, Bounds, Lessons
 from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
 from alpa_lite.runner import Passes
 
@@ -124,7 +125,10 @@ def _solved(
         whole = analyse(Way()).shared.facts
         if not may_be_cut(whole, way.count * asked.cluster.num_devices):
             raise MicrobatchError(f"{way} have too few examples for {asked.cluster.num_devices} devices")
-    about = analyse(way)
+    for (less, same, _), one in known.items():
+        if same == method and less.count < way.count and not one.may_undercut(cutoff):
+            raise Beaten(one.bounds)
+    about, named = analyse(way), method
     if method == Zero(stage=1) and not _adds_up(about):
         method = Zero(stage=2)
     settled = about.settled(asked.cluster)
@@ -133,6 +137,7 @@ def _solved(
             about.loop.traced, about.groups, about.rules, asked.cluster, method, budget=asked.budget,
             shared=about.shared, time_limit=min(EACH, asked.options.solver_time_limit), cutoff=cutoff, settled=settled,
         )  # fmt: skip
+    known[way, named, cutoff] = known[way, method, cutoff]
     found = run("sharding", known[way, method, cutoff].found, below)
     plans[way] = (*plans.get(way, ()), (name, found))
     return Outcome(found, settled(found), found.free, 0, found.mesh, found.bounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,10 +88,11 @@ def test_where_the_search_finds_nothing_the_best_textbook_plan_is_returned(monke
     assert plan.solver.status == "feasible" and plan.solver.bound < plan.solver.objective
 
 
-def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monkeypatch) -> None:
-    """Eight examples on eight devices: of two micro-batches, neither can be cut over the devices."""
+@pytest.fixture
+def analysed(monkeypatch) -> Callable[..., list[int]]:
+    """The numbers of micro-batches that a method analyses below some multiple of its bound, in 12 MiB a device."""
 
-    def analysed(batch: int) -> list[int]:
+    def counts_of(method: Any, batch: int, multiple: float = math.inf) -> list[int]:
         counts: list[int] = []
         looped, evaluated = one_mesh.looped, textbook_first.evaluated
 
@@ -101,11 +103,12 @@ def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monk
         def alone(*given: Any) -> None:
             with monkeypatch.context() as within:
                 within.setattr(one_mesh, "looped", noted)
-                evaluated(*given).below(math.inf, unknown)
+                found = evaluated(*given)
+                found.below(multiple * found.left[0].free, unknown)
             raise RuntimeError("only this phase is of interest")
 
         with monkeypatch.context() as outer:
-            outer.setattr(textbook_first, "METHODS", {"Zero(2)": alpa_lite.Zero(2)})
+            outer.setattr(textbook_first, "METHODS", {"the method": method})
             outer.setattr(textbook_first, "evaluated", alone)
             state = {"a": jax.ShapeDtypeStruct((64, 4096), "float32")}
             x = jax.ShapeDtypeStruct((batch, 512, 64), "float32")
@@ -115,9 +118,21 @@ def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(monk
                 )
         return counts
 
-    first, *others = analysed(batch=64)  # enough examples for the number of micro-batches that may fit
+    return counts_of
+
+
+def test_micro_batches_that_do_not_divide_over_the_devices_are_not_analysed(analysed) -> None:
+    """Eight examples on eight devices: of two micro-batches, neither can be cut over the devices."""
+    first, *others = analysed(alpa_lite.Zero(2), batch=64)  # enough for the number of micro-batches that may fit
     assert first == 1 and others
-    assert analysed(batch=8) == [1]
+    assert analysed(alpa_lite.Zero(2), batch=8) == [1]
+
+
+def test_more_micro_batches_are_not_analysed_where_the_program_of_fewer_shows_that_they_are_slower(analysed) -> None:
+    """Tensor parallelism sums activations, which takes far longer than the products that bound what does not fit."""
+    method = alpa_lite.TensorParallel()
+    assert analysed(method, batch=64, multiple=2.0) == [1]
+    assert len(analysed(method, batch=64)) > 1
 
 
 def test_without_a_loop_that_adds_up_gradients_zero_1_is_not_evaluated_again(monkeypatch) -> None:

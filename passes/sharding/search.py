@@ -38,7 +38,7 @@ from alpa_lite.passes.sharding import bans, computing, limits, strategies, table
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.hiding import Hiding
-from alpa_lite.passes.sharding.lessons import Lessons, ordered
+from alpa_lite.passes.sharding.lessons import Bounds, Lessons, ordered
 from alpa_lite.passes.sharding.overlapped import OverlappedRace
 from alpa_lite.passes.sharding.race import CLOSED, LATE, LITTLE, Found, Plain, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
@@ -167,9 +167,18 @@ class Restricted:
         Raises:
           Beaten: no plan within the budget was found below the cutoff.
         """
-        if self._race.overflows or self._least >= self._race.speedup * below or self._solved.best is None:
+        if self._race.overflows or not self.may_undercut(below) or self._solved.best is None:
             raise self._race.beaten()
         return self._race.found()
+
+    def may_undercut(self, seconds: float) -> bool:
+        """Whether a plan of some memory may take less than so many seconds, by the bound of the program."""
+        return self._least < self._race.speedup * seconds
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of the mesh, as far as that is known."""
+        return dict(self._race.bounds)
 
 
 def unsearched(
