@@ -12,7 +12,6 @@ brought to float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +43,12 @@ def _copied(segments: Segments, segment: Segment, sizes: _Sizes) -> float:
     members = {w for pack in segments.packs if segment.kind in pack.readers for w in pack.members}
     parts = [b for w, b in zip(segment.inputs, segment.binds, strict=True) if w in members or w.kind == "slice"]
     packed = {register for registers in parts for register in registers}
-    needed = {r for i in segment.instructions if sizes.item(i).kind in ("library", "control") for r in reads(i)}
-    return float(sum(sizes.bytes(register) for register in packed & needed))
+    needed: set[int] = set()
+    for instruction in segment.instructions if packed else ():
+        read = packed.intersection(reads(instruction))
+        if read and sizes.item(instruction).kind in ("library", "control"):
+            needed |= read
+    return float(sum(sizes.bytes(register) for register in needed))
 
 
 class _Sizes:
@@ -124,15 +127,12 @@ class _Sizes:
         if not isinstance(instruction, Compute):
             return Item("library", operands, results, 0)
         found = fusion.item_of(instruction.op, self.values)
-        if found.kind == "reduce" and self.on_cpu:
-            found = replace(found, kind="library")
-        through = operands if found.kind == "reduce" else results
+        kind = "library" if found.kind == "reduce" and self.on_cpu else found.kind
+        through = operands if kind == "reduce" else results
         update = found.update
         if update[1]:
             place = instruction.op.operands.index(update[0])
             written = instruction.operands[place]
             update = (-1, 0) if isinstance(written, Lit) else (written, update[1])
-        return replace(
-            found, operands=operands, results=results, elements=max((self.elements(r) for r in through), default=0),
-            update=update,
-        )  # fmt: skip
+        elements = max([self.elements(r) for r in through], default=0)
+        return Item(kind, operands, results, elements, found.partly, found.row, update, found.expensive)
