@@ -6,7 +6,7 @@ other, in fresh processes, and what counts are the ratios. Beyond tracing, which
 
     python benchmarks/outside_against.py ../before                 every case, against the checkout in ../before
     python benchmarks/outside_against.py ../before gpt2-xl unet    the named cases; others keep their results
-    python benchmarks/outside_against.py ../before --of toy        the cases of one kind: issue, published or toy
+    python benchmarks/outside_against.py ../before --of toy        those of one kind: issue, published, unusual or toy
 
 writes benchmarks/results/outside_against.json and outside_against.md. A checkout is made by
 `git worktree add ../before COMMIT`.
@@ -24,7 +24,7 @@ from typing import Any
 
 import cases_apart
 import kept_rows
-from outside_models import prepare
+from outside_models import KINDS, prepare
 
 HERE = Path(__file__).resolve().parent.parent
 RESULTS = HERE / "benchmarks" / "results"
@@ -36,12 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="another checkout")
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--of", choices=("issue", "published", "toy"))
+    parser.add_argument("--of", choices=KINDS)
     parser.add_argument("--limit", type=float, default=400, help="seconds of each planning")
     parser.add_argument("--memory", type=float, default=16, help="GiB of each planning")
     arguments = parser.parse_args()
     prepare()
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     path = RESULTS / "outside_against.json"
     for name in arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]:
@@ -75,7 +75,7 @@ def planned(name: str, checkout: Path, limit: float, memory: float) -> dict[str,
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     lines = [
         "# Models from outside, by two checkouts",

@@ -32,7 +32,8 @@ class Case:
       options: of `make_plan`, the method aside.
       method: the name of a method, and its arguments.
       target: planning seconds on a quiet machine of two cores; None without one.
-      of: "issue" for the cases that were reported, "published" for models at published sizes, "toy" for small ones.
+      of: "issue" for the cases that were reported, "published" for models at published sizes, "unusual" for steps that
+        are not one loss and one optimizer, "toy" for small ones.
     """
 
     build: Callable[[], Built]

@@ -1,7 +1,7 @@
 """Further models of Hugging Face's Flax at published sizes, none of which the search was made or tuned on.
 
-`CASES` are all of `outside_models.py`: these, and those of `outside_habits.py`. Models whose code does not run on both
-ends of the JAX that is supported, such as T5 (`jnp.clip` lost an argument), are left out.
+`CASES` are these, and those of `outside_habits.py`. Models whose code does not run on both ends of the JAX that is
+supported, such as T5 (`jnp.clip` lost an argument), are left out.
 """
 
 from __future__ import annotations

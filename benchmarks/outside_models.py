@@ -1,14 +1,14 @@
 """Planning of models from outside this project: how long it takes, and how good the plans are.
 
-Each case of `outside_cases.py`, `outside_habits.py` and `outside_further.py` is planned in a fresh process, with a time
-limit and a memory limit, and then with every textbook method. Times are wall seconds of `make_plan`, verification
-included, and CPU seconds of the process: on a shared machine, compare the latter. MFU is predicted: FLOPs of the step's
-products over what the devices could do in the predicted step. The best textbook method is the fastest of those that
-fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are searched,
-not lowered (`textbook_plans.py`).
+Each case of `outside_cases.py`, `outside_habits.py`, `outside_further.py` and `outside_unusual.py` is planned in a
+fresh process, with a time limit and a memory limit, and then with every textbook method. Times are wall seconds of
+`make_plan`, verification included, and CPU seconds of the process: on a shared machine, compare the latter. MFU is
+predicted: FLOPs of the step's products over what the devices could do in the predicted step. The best textbook method
+is the fastest of those that fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share
+one trace, and are searched, not lowered (`textbook_plans.py`).
 
     python benchmarks/outside_models.py                     every case (needs the extra `outside`)
-    python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published or toy
+    python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published, unusual or toy
     python benchmarks/outside_models.py bert-large          the named cases; others keep their results
     python benchmarks/outside_models.py --no-textbook ...   without the textbook methods; those keep their results
     python benchmarks/outside_models.py --only-textbook ... the textbook methods alone; plans keep their results
@@ -34,6 +34,7 @@ import cases_apart
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+KINDS = ("issue", "published", "unusual", "toy")
 TEXTBOOK = ("DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)", "TensorParallel()")
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     """Runs cases and writes the results, or one case within this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--of", choices=("issue", "published", "toy"))
+    parser.add_argument("--of", choices=KINDS)
     parser.add_argument("--limit", type=float, default=400, help="seconds of each case, textbook methods aside")
     parser.add_argument("--memory", type=float, default=16, help="GiB of each case")
     parser.add_argument("--search-time-limit", type=float, help="as of make_plan; its own default if left out")
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--textbook", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     prepare()
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     names = arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]
     if arguments.list:
@@ -93,7 +94,7 @@ def one(name: str, arguments: argparse.Namespace) -> None:
         print(f"  textbook: {json.dumps(row['textbook'])}", flush=True)
     if arguments.dry:
         return
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     rows = json.loads(path.read_text()) if path.exists() else {}
     rows[name] = row
@@ -123,7 +124,7 @@ def cluster_of(case: Any) -> Any:
 
 def planner(name: str) -> Any:
     """A function that plans a case with some method."""
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     import alpa_lite
 
@@ -140,7 +141,7 @@ def planner(name: str) -> Any:
 
 def method_of(name: str) -> Any:
     """The method that a case asks for."""
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     import alpa_lite
 
@@ -173,7 +174,7 @@ def measure(name: str, out: Path, limit: float | None) -> None:
 
 def textbook(name: str, out: Path, limit: float | None) -> None:
     """Searches a case with every textbook method and writes their seconds a step, or why there are none."""
-    from outside_further import CASES
+    from outside_unusual import CASES
     from textbook_plans import Textbook
 
     import alpa_lite
@@ -222,15 +223,16 @@ def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
-    from outside_further import CASES
+    from outside_unusual import CASES
 
     lines = [
         "# Models from outside",
         "",
-        "`python benchmarks/outside_models.py`: steps that nobody here wrote, planned in fresh processes. Step, MFU",
-        "and textbook seconds are predictions of one cost model. The load is the machine's before the case began: the",
-        "search is limited by wall seconds, so that above the number of cores (two here) it finds less than it would.",
-        "Tracing is mostly JAX's own, which plain `jit` does, too.",
+        "`python benchmarks/outside_models.py`: train steps of other libraries and habits, planned in fresh processes.",
+        "Step, MFU and textbook seconds are predictions of one cost model. The load is the machine's before the case",
+        "began: the search is limited by wall seconds, so that above the number of cores (two here) it finds less than",
+        "it would. Tracing is JAX's own work but for a seventh, and plain `jit` takes as long: it tells how fast the",
+        "machine was.",
         "",
         "| case | cluster | planned s | CPU s | tracing s | target s | load | step s | MFU | plan | textbook "
         "| Auto / textbook |",
@@ -253,7 +255,7 @@ def table(rows: dict[str, Any]) -> str:
             f"{plan['step_seconds'] / best[1]:.2f}{' WORSE' if worse else ''}" if best else "-",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    for of in ("issue", "published", "toy"):
+    for of in KINDS:
         planned = [row for name, row in rows.items() if CASES[name].of == of and "seconds" in row]
         if planned:
             seconds = [row["seconds"] for row in planned]
