@@ -163,6 +163,8 @@ def test_more_micro_batches_of_a_method_are_analysed_only_where_their_bound_is_b
 
     searched = {LogicalMesh((8,), ("x",)): 2.0, LogicalMesh((4, 2), ("x", "y")): 0.5}  # with any operations
     assert evaluated().below(1.9, lambda way: searched) is None and tried == [Way(1)]
+    found = evaluated().below(1.995, lambda way: searched)  # fewer groups are tied than where 2 s are the bound
+    assert found is not None and found.best == Way(4)
     known = evaluated()
     assert tried == [Way(1)]
     assert known.below(0.99, unknown) is None and tried == [Way(1)]
