@@ -301,8 +301,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     asked = asked.repaying(patience)
     try:
         return pipelining.pipeline(run, step, asked, below=mesh.seconds, must=must)
-    except OutOfTime as late:
-        raise OutOfTime(f"{asked.ran_out}: {str(late) or 'pipelines were not searched'}") from late
+    except OutOfTime as error:
+        raise OutOfTime(f"{asked.ran_out}: {str(error) or 'pipelines were not searched'}") from error
 
 
 def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:

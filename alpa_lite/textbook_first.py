@@ -142,14 +142,14 @@ def _solved(
     about, named = analyse(way), method
     if method == Zero(stage=1) and not _adds_up(about):
         method = Zero(stage=2)
-    settled = about.settled(asked.cluster)
-    if (way, method, cutoff) not in known:
-        known[way, method, cutoff] = search.Restricted(
+    settled, key = about.settled(asked.cluster), (way, method, cutoff)
+    if key not in known:
+        known[key] = search.Restricted(
             about.loop.traced, about.groups, about.rules, asked.cluster, method, budget=asked.budget,
             shared=about.shared, time_limit=min(EACH, asked.options.solver_time_limit), cutoff=cutoff, settled=settled,
         )  # fmt: skip
-    known[way, named, cutoff] = known[way, method, cutoff]
-    found = run("sharding", known[way, method, cutoff].found, below)
+    known[way, named, cutoff] = known[key]  # so that it bounds further ways of the method that was named
+    found = run("sharding", known[key].found, below)
     plans[way] = (*plans.get(way, ()), (name, found))
     return Outcome(found, settled(found), found.free, 0, found.mesh, found.bounds)
 

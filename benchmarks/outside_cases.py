@@ -53,6 +53,16 @@ def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+def random_key() -> Any:
+    """The shape of a key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def initial(model: Any, *given: Any) -> Any:
+    """The shapes of a model's variables."""
+    return jax.eval_shape(model.init, jax.random.key(0), *given)
+
+
 def token_loss(logits: Any, labels: Any) -> Any:
     """Mean cross entropy of tokens, in float32."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
@@ -67,7 +77,7 @@ def adam_step(loss: Callable[..., Any], params: Any, *batch: Any, rng: bool = Fa
         return state.apply_gradients(grads=grads), value
 
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=loss, params=p, tx=optax.adamw(1e-4)), params)
-    keys = (jax.eval_shape(lambda: jax.random.key(0)),) if rng else ()
+    keys = (random_key(),) if rng else ()
     return step, (state, *batch, *keys)
 
 
@@ -232,7 +242,7 @@ def linen_gpt(
     """Next-token prediction with the GPT above."""
     model = GPT(layers, hidden, heads, vocabulary, length, causal, dtype)
     ids = shape(batch, length)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, length))
+    params = initial(model, shape(1, length))
 
     def loss(params: Any, ids: Any) -> Any:
         logits: Any = model.apply(params, ids)
@@ -298,7 +308,7 @@ class Llama(nn.Module):
 def linen_llama(batch: int, length: int, scan: bool, layers: int = 32) -> Built:
     """A Llama of 7 B parameters."""
     model = Llama(layers, 4096, 32, 11008, 32000, scan)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, length))
+    params = initial(model, shape(1, length))
 
     def loss(params: Any, ids: Any) -> Any:
         logits: Any = model.apply(params, ids)
@@ -323,7 +333,7 @@ class MLP(nn.Module):
 def linen_mlp(batch: int, features: int, *widths: int) -> Built:
     """Classification by dense layers."""
     model = MLP(widths)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, features, dtype=jnp.float32))
+    params = initial(model, shape(1, features, dtype=jnp.float32))
 
     def loss(params: Any, x: Any, labels: Any) -> Any:
         return token_loss(model.apply(params, x), labels)
@@ -334,7 +344,7 @@ def linen_mlp(batch: int, features: int, *widths: int) -> Built:
 def accumulating(batch: int, parts: int, features: int, *widths: int) -> Built:
     """A step that accumulates gradients over parts of its batch in a scan of its own."""
     model = MLP(widths)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, features, dtype=jnp.float32))
+    params = initial(model, shape(1, features, dtype=jnp.float32))
     optimizer = optax.adam(1e-3)
 
     def step(params: Any, memory: Any, x: Any, labels: Any) -> Any:
@@ -386,7 +396,7 @@ def linen_unet(batch: int, size: int, width: int, depth: int) -> Built:
     """Denoising."""
     model = UNet(width, depth)
     picture = shape(batch, size, size, 3, dtype=jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, size, size, 3, dtype=jnp.float32))
+    params = initial(model, shape(1, size, size, 3, dtype=jnp.float32))
 
     def loss(params: Any, noisy: Any, clean: Any) -> Any:
         return jnp.mean((model.apply(params, noisy) - clean) ** 2)
@@ -418,7 +428,7 @@ def linen_autoencoder(batch: int, size: int, *widths: int) -> Built:
     """Reconstruction."""
     model = Autoencoder(widths, 64)
     picture = shape(batch, size, size, 3, dtype=jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, size, size, 3, dtype=jnp.float32))
+    params = initial(model, shape(1, size, size, 3, dtype=jnp.float32))
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean((model.apply(params, x) - x) ** 2)

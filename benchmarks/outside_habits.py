@@ -17,9 +17,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from outside_cases import CASES as USUAL
-from outside_cases import Built, Case, hugging_face, mode, shape, token_loss
+from outside_cases import Built, Case, hugging_face, initial, mode, random_key, shape, token_loss
 
 CLIPPED = optax.clip_by_global_norm(1.0)
+
+
+def started(params: Any, optimizer: Any) -> dict[str, Any]:
+    """The shapes of parameters and of what an optimizer remembers of them."""
+    return {"params": params, "memory": jax.eval_shape(optimizer.init, params)}
 
 
 def habits(
@@ -48,10 +53,10 @@ def habits(
             after["average"] = optax.incremental_update(after["params"], state["average"], 1 - average)
         return after, {"loss": value / scale, "norm": optax.global_norm(grads)}
 
-    state = {"params": params, "memory": jax.eval_shape(optimizer.init, params)}
+    state = started(params, optimizer)
     state |= {"scale": shape(dtype=jnp.float32)} if scaled else {}
     state |= {"average": params} if average is not None else {}
-    keys = (jax.eval_shape(lambda: jax.random.key(0)),) if rng else ()
+    keys = (random_key(),) if rng else ()
     return step, (state, *batch, *keys)
 
 
@@ -175,7 +180,7 @@ class ExpertsModel(nn.Module):
 def experts(batch: int, length: int, layers: int, hidden: int) -> Built:
     """Next-token prediction of packed sequences."""
     model = ExpertsModel(layers, hidden)
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(1, length), shape(1, length))
+    params = initial(model, shape(1, length), shape(1, length))
 
     def loss(params: Any, ids: Any, segments: Any) -> Any:
         logits: Any = model.apply(params, ids, segments)
@@ -229,7 +234,7 @@ def diffusion(batch: int, size: int, layers: int, hidden: int, heads: int) -> Bu
     """Prediction of noise, with an average of the weights."""
     model, latents = Diffusion(layers, hidden, heads), shape(batch, size, size, 4, dtype=jnp.float32)
     one = shape(1, size, size, 4, dtype=jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), one, shape(1, dtype=jnp.float32), shape(1))
+    params = initial(model, one, shape(1, dtype=jnp.float32), shape(1))
 
     def loss(params: Any, clean: Any, labels: Any, key: Any) -> Any:
         first, second, third = jax.random.split(key, 3)
@@ -280,7 +285,7 @@ def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
     """Regression on the nodes of one large graph."""
     model, f32 = Graph(rounds, hidden), jnp.float32
     given = shape(nodes, 16, dtype=f32), shape(edges, 4, dtype=f32), shape(edges), shape(edges)
-    params = jax.eval_shape(model.init, jax.random.key(0), *given)
+    params = initial(model, *given)
 
     def loss(params: Any, given: Any, wanted: Any) -> Any:
         return jnp.mean((model.apply(params, *given) - wanted) ** 2)
@@ -301,7 +306,7 @@ def recurrent(batch: int, length: int, width: int, vocabulary: int = 33000) -> B
         return hk.Linear(vocabulary)(hk.dynamic_unroll(core, x, core.initial_state(ids.shape[0]))[0]).swapaxes(0, 1)
 
     model = hk.without_apply_rng(hk.transform(forward))
-    params = jax.eval_shape(model.init, jax.random.key(0), shape(8, length))
+    params = initial(model, shape(8, length))
 
     def loss(params: Any, ids: Any) -> Any:
         return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])

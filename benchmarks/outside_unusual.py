@@ -16,29 +16,14 @@ import jax.numpy as jnp
 import optax
 import outside_networks as networks
 from flax import traverse_util
-from outside_cases import Built, Case, Llama, hugging_face, shape, token_loss
+from outside_cases import Built, Case, Llama, hugging_face, initial, random_key, shape, token_loss
 from outside_further import CASES as BEFORE
-from outside_habits import CLIPPED, habits, weighted
+from outside_habits import CLIPPED, habits, started, weighted
 
 
 def numbers(*dims: int) -> jax.ShapeDtypeStruct:
     """The shape of an argument in float32."""
     return shape(*dims, dtype=jnp.float32)
-
-
-def random_key() -> Any:
-    """The shape of a key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def initial(model: Any, *given: Any) -> Any:
-    """The shapes of a model's variables."""
-    return jax.eval_shape(model.init, jax.random.key(0), *given)
-
-
-def started(params: Any, optimizer: Any) -> dict[str, Any]:
-    """The shapes of parameters and of what an optimizer remembers of them."""
-    return {"params": params, "memory": jax.eval_shape(optimizer.init, params)}
 
 
 def halved(params: Any) -> Any:
