@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, collecting, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
+from alpa_lite import _jax, collecting, frames, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, OrderError
@@ -96,6 +96,7 @@ class Compiled:
         return self.staged.traced
 
 
+@frames.in_one_piece
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
     pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for", shared: bool = False,
@@ -221,6 +222,7 @@ def tracer(
     return tracing.under(_jax.context_mesh(), trace)
 
 
+@frames.in_one_piece
 def same_program(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> bool:
