@@ -12,11 +12,12 @@ of the step, by a run, or by a receive), read any number of times, and ends once
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from alpa_lite.errors import PlanError
 from alpa_lite.layout import Layout, LogicalMesh, local_shape
@@ -40,9 +41,8 @@ class Submesh:
         return range(self.first, self.first + self.mesh.size)
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One array on one submesh.
+class Buffer(NamedTuple):
+    """One array on one submesh. A named tuple, since a pipeline of many micro-batches has a million of them.
 
     Attributes:
       mesh: the number of the submesh.
@@ -175,45 +175,45 @@ class Program:
         """The buffers that a run consumes."""
         return tuple(run.inputs[i] for i in self.executables[run.executable].donated)
 
+    @functools.cached_property
+    def order(self) -> tuple[tuple[int, int], ...]:
+        """One order of all instructions, (submesh, position), that keeps every list's own: what one controller issues.
 
-def order(program: Program) -> tuple[tuple[int, int], ...]:
-    """One order of all instructions, (submesh, position), that keeps every list's own: what one controller issues.
+        Transfers are sent in their global order, and what waits for one goes on as soon as it is sent. Lists take
+        turns, so that no submesh is left far behind. Takes time linear in the number of instructions, once.
 
-    Transfers are sent in their global order, and what waits for one goes on as soon as it is sent. Lists take turns, so
-    that no submesh is left far behind. Takes time linear in the number of instructions.
-
-    Raises:
-      PlanError: the lists wait for each other.
-    """
-    positions = [0] * len(program.lists)
-    out: list[tuple[int, int]] = []
-    receivers: dict[int, int] = {}  # transfer that is not sent yet: the submesh that waits for it
-    senders: dict[int, int] = {}  # transfer whose turn has not come: the submesh that waits to send it
-    turns = deque(range(len(program.lists)))
-    turn = 0
-    while turns:
-        mesh = turns.popleft()
-        position = positions[mesh]
-        if position == len(program.lists[mesh]):
-            continue
-        match program.lists[mesh][position]:
-            case Receive(transfer=number) if number >= turn:
-                receivers[number] = mesh
+        Raises:
+          PlanError: the lists wait for each other.
+        """
+        positions = [0] * len(self.lists)
+        out: list[tuple[int, int]] = []
+        receivers: dict[int, int] = {}  # transfer that is not sent yet: the submesh that waits for it
+        senders: dict[int, int] = {}  # transfer whose turn has not come: the submesh that waits to send it
+        turns = deque(range(len(self.lists)))
+        turn = 0
+        while turns:
+            mesh = turns.popleft()
+            position = positions[mesh]
+            if position == len(self.lists[mesh]):
                 continue
-            case Send(transfer=number) if number != turn:
-                senders[number] = mesh
-                continue
-            case Send(transfer=number):
-                turn += 1
-                turns.extend(w.pop(n) for w, n in ((receivers, number), (senders, turn)) if n in w)
-        out.append((mesh, position))
-        positions[mesh] += 1
-        turns.append(mesh)
-    stuck = [m for m, items in enumerate(program.lists) if positions[m] < len(items)]
-    if stuck:
-        waiting = ", ".join(f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in stuck)
-        raise PlanError(f"the lists of the program wait for each other: {waiting}")
-    return tuple(out)
+            match self.lists[mesh][position]:
+                case Receive(transfer=number) if number >= turn:
+                    receivers[number] = mesh
+                    continue
+                case Send(transfer=number) if number != turn:
+                    senders[number] = mesh
+                    continue
+                case Send(transfer=number):
+                    turn += 1
+                    turns.extend(w.pop(n) for w, n in ((receivers, number), (senders, turn)) if n in w)
+            out.append((mesh, position))
+            positions[mesh] += 1
+            turns.append(mesh)
+        stuck = [m for m, items in enumerate(self.lists) if positions[m] < len(items)]
+        if stuck:
+            waiting = ", ".join(f"submesh {m} at {describe(self, self.lists[m][positions[m]])}" for m in stuck)
+            raise PlanError(f"the lists of the program wait for each other: {waiting}")
+        return tuple(out)
 
 
 def check(program: Program) -> None:
@@ -224,61 +224,65 @@ def check(program: Program) -> None:
     """
     _check_transfers(program)
     kept = {b for group in (*program.constants, *program.numbers) for b in group}
-    live = _given(program)
-    ended: set[int] = set()
+    where = [buffer.mesh for buffer in program.buffers]
+    live: list[set[int]] = [set() for _ in program.submeshes]  # of each submesh
+    for number in _given(program):
+        live[where[number]].add(number)
+    defined = set().union(*live)
 
-    def need(buffer: int, mesh: int, item: Instruction) -> None:
-        if buffer not in live:
-            why = "after its end" if buffer in ended else "before its definition"
-            raise PlanError(f"{describe(program, item)} uses buffer {buffer} ({program.buffers[buffer].name}) {why}")
-        if program.buffers[buffer].mesh != mesh:
-            raise PlanError(f"{describe(program, item)} uses buffer {buffer} of submesh {program.buffers[buffer].mesh}")
+    def need(buffers: Sequence[int], mesh: int, item: Instruction) -> None:
+        if live[mesh].issuperset(buffers):
+            return
+        number = next(b for b in buffers if b not in live[mesh])
+        if number in live[where[number]]:
+            raise PlanError(f"{describe(program, item)} uses buffer {number} of submesh {where[number]}")
+        why = "after its end" if number in defined else "before its definition"
+        raise PlanError(f"{describe(program, item)} uses buffer {number} ({program.buffers[number].name}) {why}")
 
-    def define(buffer: int, mesh: int, item: Instruction) -> None:
-        if buffer in live or buffer in ended:
-            raise PlanError(f"{describe(program, item)} defines buffer {buffer} a second time")
-        if program.buffers[buffer].mesh != mesh:
-            raise PlanError(
-                f"{describe(program, item)} defines buffer {buffer} of submesh {program.buffers[buffer].mesh}"
-            )
-        live.add(buffer)
+    def define(buffers: Sequence[int], mesh: int, item: Instruction) -> None:
+        for number in buffers:
+            if number in defined:
+                raise PlanError(f"{describe(program, item)} defines buffer {number} a second time")
+            if where[number] != mesh:
+                raise PlanError(f"{describe(program, item)} defines buffer {number} of submesh {where[number]}")
+            defined.add(number)
+        live[mesh].update(buffers)
 
-    def end(buffer: int, item: Instruction) -> None:
-        if buffer in kept:
-            raise PlanError(f"{describe(program, item)} ends buffer {buffer}, a constant of the step")
-        live.discard(buffer)
-        ended.add(buffer)
+    def end(buffers: Sequence[int], mesh: int, item: Instruction) -> None:
+        if not kept.isdisjoint(buffers):
+            number = next(b for b in buffers if b in kept)
+            raise PlanError(f"{describe(program, item)} ends buffer {number}, a constant of the step")
+        live[mesh].difference_update(buffers)
 
-    for mesh, position in order(program):
+    for mesh, position in program.order:
         item = program.lists[mesh][position]
         match item:
             case Run(inputs=inputs, outputs=outputs):
                 if program.executables[item.executable].mesh != mesh:
-                    where = program.executables[item.executable].mesh
-                    raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {where}")
-                for number in inputs:
-                    need(number, mesh, item)
-                for number in program.consumed(item):
+                    there = program.executables[item.executable].mesh
+                    raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {there}")
+                need(inputs, mesh, item)
+                consumed = program.consumed(item)
+                for number in consumed:
                     if inputs.count(number) > 1:
                         raise PlanError(f"{describe(program, item)} donates buffer {number}, which it reads twice")
-                    end(number, item)
-                for number in outputs:
-                    define(number, mesh, item)
+                end(consumed, mesh, item)
+                define(outputs, mesh, item)
             case Send(transfer=number):
-                for sent in program.transfers[number].sent:
-                    need(sent, mesh, item)
+                need(program.transfers[number].sent, mesh, item)
             case Receive(transfer=number):
-                for received in program.transfers[number].received:
-                    define(received, mesh, item)
+                define(program.transfers[number].received, mesh, item)
             case Free(buffers=buffers):
-                for number in buffers:
-                    need(number, mesh, item)
-                    end(number, item)
-    leaked = live - kept - set(program.outputs)
+                need(buffers, mesh, item)
+                if len(set(buffers)) < len(buffers):
+                    raise PlanError(f"{describe(program, item)} names one of them twice")
+                end(buffers, mesh, item)
+    remaining = set().union(*live)
+    leaked = remaining - kept - set(program.outputs)
     if leaked:
         names = ", ".join(f"{b} ({program.buffers[b].name})" for b in sorted(leaked)[:5])
         raise PlanError(f"{len(leaked)} buffers are never freed: {names}")
-    missing = set(program.outputs) - live
+    missing = set(program.outputs) - remaining
     if missing:
         raise PlanError(f"outputs of the step are freed before its end: {sorted(missing)}")
 
@@ -334,24 +338,24 @@ def sparing(program: Program, owned: Collection[int]) -> Program:
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """After every instruction in `order`: (submesh, position, bytes per device of live buffers on every submesh).
+    """After every instruction in the program's order: (submesh, position, bytes per device of live buffers on each).
 
     What a transfer brings takes memory from its send on: it may arrive at any time from then, wanted or not.
     """
     held = [0] * len(program.submeshes)
     for number in _given(program):
         held[program.buffers[number].mesh] += program.buffers[number].bytes
-    for (mesh, position), changed in zip(order(program), _changes(program), strict=True):
+    for (mesh, position), changed in zip(program.order, _changes(program), strict=True):
         for where, size in changed:
             held[where] += size
         yield mesh, position, tuple(held)
 
 
 def _changes(program: Program) -> Iterator[list[tuple[int, int]]]:
-    """For every instruction in `order`: (submesh, bytes per device) of the buffers that begin, or end if negative."""
+    """For every instruction in the program's order: (submesh, bytes per device) of buffers that begin, or end (< 0)."""
     where = [(buffer.mesh, buffer.bytes) for buffer in program.buffers]
     gone = [(buffer.mesh, -buffer.bytes) for buffer in program.buffers]
-    for mesh, position in order(program):
+    for mesh, position in program.order:
         match program.lists[mesh][position]:
             case Run() as item:
                 yield [*(where[b] for b in item.outputs), *(gone[b] for b in program.consumed(item))]
@@ -364,7 +368,7 @@ def _changes(program: Program) -> Iterator[list[tuple[int, int]]]:
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
-    """For each submesh the most bytes per device that buffers take between two instructions of `order`."""
+    """For each submesh the most bytes per device that buffers take between two instructions of `Program.order`."""
     held = [0] * len(program.submeshes)
     for number in _given(program):
         held[program.buffers[number].mesh] += program.buffers[number].bytes

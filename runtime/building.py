@@ -33,7 +33,7 @@ from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
-from alpa_lite.program import Free, Program, Run, Send, order
+from alpa_lite.program import Free, Program, Run, Send
 from alpa_lite.report import progress, sentences
 from alpa_lite.runtime import callbacks, compiling, meshes, pacing, placement, presence, relabelling
 from alpa_lite.runtime.across import MoverAcross
@@ -127,7 +127,7 @@ class Builder:
         movers: dict[Any, Mover | MoverAcross] = {}
         others = {*program.outputs, *(buffer for transfer in program.transfers for buffer in transfer.sent)}
         labels: dict[int, Sequence[Any]] = {}  # of the arrays of each transfer to other processes
-        for mesh, position in ordering.issued(program, processes) if several else order(program):
+        for mesh, position in ordering.issued(program, processes) if several else program.order:
             item = program.lists[mesh][position]
             match item:
                 case Run() if self.here[mesh]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, order
+from alpa_lite.program import Executable, Free, Program, Receive, Run, Send
 from alpa_lite.timeline import Event, Timeline
 
 
@@ -37,7 +37,7 @@ def simulate(program: Program, name: str = "predicted", *, cluster: Cluster | No
     arrivals: dict[int, float] = {}
     events: list[Event] = []
     hosts = Dispatching(program, cluster)
-    for mesh, position in order(program):
+    for mesh, position in program.order:
         match program.lists[mesh][position]:
             case Run() as run:
                 start = max(clocks[mesh], hosts.dispatch(mesh))

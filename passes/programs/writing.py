@@ -13,8 +13,9 @@ contradict. An executable consumes the accumulators that it adds to; other buffe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,6 +85,27 @@ def build(
     return _Writer(traced, stages, submeshes, schedule, donated, segment_seconds, transfer_seconds).pipeline()
 
 
+class _Call(NamedTuple):
+    """A segment as it is run: what it takes and gives, and where that is found.
+
+    Attributes:
+      taken, given: its arrays, and the wires of those that it gives.
+      received: the values from other stages that it reads.
+      reads, writes: (kind of wire, number) of each array that it takes or gives.
+      pieces: whether it takes the pieces of all micro-batches.
+      kinds: of the buffers that it gives; outputs: with their names.
+    """
+
+    taken: Sequence[Slot]
+    given: Collection[Wire]
+    received: Sequence[int]
+    reads: Sequence[tuple[str, int]]
+    pieces: bool
+    writes: Sequence[tuple[str, int]]
+    kinds: Sequence[Buffer]
+    outputs: Sequence[tuple[Buffer, str]]
+
+
 class _Writer:
     """The tables that one program is written with."""
 
@@ -104,14 +126,12 @@ class _Writer:
         self.numbers: list[list[int]] = [[] for _ in submeshes]
         self.top: list[dict[int, int]] = [{} for _ in stages]  # register -> buffer
         self.carry: list[dict[int, int]] = [{} for _ in stages]
-        self.saved: dict[tuple[int, int, int], int] = {}  # (stage, micro-batch, register)
-        self.pieces: dict[tuple[int, int, int], int] = {}  # (stage, result, micro-batch)
-        self.crossing: dict[tuple[int, int, int], int] = {}  # (stage, value, micro-batch): where it is, for that stage
+        self.tables: dict[tuple[int, int], Mapping[str, dict[int, int]]] = {}  # see `_tables`
         self.arriving: dict[tuple[int, int, int], int] = {}  # the same keys: the transfer that brings it
         self.brought: dict[int, list[tuple[int, int, int]]] = {}  # transfer -> the keys of `arriving`
         self.arrival: dict[tuple[int, int, int], float] = {}  # the same keys: predicted seconds
         self.links: dict[tuple[int, int], float] = {}  # (source, destination): when its last transfer ends
-        self.literals: dict[tuple[int, int], int] = {}  # (stage, result)
+        self.literals: list[dict[int, int]] = [{} for _ in stages]  # result -> buffer
         self.executables: list[Executable] = []
         self.functions: list[tuple[int, int]] = []
         self.made: dict[tuple[int, int], int] = {}  # (stage, position) -> executable
@@ -119,8 +139,8 @@ class _Writer:
         self.kind_of: list[Buffer] = []  # buffer -> that of `kinds`
         self.kind_there: dict[tuple[int, int], Buffer] = {}  # (stage, register) -> that of `kinds`
         self.seconds_between: dict[tuple[int, int], float] = {}  # identities of two kinds -> those of a transfer
-        self.slots: dict[tuple[int, int], tuple[Slot, ...]] = {}  # (stage, position) -> what it takes
-        self.outputs_of: dict[tuple[int, int], list[tuple[Wire, Buffer, str]]] = {}  # (stage, position) -> by output
+        self.calls: dict[tuple[int, int], _Call] = {}  # (stage, position)
+        self.runs_of: dict[tuple[int, str, int], list[int]] = {}  # (stage, kind, round) -> positions
 
     def pipeline(self) -> Written:
         self._place()
@@ -243,11 +263,11 @@ class _Writer:
         key = stage, position
         if key not in self.made:
             segment = self.stages[stage].items[position]
-            given = {slot.wire for slot in slots(self.stages[stage], segment, output=True)}
+            call = self._call(stage, position)
             donated = tuple(
                 i
-                for i, slot in enumerate(self._slots(stage, position))
-                if segment.kind != "update" and slot.wire.kind == "carry" and slot.wire in given
+                for i, slot in enumerate(call.taken)
+                if segment.kind != "update" and slot.wire.kind == "carry" and slot.wire in call.given
             )
             slices = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
             part = f" {segment.round}" if segment.round or slices else ""
@@ -263,60 +283,69 @@ class _Writer:
 
     def _run(self, stage: int, position: int, microbatch: int) -> None:
         """Writes one run: receives that it needs, the run, and what becomes of its outputs."""
-        parts, mesh = self.stages[stage], self.mesh_of[stage]
-        segment = parts.items[position]
-        self._receive(stage, [w.number for w in segment.inputs if w.kind == "crossing"], microbatch)
-        inputs: list[int] = []
-        for slot in self._slots(stage, position):
-            inputs += self._operands(stage, slot.wire, microbatch)
-        if (stage, position) not in self.outputs_of:
-            self.outputs_of[stage, position] = [
-                (slot.wire, self._kind(mesh, slot.kind), _name(slot)) for slot in slots(parts, segment, output=True)
+        call, tables = self._call(stage, position), self._tables(stage, microbatch)
+        self._receive(stage, call.received, microbatch)
+        if call.pieces:
+            count = self.schedule.num_microbatches
+            parts = [self._tables(stage, m)["piece"] for m in range(count)]
+            inputs = [
+                buffer
+                for kind, number in call.reads
+                for buffer in ([part[number] for part in parts] if kind == "pieces" else [tables[kind][number]])
             ]
-        outputs = []
-        for wire, kind, name in self.outputs_of[stage, position]:
-            outputs.append(self._buffer(kind, name, microbatch))
-            self._define(stage, wire, microbatch, outputs[-1])
-        self.lists[mesh].append(Run(self._executable(stage, position), microbatch, tuple(inputs), tuple(outputs)))
+        else:
+            inputs = [tables[kind][number] for kind, number in call.reads]
+        first = len(self.buffers)
+        self.buffers += [
+            Buffer(kind.mesh, kind.layout, kind.shape, kind.dtype, kind.bytes, microbatch, name)
+            for kind, name in call.outputs
+        ]
+        self.kind_of += call.kinds
+        outputs = tuple(range(first, len(self.buffers)))
+        for (kind, number), made in zip(call.writes, outputs, strict=True):
+            tables[kind][number] = made
+        run = Run(self._executable(stage, position), microbatch, tuple(inputs), outputs)
+        self.lists[self.mesh_of[stage]].append(run)
 
-    def _slots(self, stage: int, position: int) -> tuple[Slot, ...]:
-        """What a segment takes."""
+    def _call(self, stage: int, position: int) -> _Call:
+        """What a segment takes and gives."""
         key = stage, position
-        if key not in self.slots:
-            self.slots[key] = slots(self.stages[stage], self.stages[stage].items[position])
-        return self.slots[key]
+        if key not in self.calls:
+            parts, mesh = self.stages[stage], self.mesh_of[stage]
+            segment = parts.items[position]
+            taken, given = slots(parts, segment), slots(parts, segment, output=True)
+            kinds = [self._kind(mesh, slot.kind) for slot in given]
+            self.calls[key] = _Call(
+                taken=taken,
+                given=frozenset(slot.wire for slot in given),
+                received=[wire.number for wire in segment.inputs if wire.kind == "crossing"],
+                reads=[(slot.wire.kind, slot.wire.number) for slot in taken],
+                pieces=any(slot.wire.kind == "pieces" for slot in taken),
+                writes=[(slot.wire.kind, slot.wire.number) for slot in given],
+                kinds=kinds,
+                outputs=list(zip(kinds, map(_name, given), strict=True)),
+            )
+        return self.calls[key]
 
-    def _operands(self, stage: int, wire: Wire, microbatch: int) -> list[int]:
-        match wire.kind:
-            case "top" | "slice":
-                return [self.top[stage][wire.number]]
-            case "number":
-                return [self.numbers[self.mesh_of[stage]][microbatch]]
-            case "carry":
-                return [self.carry[stage][wire.number]]
-            case "crossing":
-                return [self.crossing[stage, wire.number, microbatch]]
-            case "saved":
-                return [self.saved[stage, microbatch, wire.number]]
-            case "pieces":
-                count = self.schedule.num_microbatches
-                return [self.pieces[stage, wire.number, m] for m in range(count)]
-        raise AssertionError(wire)
+    def _tables(self, stage: int, microbatch: int) -> Mapping[str, dict[int, int]]:
+        """Where what a stage reads and makes for a micro-batch is: kind of wire -> its number -> buffer.
 
-    def _define(self, stage: int, wire: Wire, microbatch: int, made: int) -> None:
-        match wire.kind:
-            case "top":
-                self.top[stage][wire.number] = made
-            case "carry":
-                self.carry[stage][wire.number] = made
-            case "crossing":
-                self.crossing[stage, wire.number, microbatch] = made
-            case "saved":
-                self.saved[stage, microbatch, wire.number] = made
-            case "piece":
-                self.pieces[stage, wire.number, microbatch] = made
-            case "literal":
-                self.literals[stage, wire.number] = made
+        What all micro-batches share is in the same table for all: of the top level, accumulators and literals.
+        """
+        key = stage, microbatch
+        if key not in self.tables:
+            numbers = self.numbers[self.mesh_of[stage]]
+            self.tables[key] = {
+                "top": self.top[stage],
+                "slice": self.top[stage],
+                "carry": self.carry[stage],
+                "literal": self.literals[stage],
+                "number": {0: numbers[microbatch]} if numbers and microbatch >= 0 else {},
+                "crossing": {},
+                "saved": {},
+                "piece": {},
+            }
+        return self.tables[key]
 
     def _receive(self, stage: int, values: Sequence[int], microbatch: int) -> None:
         for value in values:
@@ -327,9 +356,12 @@ class _Writer:
                     self.arriving.pop(key, None)
 
     def _run_all(self, stage: int, kind: str, round_: int = 0, microbatch: int = -1) -> None:
-        for position, segment in enumerate(self.stages[stage].items):
-            if segment.kind == kind and segment.round == round_:
-                self._run(stage, position, microbatch)
+        key = stage, kind, round_
+        if key not in self.runs_of:
+            items = enumerate(self.stages[stage].items)
+            self.runs_of[key] = [i for i, segment in items if (segment.kind, segment.round) == (kind, round_)]
+        for position in self.runs_of[key]:
+            self._run(stage, position, microbatch)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
 
@@ -402,11 +434,12 @@ class _Writer:
         for wire in segment.outputs if segment is not None else ():
             if wire.kind != "crossing":
                 continue
-            there = self.crossing[task.stage, wire.number, task.microbatch]
+            there = self._tables(task.stage, task.microbatch)["crossing"][wire.number]
             for stage, kind, register in readers.get(wire.number, []):
                 key = stage, wire.number, task.microbatch
                 here = self._landed(there, stage, register, task.microbatch)
-                self.crossing[key], self.arrival[key] = here, end
+                self._tables(stage, task.microbatch)["crossing"][wire.number] = here
+                self.arrival[key] = end
                 found.append(key)
                 if here != there:
                     groups.setdefault((stage, kind), []).append((wire.number, there, here))
@@ -442,7 +475,7 @@ class _Writer:
                 )  # fmt: skip
                 operand = stage.finals[position]
                 assert operand is not None
-                there = self.literals[number, position] if isinstance(operand, Lit) else self.top[number][operand]
+                there = self.literals[number][position] if isinstance(operand, Lit) else self.top[number][operand]
                 for other, reader in enumerate(self.stages):
                     ports = zip(reader.stage.inputs, reader.program.body.inputs, strict=False)
                     for port, register in ports:
@@ -463,7 +496,7 @@ class _Writer:
                     assert operand is not None
                     literal = isinstance(operand, Lit)
                     found[port.number] = (
-                        self.literals[number, position] if literal else self.top[number][operand]  # type: ignore[index]
+                        self.literals[number][position] if literal else self.top[number][operand]  # type: ignore[index]
                     )
         return tuple(found[i] for i in range(len(self.traced.outputs)))
 

@@ -36,7 +36,7 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path, monkeypatch: pyt
     cluster = Cluster.calibrated(path)
     assert cluster.num_devices == 2 and cluster.measured and cluster.source.startswith("measured on")
     taken = {sample.sizes: sample.seconds for sample in found.samples if sample.figure == "product"}
-    assert taken[256, 256, 256] > taken[8, 8, 8] > 0
+    assert taken[256, 256, 256] > taken.get((8, 8, 8), 0.0)  # which is left out where it is lost in noise
 
 
 def test_every_operation_does_what_it_is_called() -> None:

@@ -225,7 +225,7 @@ def check_dependencies(program: programs.Program, events: Sequence[Event]) -> No
     """What a run or transfer reads was made before it started. Events come in the order of dispatch, as `order` has."""
     made: dict[int, float] = {}
     pending = iter(events)
-    for mesh, position in programs.order(program):
+    for mesh, position in program.order:
         match program.lists[mesh][position]:
             case Run() as item:
                 event, read, wrote = next(pending), item.inputs, item.outputs

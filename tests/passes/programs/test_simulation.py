@@ -45,7 +45,7 @@ def test_prologue_and_update_take_their_time() -> None:
 
 def test_transfers_overlap_with_runs_and_say_what_they_carry() -> None:
     program = toy(schedules.schedule("gpipe", 2, 2), transfer=0.25)
-    big = tuple(dataclasses.replace(b, bytes=12) if b.name == "value to of stage 0" else b for b in program.buffers)
+    big = tuple(b._replace(bytes=12) if b.name == "value to of stage 0" else b for b in program.buffers)
     timeline = simulation.simulate(dataclasses.replace(program, buffers=big))
     sent = [e for e in timeline.events if e.kind == "transfer" and e.mesh == 0]
     assert [(e.name, e.start, e.end, e.stage, e.destination, e.bytes) for e in sent] == [
