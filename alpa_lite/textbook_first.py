@@ -4,10 +4,10 @@ Their operations are fixed (`sharding.textbook`), so that each is one integer pr
 axis, solved in tenths of a second; and they share the analysis of the step with the search that follows. They are
 evaluated whatever the time, since a plan is only known to be no slower than theirs if theirs are known, or bounded.
 
-A method chooses its number of micro-batches as it does by itself (`ways.begun`). Before anything is searched, each is
-evaluated with one micro-batch, or the given number, which takes a part of what analysing the step takes. More
-micro-batches are another step, whose analysis takes as long again: they are looked at when the search is over, where
-their bound is below all that was found by then. What cannot undercut the best plan known is left out:
+Before anything is searched, methods are evaluated until one fits, with one micro-batch or the given number: there is
+something to return, and to undercut. The others are looked at when the search is over, where their bound is below all
+that was found by then. So are more micro-batches, which a method chooses as it does by itself (`ways.begun`): they are
+another step, whose analysis takes as long again. What cannot undercut the best plan known is left out:
 
 - where the state in the blocks of the method exceeds the memory, no plan of it fits;
 - where an equal part of all that lives does, none of any method fits, and no program is built unless more micro-batches
@@ -15,7 +15,8 @@ their bound is below all that was found by then. What cannot undercut the best p
 - where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
-- T >= the bound of the program with all choices on the same mesh, where that was searched, but for `TIED`;
+- T >= the bound of the program with all choices on the same mesh, where that was searched: it has every plan of the
+  method, but where the method tells tied groups apart (`TIED`);
 - ZeRO-1 is ZeRO-2 where no loop adds up gradients, and is not evaluated again.
 """
 
@@ -49,14 +50,35 @@ METHODS: Mapping[str, DataParallel | Zero | TensorParallel] = {
 """The methods by their names among the candidates of a plan, those first that are mostly fast."""
 
 TIED = 0.01
-"""By what part a method may undercut the bound of the program with all choices, in which more groups are tied.
+"""By what part a method may undercut the bound of the program with all choices, in which more groups may be tied.
 
-What a method treats differently is told apart in its program (`strategies`), so that within a memory budget it may be
-the faster one by little: LoRA of a model of 8 billion parameters by 0.06 %.
+What a method treats differently is told apart in its program (`strategies.classes`). None of five methods did so on six
+models from outside (`search.is_within`), and none undercut that bound.
 """
 
 EACH = 8.0
 """Seconds that solving one program of a method may take; they take tenths."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A method that is not evaluated yet.
+
+    Attributes:
+      way: its first.
+      is_within: whether the program with all choices has its plans; raises OptionError if it cannot be applied.
+      begin: evaluates its first way, which is to take less than so many seconds. Raises as `ways.begun`, and
+        OptionError.
+    """
+
+    way: Way
+    is_within: Callable[[], bool]
+    begin: Callable[[float], ways.Begun[search.Found]]
+
+    def may_undercut(self, seconds: float, others: Callable[[Way], Bounds]) -> bool:
+        """Whether a plan of some way may take less, by what no plan of its mesh undercuts. More only adds seconds."""
+        bound = max((bound for mesh, bound in others(self.way).items() if len(mesh.shape) == 1), default=0.0)
+        return (1 - TIED) * bound < seconds and (bound < seconds or not self.is_within())
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +89,13 @@ class TextbookPlans:
       plans: those that fit, with the names of their methods, by their ways.
       best: the way of the fastest; None if none fits.
       left: the methods of which further ways may be tried.
+      waiting: those of which none was tried.
     """
 
     plans: Mapping[Way, tuple[search.Plain, ...]]
     best: Way | None
     left: tuple[ways.Begun[search.Found], ...]
+    waiting: tuple[Waiting, ...] = ()
 
     def below(self, seconds: float, others: Callable[[Way], Bounds]) -> TextbookPlans | None:
         """All ways that may take less than so many seconds evaluated; None if none takes less.
@@ -81,11 +105,22 @@ class TextbookPlans:
         """
         best: Way | None = None
         seconds *= 1 - search.CLOSED
+        left = list(self.left)
+        for method in self.waiting:
+            try:
+                if not method.may_undercut(seconds, others):
+                    continue
+                begun = method.begin(seconds)
+            except (MicrobatchError, OptionError):
+                continue
+            left.append(begun)
+            if begun.found is not None and begun.found[1].seconds < seconds:
+                best, seconds = begun.found[0], begun.found[1].seconds
 
         def loosely(way: Way) -> Bounds:
             return {mesh: (1 - TIED) * bound for mesh, bound in others(way).items()}
 
-        for method in sorted(self.left, key=lambda method: method.free):
+        for method in sorted(left, key=lambda method: method.free):
             if method.free >= seconds:
                 continue
             try:
@@ -104,25 +139,51 @@ def applies(asked: Asked) -> bool:
 
 
 def evaluated(run: Passes, step: Step, asked: Asked, analyse: Analyse) -> TextbookPlans:
-    """The plans of all methods that can be applied, each in its first way."""
+    """The plan of the first method that fits in its first way; the others wait.
+
+    Where communication hides behind computing, bounds of a search are none of all plans, and no method waits.
+    """
     plans: dict[Way, tuple[search.Plain, ...]] = {}
     known: dict[tuple[Way, Any, float], search.Restricted] = {}
-    best, left = None, []
+    best: tuple[float, Way] | None = None
+    left: list[ways.Begun[search.Found]] = []
+    waiting: list[Waiting] = []
     for number, (name, method) in enumerate(METHODS.items()):
         run.count("textbook methods evaluated", number, len(METHODS))
         floor = least_state(step.traced, method, asked.cluster.num_devices)
         if floor > asked.budget:
             continue
-        below = math.inf if best is None else best[0]
-        solve = functools.partial(_solved, run, asked, analyse, plans, known, below, name, method)
+        begin = functools.partial(_begun, run, asked, analyse, plans, known, name, method, floor)
+        if best is not None and not asked.cluster.overlaps:
+            way = Way(asked.num_microbatches or 1)
+            waiting.append(Waiting(way, functools.partial(_is_within, asked, analyse, way, method), begin))
+            continue
         try:
-            begun = ways.begun(solve, asked.num_microbatches, floor=floor, budget=asked.budget)
+            begun = begin(math.inf if best is None else best[0])
         except (MicrobatchError, OptionError):  # the batch, or a micro-batch, does not divide
             continue
         left.append(begun)
-        if begun.found is not None and begun.found[1].seconds < below:
+        if begun.found is not None and (best is None or begun.found[1].seconds < best[0]):
             best = begun.found[1].seconds, begun.found[0]
-    return TextbookPlans(plans, None if best is None else best[1], tuple(left))
+    return TextbookPlans(plans, None if best is None else best[1], tuple(left), tuple(waiting))
+
+
+def _begun(
+    run: Passes, asked: Asked, analyse: Analyse, plans: dict[Way, tuple[search.Plain, ...]],
+    known: dict[tuple[Way, Any, float], search.Restricted], name: str, method: DataParallel | Zero | TensorParallel,
+    floor: float, below: float,
+) -> ways.Begun[search.Found]:  # fmt: skip
+    """The first way of a method, and what is left."""
+    solve = functools.partial(_solved, run, asked, analyse, plans, known, below, name, method)
+    return ways.begun(solve, asked.num_microbatches, floor=floor, budget=asked.budget)
+
+
+def _is_within(
+    asked: Asked, analyse: Analyse, way: Way, method: DataParallel | Zero | TensorParallel
+) -> bool:  # fmt: skip
+    """Whether the program with all choices of a way has the plans of a method."""
+    about = analyse(way)
+    return search.is_within(about.loop.traced, about.groups, asked.cluster, method, about.shared)
 
 
 def _solved(

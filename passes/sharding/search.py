@@ -181,6 +181,19 @@ class Restricted:
         return dict(self._race.bounds)
 
 
+def is_within(traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, shared: tables.Shared) -> bool:
+    """Whether the plans of a method are among those of the program with all choices on the same mesh of one axis.
+
+    A method allows some of the strategies there are (`strategies.heavy_strategies`), on the same groups unless it tells
+    apart groups that are tied else.
+
+    Raises:
+      OptionError: the method cannot be applied.
+    """
+    ((_, allowed),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    return sum(1 for _ in strategies.classes(grouping, allowed)) == len(grouping.classes)
+
+
 def unsearched(
     traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, *, budget: float, known: Sequence[Plain],
     shared: tables.Shared, settled: Callable[[Found], float],

@@ -75,6 +75,25 @@ MERGING = frozenset({"cpu"})
 time (measured on CPU, JAX 0.10.2): a plan that counts on doing it again would not be true there."""
 
 
+def classes(grouping: Grouping, allowed: Limits = NO_LIMITS, bans: Bans = NO_BANS) -> Iterator[tuple[int, ...]]:
+    """Tied groups; those that a method constrains differently are told apart."""
+    layouts, operations = allowed.layouts, allowed.operations
+    if not layouts and not bans.factors and operations is None:
+        yield from grouping.classes.values()
+        return
+    for members in grouping.classes.values():
+        if len(members) == 1:
+            yield members
+            continue
+        parts: dict[object, list[int]] = {}
+        for member in members:
+            limit = layouts.get(member)
+            fixed = operations and operations.key(grouping.groups[member])
+            key = None if limit is None else tuple(limit), bans.factors.get(member), fixed
+            parts.setdefault(key, []).append(member)
+        yield from (tuple(part) for part in parts.values())
+
+
 def _busiest(found: Sequence[Strategy]) -> list[Strategy]:
     """The strategies that leave the fewest axes idle."""
     used = [sum(len(a) for a in s.axes) for s in found]
@@ -98,14 +117,14 @@ class _Builder:
         self.rules = rules
         self.cost = cost
         self.mesh: LogicalMesh = cost.mesh
-        self.allowed, self.operations = allowed.layouts, allowed.operations
+        self.limits, self.allowed, self.operations = allowed, allowed.layouts, allowed.operations
         self.bans = bans
         self.unheeded = frozenset(unheeded)
         self.known = shared.on(cost)
         self.computing = Computing(rules, cost, shared)
 
     def space(self, budget: float | None, regather: bool) -> Space:
-        tables = self.shared.of(tuple(self.classes()), regather)
+        tables = self.shared.of(tuple(classes(self.grouping, self.limits, self.bans)), regather)
         choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
         nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
         moves, transfers, passing = self.transfers(tables, choices)
@@ -122,23 +141,6 @@ class _Builder:
             self.mesh, program, tuple(node for node, _ in nodes), tables.node_of, tuple(moves), tables.late_from, held,
             shares, self.shared.moved,
         )  # fmt: skip
-
-    def classes(self) -> Iterator[tuple[int, ...]]:
-        """Tied groups; those that a method constrains differently are told apart."""
-        if not self.allowed and not self.bans.factors and self.operations is None:
-            yield from self.grouping.classes.values()
-            return
-        for members in self.grouping.classes.values():
-            if len(members) == 1:
-                yield members
-                continue
-            parts: dict[object, list[int]] = {}
-            for member in members:
-                limit = self.allowed.get(member)
-                fixed = self.operations and self.operations.key(self.grouping.groups[member])
-                key = None if limit is None else tuple(limit), self.bans.factors.get(member), fixed
-                parts.setdefault(key, []).append(member)
-            yield from (tuple(part) for part in parts.values())
 
     # -- strategies -----------------------------------------------------------------------------------------------
 
@@ -174,9 +176,11 @@ class _Builder:
         return tuple(Factor(f.size, "replicate") if i in banned else f for i, f in enumerate(group.factors))
 
     def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
-        """The assignments that have a local form; for products, those that leave the fewest axes idle.
+        """The assignments that have a local form; for products on several axes, those that leave the fewest idle.
 
-        The others repeat the same work. What the user says of a value leaves those that fulfil it.
+        The others repeat the same work. On one axis they are few, and textbook methods have some of them: what is done
+        whole there, such as a product of small weights, may be done so here. What the user says of a value leaves those
+        that fulfil it.
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
@@ -186,11 +190,10 @@ class _Builder:
             every = assignments(factors, self.mesh)
             found = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
             self.known.assigned[op.key, factors] = found
-        product = op.name in PRODUCTS
+        fills = sum(size > 1 for size in self.mesh.shape) > 1
         if self.operations is not None:
-            found = self.operations.kept(group, found)
-            product = product and self.operations.fills(group)
-        return _busiest(found) if product else found
+            found, fills = self.operations.kept(group, found), self.operations.fills(group)
+        return _busiest(found) if fills and op.name in PRODUCTS else found
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
         """The strategies that do what the user says of a value; all where this mesh cannot."""
