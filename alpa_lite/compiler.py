@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import _jax, collecting, frames, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import REPAID, Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, OrderError
 from alpa_lite.graph import Traced
@@ -33,6 +33,7 @@ from alpa_lite.passes.programs.outcomes import Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.sharding import wishes
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
+from alpa_lite.passes.sharding.race import LITTLE
 from alpa_lite.passes.stages import Slower, planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing.arguments import donated_leaves
@@ -258,7 +259,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     except Slower as slower:
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
     except OutOfTime as late:
-        why, note = "not searched in time", str(late)
+        why, note = LITTLE if REPAID in str(late) else "not searched in time", str(late)
     except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
         if mesh is None:
             if reason is None:

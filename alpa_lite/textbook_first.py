@@ -15,8 +15,8 @@ another step, whose analysis takes as long again. What cannot undercut the best 
 - where the examples of a micro-batch do not divide over the devices, nor do those of more micro-batches: such ways are
   refused by the examples of the whole batch, before the step is cut so;
 - T(more micro-batches) >= F(less), the seconds without a budget (`programs.ways`);
-- T >= the bound of the program with all choices on the same mesh, where that was searched: it has every plan of the
-  method, but where the method tells tied groups apart (`TIED`);
+- T >= the bound of the program with all choices on the same mesh, where that was searched: it has every plan of most
+  methods (`search.is_within`), and is taken to be a little less of others (`TIED`);
 - ZeRO-1 is ZeRO-2 where no loop adds up gradients, and is not evaluated again.
 """
 
@@ -50,10 +50,10 @@ METHODS: Mapping[str, DataParallel | Zero | TensorParallel] = {
 """The methods by their names among the candidates of a plan, those first that are mostly fast."""
 
 TIED = 0.01
-"""By what part a method may undercut the bound of the program with all choices, in which more groups may be tied.
+"""By what part a method may undercut the bound of the program with all choices, where that has not all of its plans.
 
-What a method treats differently is told apart in its program (`strategies.classes`). None of five methods did so on six
-models from outside (`search.is_within`), and none undercut that bound.
+That is tensor parallelism, which may leave axes idle, and methods that tell tied groups apart (`search.is_within`);
+none did so on six models from outside.
 """
 
 EACH = 8.0

@@ -54,6 +54,7 @@ def test_clusters_lists_every_preset() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
     auto, data, text = tmp_path / "auto.json", tmp_path / "data.json", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 50)

@@ -173,6 +173,43 @@ def test_more_micro_batches_of_a_method_are_analysed_only_where_their_bound_is_b
     assert known.below(1.2, unknown) is None
 
 
+@pytest.mark.parametrize(
+    ("bound", "alike", "begun"),
+    [(1.0, True, False), (1.0, False, True), (1.02, False, False), (0.9, True, True)],
+)
+def test_methods_that_wait_are_begun_only_where_the_search_does_not_show_that_they_are_slower(bound, alike, begun):
+    """Of programs that tie groups otherwise, the bound is taken to be a little lower."""
+    tried: list[float] = []
+
+    def begin(seconds: float) -> ways.Begun[Any]:
+        tried.append(seconds)
+        return ways.begun(lambda *given: Outcome(None, 0.95, 0.95), 1, floor=0.0, budget=1.0)
+
+    waiting = textbook_first.Waiting(Way(), lambda: alike, begin)
+    plans = textbook_first.TextbookPlans({}, None, (), (waiting,))
+    found = plans.below(1.0, lambda way: {LogicalMesh((8,), ("x",)): bound, LogicalMesh((4, 2), ("x", "y")): 0.1})
+    assert (found is not None, bool(tried)) == (begun, begun)
+    assert tried == [] or tried == [1 - textbook_first.search.CLOSED]
+
+
+def test_one_method_that_fits_is_evaluated_before_the_search(monkeypatch) -> None:
+    begun, search_, happened = textbook_first._begun, one_mesh.search.search, []
+
+    def method(*given: Any) -> Any:
+        happened.append(given[5])
+        return begun(*given)
+
+    def search(*given: Any, **named: Any) -> Any:
+        happened.append("search")
+        return search_(*given, **named)
+
+    monkeypatch.setattr(textbook_first, "_begun", method)
+    monkeypatch.setattr(one_mesh.search, "search", search)
+    plan = planned("linen_gpt", alpa_lite.Sharded(), A100)
+    assert happened[:2] == ["Zero(2)", "search"]
+    assert plan.step_seconds <= min(textbook("linen_gpt", A100).values()) * (1 + ROUNDING)
+
+
 def squared(state: Any, x: Any) -> Any:
     def loss(state: Any) -> Any:
         return (jax.numpy.tanh(x @ state["a"]) ** 2).mean()

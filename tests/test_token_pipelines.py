@@ -66,6 +66,7 @@ def test_activations_alone_travel(tmp_path):
     assert len(sent) == 2 * 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 def test_uneven_slices_on_two_stages():
     step, args = language_model()

@@ -34,6 +34,7 @@ from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Method
+from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
@@ -184,13 +185,18 @@ class Restricted:
 def is_within(traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, shared: tables.Shared) -> bool:
     """Whether the plans of a method are among those of the program with all choices on the same mesh of one axis.
 
-    A method allows some of the strategies there are (`strategies.heavy_strategies`), on the same groups unless it tells
-    apart groups that are tied else.
+    They are where the method tells no groups apart that are tied else, and leaves no axis idle where products hold
+    examples: its strategies are some of those there are (`strategies.heavy_strategies`).
 
     Raises:
       OptionError: the method cannot be applied.
     """
     ((_, allowed),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    if allowed.operations is not None:
+        groups = [grouping.groups[index] for index in shared.facts.examples]
+        products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
+        if not all(map(allowed.operations.fills, products)):
+            return False
     return sum(1 for _ in strategies.classes(grouping, allowed)) == len(grouping.classes)
 
 

@@ -176,11 +176,11 @@ class _Builder:
         return tuple(Factor(f.size, "replicate") if i in banned else f for i, f in enumerate(group.factors))
 
     def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
-        """The assignments that have a local form; for products on several axes, those that leave the fewest idle.
+        """The assignments that have a local form; for products, those that leave the fewest axes idle.
 
-        The others repeat the same work. On one axis they are few, and textbook methods have some of them: what is done
-        whole there, such as a product of small weights, may be done so here. What the user says of a value leaves those
-        that fulfil it.
+        The others repeat the same work. On one axis, products of the whole step that hold no examples, such as those of
+        small weights, may do so, as those of textbook methods may. What the user says of a value leaves those that
+        fulfil it.
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
@@ -190,10 +190,19 @@ class _Builder:
             every = assignments(factors, self.mesh)
             found = tuple([Strategy(a) for a in every if self.form(group, a) is not None])
             self.known.assigned[op.key, factors] = found
-        fills = sum(size > 1 for size in self.mesh.shape) > 1
-        if self.operations is not None:
-            found, fills = self.operations.kept(group, found), self.operations.fills(group)
-        return _busiest(found) if fills and op.name in PRODUCTS else found
+        if op.name not in PRODUCTS:
+            return found if self.operations is None else self.operations.kept(group, found)
+        if self.operations is None:
+            return _busiest(found) if self.fills(group) else found
+        found = self.operations.kept(group, found)
+        return _busiest(found) if self.operations.fills(group) else found
+
+    def fills(self, group: Group) -> bool:
+        """Whether of a product only what leaves the fewest axes idle is of interest, where nothing is fixed."""
+        if sum(size > 1 for size in self.mesh.shape) > 1:
+            return True
+        examples = self.shared.facts.examples
+        return group.index in examples or not examples
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
         """The strategies that do what the user says of a value; all where this mesh cannot."""

@@ -193,7 +193,7 @@ def test_a_mesh_that_is_left_out_is_said_to_be_too_late_only_for_want_of_time(re
     assert {row.mesh_shape: row.status for row in found.candidates}[2, 2, 2] == status
 
 
-@pytest.mark.parametrize(("name", "batch"), [("mlp", 64), ("gpt", 8), ("moe", 16)])
+@pytest.mark.parametrize(("name", "batch"), [("mlp", 64), pytest.param("gpt", 8, marks=pytest.mark.slow), ("moe", 16)])
 def test_no_mesh_undercuts_equal_parts_on_all_devices(name: str, batch: int):
     """Neither in seconds nor in bytes, whatever the layouts; where all divides, some layouts reach them nearly."""
     traced, groups, rules = grouped(name, batch)

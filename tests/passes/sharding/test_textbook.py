@@ -12,9 +12,11 @@ import pytest
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
 from alpa_lite.passes import factors
 from alpa_lite.passes.checks.hlo_text import parse_hlo
-from alpa_lite.passes.sharding import connected, grouping
+from alpa_lite.passes.sharding import connected, grouping, limits, search, strategies
+from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.tracing import tracing
 
 H100 = Cluster.preset("h100", nodes=1)
@@ -102,6 +104,46 @@ def test_zero_3_gathers_parameters_forward_and_backward_in_loops_too():
     gathered = [c for c in plan.collectives if (c.kind, c.bytes) == ("all_gather", kernel)]
     assert [c.count for c in gathered] == [2] * 4  # two layers; two kernels, forward and backward
     assert not [c for c in plan.collectives if c.bytes > 4096 * 512 * 4]  # no stack of layers moves
+
+
+def low_rank(state: Any, batch: Any) -> Any:
+    """A step whose update multiplies small weights with one another, as LoRA and Muon do."""
+
+    def loss(params: Any) -> Any:
+        return ((batch["x"] @ (params["a"] @ params["b"]) - batch["y"]) ** 2).mean()
+
+    grads = jax.grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: m + (g @ g.T) @ g, state["mu"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("fun", [step, low_rank])
+def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any, name: str) -> None:
+    """Their groups are tied alike, so that what no plan of the search undercuts, none of theirs does.
+
+    Tensor parallelism may leave axes idle where the search does not, such as between products of few heads.
+    """
+    method = METHODS[name]
+    batch = {"x": f32(16, 512), "y": f32(16, 512)}
+    params = {"a": f32(512, 8), "b": f32(8, 512)}
+    state = {"params": params, "mu": params} if fun is low_rank else arguments()[0]
+    traced = tracing.trace(fun, (state, batch), {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    shared = Shared(traced, groups)
+    within = search.is_within(traced, groups, H100, method, shared)
+    assert within == (name != "tensor")
+    ((mesh, allowed),) = limits.admitted(traced, groups, H100, method)
+    free, own = (
+        strategies.build(traced, groups, rules, MeshCost(H100, mesh), allowed=some, shared=shared)
+        for some in (limits.NO_LIMITS, allowed)
+    )
+    if not within:
+        return
+    assert [node.members for node in free.nodes] == [node.members for node in own.nodes]
+    for mine, every in zip(own.nodes, free.nodes, strict=True):
+        assert set(mine.strategies) <= set(every.strategies), groups.groups[mine.group]
 
 
 def test_heads_that_do_not_divide_are_gathered_and_weights_stay():
