@@ -24,7 +24,7 @@ from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.programs.ends import end_buffers
 from alpa_lite.passes.stages.packing import Slot, slots
-from alpa_lite.passes.stages.segments import Segment, Segments, Wire
+from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.paths import shown
 from alpa_lite.program import (
     Buffer,
@@ -89,20 +89,16 @@ class _Call(NamedTuple):
     """A segment as it is run: what it takes and gives, and where that is found.
 
     Attributes:
-      taken, given: its arrays, and the wires of those that it gives.
       received: the values from other stages that it reads.
       reads, writes: (kind of wire, number) of each array that it takes or gives.
       pieces: whether it takes the pieces of all micro-batches.
-      kinds: of the buffers that it gives; outputs: with their names.
+      outputs: the kinds of the buffers that it gives, and their names.
     """
 
-    taken: Sequence[Slot]
-    given: Collection[Wire]
     received: Sequence[int]
     reads: Sequence[tuple[str, int]]
     pieces: bool
     writes: Sequence[tuple[str, int]]
-    kinds: Sequence[Buffer]
     outputs: Sequence[tuple[Buffer, str]]
 
 
@@ -266,8 +262,8 @@ class _Writer:
             call = self._call(stage, position)
             donated = tuple(
                 i
-                for i, slot in enumerate(call.taken)
-                if segment.kind != "update" and slot.wire.kind == "carry" and slot.wire in call.given
+                for i, read in enumerate(call.reads)
+                if segment.kind != "update" and read[0] == "carry" and read in call.writes
             )
             slices = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
             part = f" {segment.round}" if segment.round or slices else ""
@@ -295,13 +291,7 @@ class _Writer:
             ]
         else:
             inputs = [tables[kind][number] for kind, number in call.reads]
-        first = len(self.buffers)
-        self.buffers += [
-            Buffer(kind.mesh, kind.layout, kind.shape, kind.dtype, kind.bytes, microbatch, name)
-            for kind, name in call.outputs
-        ]
-        self.kind_of += call.kinds
-        outputs = tuple(range(first, len(self.buffers)))
+        outputs = tuple([self._buffer(kind, name, microbatch) for kind, name in call.outputs])
         for (kind, number), made in zip(call.writes, outputs, strict=True):
             tables[kind][number] = made
         run = Run(self._executable(stage, position), microbatch, tuple(inputs), outputs)
@@ -314,16 +304,12 @@ class _Writer:
             parts, mesh = self.stages[stage], self.mesh_of[stage]
             segment = parts.items[position]
             taken, given = slots(parts, segment), slots(parts, segment, output=True)
-            kinds = [self._kind(mesh, slot.kind) for slot in given]
             self.calls[key] = _Call(
-                taken=taken,
-                given=frozenset(slot.wire for slot in given),
                 received=[wire.number for wire in segment.inputs if wire.kind == "crossing"],
                 reads=[(slot.wire.kind, slot.wire.number) for slot in taken],
                 pieces=any(slot.wire.kind == "pieces" for slot in taken),
                 writes=[(slot.wire.kind, slot.wire.number) for slot in given],
-                kinds=kinds,
-                outputs=list(zip(kinds, map(_name, given), strict=True)),
+                outputs=[(self._kind(mesh, slot.kind), _name(slot)) for slot in given],
             )
         return self.calls[key]
 
