@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import _jax, collecting, frames, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
-from alpa_lite.asked import REPAID, Asked, Step
+from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, OrderError
 from alpa_lite.graph import Traced
@@ -259,7 +259,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     except Slower as slower:
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
     except OutOfTime as late:
-        why, note = LITTLE if REPAID in str(late) else "not searched in time", str(late)
+        why, note = LITTLE if late.little else "not searched in time", str(late)
     except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
         if mesh is None:
             if reason is None:
@@ -305,7 +305,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Sta
     try:
         return pipelining.pipeline(run, step, asked, below=mesh.seconds, must=must)
     except OutOfTime as error:
-        raise OutOfTime(f"{asked.ran_out}: {str(error) or 'pipelines were not searched'}") from error
+        why = f"{asked.ran_out}: {str(error) or 'pipelines were not searched'}"
+        raise OutOfTime(why, asked.deadline.little) from error
 
 
 def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Staged:

@@ -125,8 +125,23 @@ def test_a_pipeline_that_is_not_searched_says_whether_it_is_for_want_of_time(mon
     monkeypatch.setattr(compiler, "repaid", lambda whole, seconds: worthwhile(gain))
     monkeypatch.setattr(promise, "is_hoped_for", lambda *given: False)
     run, mesh = SimpleNamespace(seconds={"tracing": 4.0}), SimpleNamespace(whole=SimpleNamespace(), seconds=1.0)
-    with pytest.raises(OutOfTime, match=f"^{why}: pipelines were not searched$"):
+    with pytest.raises(OutOfTime, match=f"^{why}: pipelines were not searched$") as late:
         compiler.pipeline(run, SimpleNamespace(), asked, mesh)  # type: ignore[arg-type]
+    assert late.value.little == (gain < 1.0)
+
+
+@pytest.mark.parametrize(
+    ("little", "status"), [(True, "not searched: it could save too little"), (False, "not searched in time")]
+)
+def test_the_table_says_why_no_pipeline_was_compared(monkeypatch, little, status) -> None:
+    def late(*given: Any) -> Any:
+        raise OutOfTime("pipelines were not searched", little)
+
+    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
+    monkeypatch.setattr(compiler, "pipeline", late)
+    plan = planned(alpa_lite.Auto())
+    assert [one.reason for one in plan.weighed().comparisons if one.name == "pipeline"] == [status]
+    assert "pipelines were not searched" in plan.notes
 
 
 def test_one_stage_on_all_devices_is_one_mesh_and_no_pipeline(monkeypatch) -> None:

@@ -31,7 +31,16 @@ FEW = 1.0
 
 
 class OutOfTime(Exception):
-    """The time is spent, and what was interrupted has nothing to return."""
+    """The time is spent, and what was interrupted has nothing to return.
+
+    Attributes:
+      little: whether it is spent since more could not be won back (`Deadline.little`), not for want of time.
+    """
+
+    def __init__(self, why: str = "", little: bool = False) -> None:
+        """`why` says what was not searched, if that is known."""
+        super().__init__(why)
+        self.little = little
 
 
 class Deadline:

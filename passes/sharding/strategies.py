@@ -117,14 +117,14 @@ class _Builder:
         self.rules = rules
         self.cost = cost
         self.mesh: LogicalMesh = cost.mesh
-        self.limits, self.allowed, self.operations = allowed, allowed.layouts, allowed.operations
+        self.allowed, self.operations = allowed, allowed.operations
         self.bans = bans
         self.unheeded = frozenset(unheeded)
         self.known = shared.on(cost)
         self.computing = Computing(rules, cost, shared)
 
     def space(self, budget: float | None, regather: bool) -> Space:
-        tables = self.shared.of(tuple(classes(self.grouping, self.limits, self.bans)), regather)
+        tables = self.shared.of(tuple(classes(self.grouping, self.allowed, self.bans)), regather)
         choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
         nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
         moves, transfers, passing = self.transfers(tables, choices)
@@ -158,7 +158,7 @@ class _Builder:
         free = self.known.free.get(key)
         if free is None:
             free = self.known.free[key] = self.known.choices(self.free_strategies(group), factors)
-        limit = self.allowed.get(group.index)
+        limit = self.allowed.layouts.get(group.index)
         if limit is None:
             kept = None if self.operations is None else self.operations.kept(group, free.strategies)
             return free if kept is None else self.known.choices(kept, factors)
