@@ -2,10 +2,11 @@
 
 Each case of `outside_cases.py`, `outside_habits.py`, `outside_further.py` and `outside_unusual.py` is planned in a
 fresh process, with a time limit and a memory limit, and then with every textbook method. Times are wall seconds of
-`make_plan`, verification included, and CPU seconds of the process: on a shared machine, compare the latter. MFU is
-predicted: FLOPs of the step's products over what the devices could do in the predicted step. The best textbook method
-is the fastest of those that fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share
-one trace, and are searched, not lowered (`textbook_plans.py`).
+`make_plan`, verification included, and CPU seconds of the process. Both grow while other machines use the same cores;
+undisturbed seconds are an estimate of what planning takes where none does (`pace.py`). MFU is predicted: FLOPs of the
+step's products over what the devices could do in the predicted step. The best textbook method is the fastest of those
+that fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are
+searched, not lowered (`textbook_plans.py`).
 
     python benchmarks/outside_models.py                     every case (needs the extra `outside`)
     python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published, unusual or toy
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import cases_apart
+import pace
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -155,10 +157,12 @@ def measure(name: str, out: Path, limit: float | None) -> None:
 
     plan = planner(name)
     start, cpu = time.perf_counter(), time.process_time()
-    found = plan(method_of(name), limit)
+    with pace.Meter() as meter:
+        found = plan(method_of(name), limit)
     row = {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,
+        "pace": meter.figures,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "planning_seconds": dict(found.planning_seconds),
         "plan": figures(found),
@@ -215,6 +219,24 @@ def profile(name: str) -> None:
     print(json.dumps(figures(found)), dict(found.planning_seconds))
 
 
+def undisturbed(rows: dict[str, Any]) -> dict[str, float]:
+    """Estimated seconds of planning where no other machine uses the cores, of the rows that have a pace."""
+    metered: dict[str, dict[str, dict[str, float]]] = {}
+    for name, row in rows.items():
+        if "pace" in row:
+            metered.setdefault(row["environment"]["python"], {})[name] = row["pace"]
+    return {
+        name: rows[name]["seconds"] * pace.share(figures, pace.least(list(group.values())))
+        for group in metered.values()
+        for name, figures in group.items()
+    }
+
+
+def _middle(seconds: list[float]) -> str:
+    """Their median and the most, in words."""
+    return f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s"
+
+
 def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:
     """The fastest textbook method that fits, and its seconds."""
     fits = {name: value for name, value in row.get("textbook", {}).items() if isinstance(value, float)}
@@ -231,13 +253,15 @@ def table(rows: dict[str, Any]) -> str:
         "`python benchmarks/outside_models.py`: train steps of other libraries and habits, planned in fresh processes.",
         "Step, MFU and textbook seconds are predictions of one cost model. The load is the machine's before the case",
         "began: the search is limited by wall seconds, so that above the number of cores (two here) it finds less than",
-        "it would. Tracing is JAX's own work but for a seventh, and plain `jit` takes as long: it tells how fast the",
-        "machine was.",
+        "it would. Undisturbed seconds are an estimate, too (`pace.py`): other machines share these cores, which takes",
+        "up to half of their speed, from second to second, and no load shows it. Tracing is JAX's own work but for a",
+        "seventh, and plain `jit` takes as long.",
         "",
-        "| case | cluster | planned s | CPU s | tracing s | target s | load | step s | MFU | plan | textbook "
+        "| case | cluster | planned s | undisturbed s | tracing s | target s | load | step s | MFU | plan | textbook "
         "| Auto / textbook |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|--:|",
     ]
+    alone = undisturbed(rows)
     for name, row in rows.items():
         case, plan, best = CASES[name], row.get("plan"), best_textbook(row)
         cluster = f"{case.nodes} x {case.cluster}" + ("" if case.method[0] == "Auto" else f", {case.method[0]}")
@@ -248,7 +272,7 @@ def table(rows: dict[str, Any]) -> str:
         what += f", {plan['microbatches']} micro-batches" if plan["microbatches"] > 1 else ""
         worse = best and plan["step_seconds"] > best[1] * (1 + 1e-4)
         cells = [
-            name, cluster, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}",
+            name, cluster, f"{row['seconds']:.1f}", f"{alone[name]:.1f}" if name in alone else "-",
             f"{row['planning_seconds']['tracing']:.1f}", case.target or "-",
             f"{row['load_before']:.1f}", f"{plan['step_seconds']:.4g}", f"{plan['mfu']:.0%}", what,
             f"{best[0]} {best[1]:.4g}" if best else "none fits" if "textbook" in row else "not planned",
@@ -256,15 +280,13 @@ def table(rows: dict[str, Any]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for of in KINDS:
-        planned = [row for name, row in rows.items() if CASES[name].of == of and "seconds" in row]
+        planned = {name: row for name, row in rows.items() if CASES[name].of == of and "seconds" in row}
         if planned:
-            seconds = [row["seconds"] for row in planned]
-            beyond = statistics.median(row["seconds"] - row["planning_seconds"]["tracing"] for row in planned)
-            lines += [
-                "",
-                f"{of}: {len(planned)} planned, median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s; "
-                f"beyond tracing, median {beyond:.1f} s",
-            ]
+            beyond = statistics.median(row["seconds"] - row["planning_seconds"]["tracing"] for row in planned.values())
+            all_of = [row["seconds"] for row in planned.values()]
+            known = [alone[name] for name in planned if name in alone]
+            lines += ["", f"{of}: {len(planned)} planned, {_middle(all_of)}; beyond tracing, median {beyond:.1f} s"]
+            lines[-1] += f"; undisturbed, {_middle(known)}" if len(known) == len(planned) else ""
     measured = {
         (row["environment"]["date"], row["environment"]["jax"]) for row in rows.values() if "environment" in row
     }
