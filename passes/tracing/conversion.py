@@ -9,7 +9,8 @@ What a call means for its body:
     jit, call, closed_call, custom_jvp_call, custom_vjp_call    the body itself
     remat               the body; if it was differentiated, its inputs go through one `optimization_barrier`, without
                         which XLA would merge it with the forward pass
-    scan, while, cond   an op with bodies
+    scan, while, cond   an op with bodies; of one that the platform decides, the branch for the platform that is planned
+                        for, unless that holds a kernel, which other devices could not run
     every other         one opaque op
 
 What says where a value lies becomes one `_jax.CONSTRAINT` for each operand, which later passes read.
@@ -50,18 +51,19 @@ ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
-def graph_of(jaxpr: Any, keys: KeyWriter | None = None) -> Graph:
+def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "") -> Graph:
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
     Args:
       jaxpr: a closed jaxpr. Its constants become the last inputs of the graph's block, scalars excepted, which become
       literals.
       keys: writes the keys; a new one by default. For a part of another graph, that graph's.
+      platform: "cpu", "cuda", "rocm" or "tpu", whose branches are taken; all are kept if it is not known.
 
     Returns:
       The graph: values and ops numbered densely, in program order, dead ops removed.
     """
-    builder = _Builder(keys or Keys())
+    builder = _Builder(keys or Keys(), platform)
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     ops: list[Op] = []
@@ -78,11 +80,12 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None) -> Graph:
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self, keys: KeyWriter) -> None:
+    def __init__(self, keys: KeyWriter, platform: str) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
         self.keys = keys
+        self._platform = platform
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
         self._heads: dict[int, tuple[str, bool]] = {}
@@ -144,6 +147,10 @@ class _Builder:
                     ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
             elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
                 results = self._call(eqn, operands, stack, ops)
+            elif name == "cond" and (branch := self._branch(eqn.params)) is not None:
+                body, held = _jax.open_jaxpr(branch)
+                inner = _jax.joined_stack(stack, eqn.source_info.name_stack)
+                results = self.inline(body, [self.constant(const) for const in held], operands[1:], inner, ops)
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
@@ -155,6 +162,16 @@ class _Builder:
                 self._append(eqn, operands, results, stack, sources, ops)
             env.update(zip(eqn.outvars, results, strict=True))
         return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+    def _branch(self, params: Any) -> Any:
+        """The branch of a condition that the platform decides; None if another does, or if it holds a kernel."""
+        platforms = params.get("branches_platforms")
+        if platforms is None or not self._platform:
+            return None
+        for names, branch in zip(platforms, params["branches"], strict=True):
+            if names is None or self._platform in names:
+                return None if _holds_kernel(branch) else branch
+        return None
 
     def _no_iterations(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
         """The results of a loop that never runs, which no compiler keeps: what it starts with, and empty stacks."""
@@ -308,6 +325,14 @@ class _Builder:
     def _index(self) -> int:
         self._ops += 1
         return self._ops - 1
+
+
+def _holds_kernel(jaxpr: Any) -> bool:
+    """Whether a jaxpr or one within it calls a function that is one operation."""
+    return any(
+        eqn.primitive.name in primitives.KERNELS or any(map(_holds_kernel, _jax.inner_jaxprs(eqn.params)))
+        for eqn in _jax.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _is_plain_scalar(const: Any, aval: Any) -> bool:

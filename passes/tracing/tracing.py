@@ -72,7 +72,7 @@ def trace(
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     with _jax.attention_given_to(attention.whole, platform):
         jaxpr = run.jaxpr()
-    graph = constrained(conversion.graph_of(jaxpr), constrain)
+    graph = constrained(conversion.graph_of(jaxpr, platform=platform), constrain)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
