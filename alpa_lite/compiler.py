@@ -240,6 +240,9 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
     little to repay the search, none is searched, and all of the time is for one mesh. After pipelines some is again
     (`LONGER`), and all that is left where none could be compared.
+
+    On one node one mesh is searched until something fits, without time, too. All of its links are fast, so that a
+    pipeline wins little; and one on all devices, in a single stage, takes longer to plan than the mesh that it is.
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
@@ -247,7 +250,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if asked.one_mesh:
         try:
             time = ONE_MESH * (asked.deadline.left - pipelining.reserve(run))
-            mesh = one_mesh.searched(run, step, asked.within(time), must=False)
+            mesh = one_mesh.searched(run, step, asked.within(time), must=asked.cluster.nodes == 1)
         except InfeasibleError as error:
             reason = error
     if mesh is not None and mesh.whole is not None and not worth_a_pipeline(mesh.whole, mesh.seconds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,22 @@ def test_memory_is_met_in_hardly_any_time() -> None:
     whole = planned(alpa_lite.Zero(stage=3)).stages[0].memory.total
     plan = planned(alpa_lite.Sharded(), search_time_limit=1e-3, memory_per_device=int(0.7 * whole))
     assert plan.stages[0].memory.total <= 0.7 * whole and plan.num_microbatches > 1
+
+
+def test_on_one_node_one_mesh_is_searched_until_something_fits(monkeypatch) -> None:
+    """A pipeline of one stage was planned in place of it, which took longer and more time than there was."""
+
+    def priced(*given: Any, **named: Any) -> Any:
+        raise AssertionError("layers are priced though there is no time")
+
+    node = replace(MACHINES, nodes=1, devices_per_node=8, network_link=None)
+    step, args = mlp(WIDTH, 4096, LAYERS)
+    planned = functools.partial(alpa_lite.make_plan, step, *args, cluster=node, verify="off")
+    budget = int(0.7 * planned(method=alpa_lite.Zero(stage=3)).stages[0].memory.total)
+    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
+    monkeypatch.setattr(stages, "priced", priced)
+    plan = planned(method=alpa_lite.Auto(), search_time_limit=1e-3, memory_per_device=budget)
+    assert not plan.pipelined and plan.stages[0].memory.total <= budget
 
 
 def test_a_small_step_is_planned_without_layers(monkeypatch) -> None:
