@@ -1,12 +1,12 @@
 """Planning of models from outside this project: how long it takes, and how good the plans are.
 
-Each case of `outside_cases.py`, `outside_habits.py`, `outside_further.py` and `outside_unusual.py` is planned in a
-fresh process, with a time limit and a memory limit, and then with every textbook method. Times are wall seconds of
-`make_plan`, verification included, and CPU seconds of the process. Both grow while other machines use the same cores;
-undisturbed seconds are an estimate of what planning takes where none does (`pace.py`). MFU is predicted: FLOPs of the
-step's products over what the devices could do in the predicted step. The best textbook method is the fastest of those
-that fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are
-searched, not lowered (`textbook_plans.py`).
+Each case of `outside_cases.py`, `outside_habits.py`, `outside_further.py`, `outside_deep.py` and `outside_unusual.py`
+is planned in a fresh process, with a time limit and a memory limit, and then with every textbook method. Times are wall
+seconds of `make_plan`, verification included, and CPU seconds of the process. Both grow while other machines use the
+same cores; undisturbed seconds are an estimate of what planning takes where none does (`pace.py`). MFU is predicted:
+FLOPs of the step's products over what the devices could do in the predicted step. The best textbook method is the
+fastest of those that fit, with as many micro-batches as suit it; Auto must not be slower. Textbook methods share one
+trace, and are searched, not lowered (`textbook_plans.py`).
 
     python benchmarks/outside_models.py                     every case (needs the extra `outside`)
     python benchmarks/outside_models.py --of toy            the cases of one kind: issue, published, unusual or toy
