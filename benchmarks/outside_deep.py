@@ -1,7 +1,7 @@
 """Deep networks whose blocks are unlike one another, or route tokens, in plain linen as their users write them.
 
-`CASES` are these, and those of `outside_further.py`. None was made or tuned on: they were planned first when the search
-was finished, and showed that one that fits no memory by itself was planned as a pipeline of one stage.
+`CASES` are these, and those of `outside_further.py`. The search was not tuned on them. EfficientNet showed that a step
+that fits no memory as it is was planned as a pipeline of one stage where time was short.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from outside_cases import Built, Case, initial, shape, token_loss
+from outside_cases import Built, Case, initial, rotate, shape, token_loss
 from outside_further import CASES as BEFORE
 from outside_habits import habits
 
@@ -116,14 +116,6 @@ def gated(x: Any, inner: int) -> Any:
     return Dense(x.shape[-1])(nn.silu(Dense(inner)(x)) * Dense(inner)(x))
 
 
-def turned(x: Any) -> Any:
-    """[batch, length, heads, 64] with rotary positions."""
-    angles = jnp.arange(x.shape[1])[:, None] / 10000 ** (jnp.arange(32) / 32)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    one, other = x[..., :32], x[..., 32:]
-    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1).astype(x.dtype)
-
-
 class Latent(nn.Module):
     """Attention whose keys and values are made of 512 numbers for each token, with one rotary key for all heads."""
 
@@ -134,8 +126,8 @@ class Latent(nn.Module):
         queries = Dense(16 * 192)(x).reshape(batch, length, 16, 192)
         latent = Dense(576)(x)
         both = Dense(16 * 256)(Norm()(latent[..., :512])).reshape(batch, length, 16, 256)
-        rotary = jnp.broadcast_to(turned(latent[..., None, 512:]), (batch, length, 16, 64))
-        queries = jnp.concatenate([queries[..., :128], turned(queries[..., 128:])], -1)
+        rotary = jnp.broadcast_to(rotate(latent[..., None, 512:]), (batch, length, 16, 64))
+        queries = jnp.concatenate([queries[..., :128], rotate(queries[..., 128:])], -1)
         keys = jnp.concatenate([both[..., :128], rotary], -1)
         scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / math.sqrt(192)
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9).astype(jnp.float32)

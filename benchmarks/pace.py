@@ -1,10 +1,10 @@
 """How fast a core was while something ran, against how fast it is when nobody shares it.
 
 A virtual core is often half of a physical one. While another machine computes on the other half, everything here takes
-almost twice as long, CPU seconds too, and no counter says so: measured on the two cores of this project's benchmarks, a
-fixed loop takes 18 ms or 34 ms, and it changes from second to second. So that seconds of different hours can be
-compared, a timer interrupts what is measured, and runs the same short loop each time (`Meter`). Let t_i be what the
-loop took, and t the least that it takes on that core (of all meters of one day). Then
+up to twice as long, CPU seconds too, and no counter says so; it changes from second to second. `python
+benchmarks/pace.py` shows it: a fixed loop, ten seconds of it. So that seconds of different hours can be compared, a
+timer interrupts what is measured, and runs the same short loop each time (`Meter`). Let t_i be what the loop took, and
+t the least that it takes on that machine with that interpreter (of all meters). Then
 
     undisturbed seconds = seconds * mean_i(t / t_i)
 
@@ -15,6 +15,7 @@ The timer counts CPU seconds, and its loops take about one in fifty of them.
 from __future__ import annotations
 
 import signal
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,3 +78,17 @@ def share(figures: dict[str, float], least: float) -> float:
 def least(of: Sequence[dict[str, float]]) -> float:
     """Seconds that the loop takes on an undisturbed core, by the figures of several meters."""
     return min(one["least"] for one in of)
+
+
+def main() -> None:
+    """Prints what the loop takes in ten seconds of nothing else."""
+    end = time.perf_counter() + 10
+    taken = []
+    while time.perf_counter() < end:
+        taken.append(1e3 * loop())
+    tenths = statistics.quantiles(taken, n=10)
+    print(f"{len(taken)} loops: tenths at " + ", ".join(f"{one:.2f}" for one in tenths) + " ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +22,9 @@ LAYERS, WIDTH = 4, 512
 MACHINES = two_machines(2**30, 1e9)
 
 
-def planned(method: Any, **options: Any) -> alpa_lite.Plan:
+def planned(method: Any, cluster: Cluster = MACHINES, **options: Any) -> alpa_lite.Plan:
     step, args = mlp(WIDTH, 4096, LAYERS)
-    return alpa_lite.make_plan(step, *args, cluster=MACHINES, method=method, verify="off", **options)
+    return alpa_lite.make_plan(step, *args, cluster=cluster, method=method, verify="off", **options)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +58,10 @@ def test_on_one_node_one_mesh_is_searched_until_something_fits(monkeypatch) -> N
         raise AssertionError("layers are priced though there is no time")
 
     node = replace(MACHINES, nodes=1, devices_per_node=8, network_link=None)
-    step, args = mlp(WIDTH, 4096, LAYERS)
-    planned = functools.partial(alpa_lite.make_plan, step, *args, cluster=node, verify="off")
-    budget = int(0.7 * planned(method=alpa_lite.Zero(stage=3)).stages[0].memory.total)
+    budget = int(0.7 * planned(alpa_lite.Zero(stage=3), node).stages[0].memory.total)
     monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
     monkeypatch.setattr(stages, "priced", priced)
-    plan = planned(method=alpa_lite.Auto(), search_time_limit=1e-3, memory_per_device=budget)
+    plan = planned(alpa_lite.Auto(), node, search_time_limit=1e-3, memory_per_device=budget)
     assert not plan.pipelined and plan.stages[0].memory.total <= budget
 
 

@@ -139,18 +139,14 @@ class _Builder:
                 (operands[i],) = self.inline(indices.zeros(eqn.invars[i].aval), (), (), stack, ops)
             expansion = _jax.expansion(eqn)
             if expansion is not None:
-                body, held = _jax.open_jaxpr(expansion)
-                inner = _jax.joined_stack(stack, eqn.source_info.name_stack)
-                results = self.inline(body, [self.constant(const) for const in held], operands, inner, ops)
+                results = self._inlined(expansion, eqn, operands, stack, ops)
                 if name == "while":
                     assert ops[-1].name == "while"
                     ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
             elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
                 results = self._call(eqn, operands, stack, ops)
             elif name == "cond" and (branch := self._branch(eqn.params)) is not None:
-                body, held = _jax.open_jaxpr(branch)
-                inner = _jax.joined_stack(stack, eqn.source_info.name_stack)
-                results = self.inline(body, [self.constant(const) for const in held], operands[1:], inner, ops)
+                results = self._inlined(branch, eqn, operands[1:], stack, ops)
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
@@ -189,10 +185,16 @@ class _Builder:
 
     def _call(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom]:
         name, params = eqn.primitive.name, eqn.params
-        body, consts = _jax.open_jaxpr(params[CALL_BODY[name]])
         if name in primitives.CHECKPOINT and params["differentiated"]:
             operands = self._barrier(eqn, operands, stack, ops)
         scope = "checkpoint" if name in primitives.CHECKPOINT else f"jit({params['name']})" if name == "jit" else None
+        return self._inlined(params[CALL_BODY[name]], eqn, operands, stack, ops, scope)
+
+    def _inlined(
+        self, jaxpr: Any, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op], scope: str | None = None
+    ) -> list[Atom]:
+        """The results of an equation for which a jaxpr with constants stands, under its name and a scope."""
+        body, consts = _jax.open_jaxpr(jaxpr)
         inner = _jax.joined_stack(stack, eqn.source_info.name_stack, scope)
         return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
 
