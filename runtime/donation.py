@@ -42,7 +42,7 @@ def donated(
     if isinstance(donate, str):
         if donate != "auto":
             raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
-        return sorted(argument for output, argument in traced.state if outputs[output] == arguments[argument])
+        return [argument for output, argument in sorted(traced.state) if outputs[output] == arguments[argument]]
     wanted = donated_leaves(traced, donate)
     free = Counter(outputs)
     chosen = []
@@ -50,4 +50,5 @@ def donated(
         if free[arguments[argument]] > 0:
             free[arguments[argument]] -= 1
             chosen.append(argument)
-    return chosen
+    replaced_by = {argument: output for output, argument in traced.state}
+    return sorted(chosen, key=lambda argument: replaced_by.get(argument, len(outputs)))

@@ -5,23 +5,39 @@ Registers live from where they are written to where they are last read. Those th
 kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The buffers of
 outputs hold other values until they are written, but for those that are given as inputs and added to.
 
-On CPUs reductions are library calls, too, and there are no products of half precision: operands and results are
-brought to float32.
+What goes out in a pack is made apart and joined at the end, when the pack and all its members are there; so are sums
+that are added to in a pack.
+
+On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; what is copied
+out of a pack is copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
+(JAX 0.10's CPU compiler also brings all values of half precision to float32, which is not predicted.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
-import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.graph import Lit, Value
+from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.fusion import Item
 from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Reshard, block_count, reads, writes
+from alpa_lite.passes.lowering.program import (
+    Body,
+    Compute,
+    Instruction,
+    Loop,
+    Operand,
+    Reshard,
+    block_count,
+    reads,
+    writes,
+)
 from alpa_lite.passes.stages.segments import Segment, Segments
+
+NONE: Mapping[int, bool] = MappingProxyType({})
 
 
 def temporary_bytes(segments: Segments, segment: Segment, platform: str) -> int:
@@ -31,24 +47,37 @@ def temporary_bytes(segments: Segments, segment: Segment, platform: str) -> int:
       platform: of the devices, as `Cluster.platform`.
     """
     given = set(segment.inputs)
-    outputs = [(r, w in given) for r, w in zip(segment.reads, segment.outputs, strict=True) if not isinstance(r, Lit)]
+    members = {wire for pack in segments.packs for wire in pack.members}
+    outputs = [(r, w) for r, w in zip(segment.reads, segment.outputs, strict=True) if not isinstance(r, Lit)]
     sizes = _Sizes(segments, platform)
-    kept = {register for register, added_to in outputs if added_to}
-    peak = sizes.peak(segment.instructions, {register for register, _ in outputs}, kept)
-    return int(peak + _copied(segments, segment, sizes))
+    packed = {register: wire in given for register, wire in outputs if wire in members}
+    kept = {register for register, wire in outputs if wire in given and wire not in members}
+    apart = _copied(segments, segment)
+    return int(sizes.peak(segment.instructions, {register for register, _ in outputs}, kept, packed, apart))
 
 
-def _copied(segments: Segments, segment: Segment, sizes: _Sizes) -> float:
-    """The bytes of inputs that are copied out of a pack or of the whole batch, as what more than loops read is."""
+def _copied(segments: Segments, segment: Segment) -> set[int]:
+    """The registers of inputs that are part of a pack or of the whole batch: some readers want them copied out."""
     members = {w for pack in segments.packs if segment.kind in pack.readers for w in pack.members}
     parts = [b for w, b in zip(segment.inputs, segment.binds, strict=True) if w in members or w.kind == "slice"]
-    packed = {register for registers in parts for register in registers}
-    needed: set[int] = set()
-    for instruction in segment.instructions if packed else ():
-        read = packed.intersection(reads(instruction))
-        if read and sizes.item(instruction).kind in ("library", "control"):
-            needed |= read
-    return float(sum(sizes.bytes(register) for register in needed))
+    return {register for registers in parts for register in registers}
+
+
+def _turned(op: Op, ranks: Sequence[int]) -> set[int]:
+    """The operands and the result (2) of a product whose dims a library call on CPUs wants in another order."""
+    numbers = op.params["dimension_numbers"]
+    if op.name == "dot_general":
+        found = set()
+        for n, (contracted, batch) in enumerate(zip(*numbers, strict=True)):
+            first, last = len(batch), ranks[n] - len(contracted)
+            places = [tuple(range(at, at + len(contracted))) for at in ((last,), (first, last))[n]]
+            if tuple(batch) != tuple(range(first)) or tuple(contracted) not in places:
+                found.add(n)
+        return found
+    last = ranks[0] - 1
+    images, kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
+    asked = zip(numbers, (images, kernel, images), strict=True)
+    return {n for n, (given, wanted) in enumerate(asked) if tuple(given) != wanted}
 
 
 class _Sizes:
@@ -65,30 +94,49 @@ class _Sizes:
         layout = self.registers[register]
         return self.values[self.value_of[register]].nbytes // block_count(layout, self.mesh)
 
+    def shape(self, operand: Operand) -> tuple[int, ...]:
+        """Of the whole value."""
+        return operand.aval.shape if isinstance(operand, Lit) else self.values[self.value_of[operand]].shape
+
     def elements(self, register: int) -> int:
         return self.bytes(register) // max(1, self.values[self.value_of[register]].itemsize)
 
-    def peak(self, instructions: Sequence[Instruction], outputs: set[int], kept: set[int]) -> float:
+    def peak(
+        self,
+        instructions: Sequence[Instruction],
+        outputs: set[int],
+        kept: set[int],
+        packed: Mapping[int, bool] = NONE,
+        apart: Collection[int] = (),
+    ) -> float:
         """The most bytes of registers that are written here and in memory, beyond those of the outputs.
 
         Args:
           outputs: registers that are needed afterwards.
           kept: those of them whose buffers are given, with what is added to.
+          packed: those that are joined at the end, and whether the buffer that they are joined in is given.
+          apart: registers that are given as a part of something, and are copied out of it where more than loops read
+            them: from the first such instruction, or on CPUs from the start, to the last.
         """
         items = [self.item(instruction) for instruction in instructions]
         sizes = {r: self.bytes(r) for r in {r for i in instructions for r in (*reads(i), *writes(i))} | outputs}
         change = np.zeros(len(items) + 2)
         inner = np.array([self.inside(i) for i in instructions] + [0.0, 0.0])
         lives = fusion.lifetimes(items, sizes, outputs)
+        for n, item in enumerate(items if apart else ()):
+            for register in item.operands:
+                if register in apart and item.kind in ("library", "control"):
+                    lives[register] = (0 if self.on_cpu else lives.get(register, (n, n))[0]), n
         ending: dict[int, list[int]] = {}
         for register, (_, end) in lives.items():
             if end < len(items):
                 ending.setdefault(end, []).append(sizes[register])
-        own = 0
+        own = sum(sizes[register] for register, given in packed.items() if not given)
+        change[len(items)] += own
         for register, (start, end) in lives.items():
             if register in kept:
                 continue
-            own += sizes[register] * (end == len(items))
+            own += sizes[register] * (end == len(items) and register not in packed)
             change[start] += sizes[register]
             change[end + 1] -= sizes[register]
             free = ending.get(start, [])
@@ -102,13 +150,17 @@ class _Sizes:
         """The bytes that an instruction needs for itself while it runs."""
         if isinstance(instruction, Loop):
             return max((self.body(body) for body in instruction.bodies), default=0.0)
-        if self.on_cpu and isinstance(instruction, Compute) and instruction.op.name in PRODUCTS:
-            halves = [r for r in (*reads(instruction), *writes(instruction)) if self.is_half(r)]
-            return 4.0 * sum(self.elements(r) for r in halves)
+        if not self.on_cpu or not isinstance(instruction, Compute):
+            return 0.0
+        op = instruction.op
+        if op.name == "select_and_scatter_add":
+            source, operand = (0 if isinstance(o, Lit) else self.elements(o) for o in instruction.operands[:2])
+            return 4.0 * len(self.shape(instruction.results[0])) * (operand + 2 * source)
+        if op.name in PRODUCTS:
+            atoms = (*instruction.operands, *instruction.results)
+            turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]
+            return float(sum(self.bytes(atom) for atom in turned if not isinstance(atom, Lit)))
         return 0.0
-
-    def is_half(self, register: int) -> bool:
-        return self.values[self.value_of[register]].dtype in (jnp.bfloat16, jnp.float16)
 
     def body(self, body: Body) -> float:
         """The bytes of one trip of a loop: what it makes for the next one is in memory beside what it was given."""
