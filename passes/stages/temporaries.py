@@ -155,7 +155,10 @@ class _Sizes:
         op = instruction.op
         if op.name == "select_and_scatter_add":
             source, operand = (0 if isinstance(o, Lit) else self.elements(o) for o in instruction.operands[:2])
-            return 4.0 * len(self.shape(instruction.results[0])) * (operand + 2 * source)
+            rank = len(self.shape(instruction.results[0]))
+            return 4.0 * (
+                (rank + 1) * operand + 2 * rank * source
+            )  # an index for each dim; the operand with its border
         if op.name in PRODUCTS:
             atoms = (*instruction.operands, *instruction.results)
             turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]

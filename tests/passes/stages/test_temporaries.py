@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from alpa_lite import Pipeline
@@ -27,22 +30,106 @@ def step(state, x):
     return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
 
 
-def test_temporaries_of_stages_are_the_compilers():
-    """Of each stage the executable that needs most: products, their operands, and one gradient at a time."""
+def reports(step, arguments, cluster=None):
+    """What a pipeline of two stages is predicted to take and takes, executable by executable."""
     devices = jax.devices()[:2]
-    cluster = Cluster.local(devices)
-    state = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
+    cluster = cluster or Cluster.local(devices)
     options = make_options(
         {"method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 2, "cluster": cluster}
     )
-    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    compiled = compile_step(step, (state, x), {}, options, cluster)
+    compiled = compile_step(step, arguments, {}, options, cluster)
     executables = list(ahead.compiled_for(compiled.staged, compiled.plan, devices))
-    most = {0: [0, 0], 1: [0, 0]}
-    for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
-        assert found.memory is not None and found.memory.predicted is not None
-        pair = found.memory.predicted, found.memory.temporaries
-        most[found.submesh] = [max(a, b) for a, b in zip(most[found.submesh], pair, strict=True)]
-    for predicted, measured in most.values():
+    found = list(compiled_reports(compiled.plan, compiled.staged, executables, "cpu"))
+    assert all(one.memory is not None and one.memory.predicted is not None for one in found)
+    return found
+
+
+def most(found):
+    """Of each stage the most predicted and the most measured bytes."""
+    out = {0: [0, 0], 1: [0, 0]}
+    for one in found:
+        pair = one.memory.predicted, one.memory.temporaries
+        out[one.submesh] = [max(a, b) for a, b in zip(out[one.submesh], pair, strict=True)]
+    return out.values()
+
+
+def test_temporaries_of_stages_are_the_compilers():
+    """Of each stage the executable that needs most: products, their operands, and one gradient at a time."""
+    state = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
+    for predicted, measured in most(reports(step, (state, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))):
         assert measured > WIDTH * WIDTH * 4
         assert predicted == pytest.approx(measured, rel=0.25)
+
+
+def small_step(state, x):
+    """Layers whose values are small, so that they go from pass to pass in packs."""
+
+    def loss(state):
+        y = x
+        for w, scale in state:
+            y = y + jnp.tanh(y @ w) * jnp.exp(scale)
+        return (y * y).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+
+def test_a_pack_and_what_it_is_joined_of_are_there_together():
+    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
+    cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")  # whose memory copies much in no time
+    found = reports(small_step, (state, jax.ShapeDtypeStruct((512, 64), jnp.float32)), cluster)
+    forward = {one.name: one.memory for one in found if "forward" in one.name}
+    block = 256 * 64 * 4
+    for memory in forward.values():
+        assert memory.outputs > 6 * block  # what it keeps for the backward pass
+        assert memory.temporaries > 6 * block
+        assert memory.predicted == pytest.approx(memory.temporaries, rel=0.25)
+
+
+def window_step(state, x):
+    """Convolutions, the gradient of a kernel, and of a maximum over windows."""
+
+    def loss(state):
+        y = x
+        for w in state:
+            y = jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            y = jax.nn.relu(y)
+        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        return (y * y).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
+
+
+def test_temporaries_of_convolutions_are_the_compilers():
+    state = [jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((32, 32, 32, 32), jnp.float32)
+    for predicted, measured in most(reports(window_step, (state, x))):
+        assert predicted == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize("first", ["params", "moments"])
+def test_an_update_writes_every_leaf_over_itself(first: str):
+    """Where a leaf's new value is written over another leaf, the compiler copies: of Adam's state two thirds."""
+    adam = optax.adam(1e-3)
+
+    def step(params, moments, x):
+        def loss(params):
+            y = x
+            for w in params.values():
+                y = jnp.tanh(y @ w)
+            return (y * y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = adam.update(grads, moments)
+        params = optax.apply_updates(params, updates)
+        return (params, moments, value) if first == "params" else (moments, params, value)
+
+    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(6)}
+    arguments = params, jax.eval_shape(adam.init, params), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    updates = [one.memory for one in reports(step, arguments) if "update" in one.name]
+    assert len(updates) == 2
+    leaf = 4 * WIDTH * WIDTH
+    for memory in updates:
+        assert memory.aliased >= 9 * leaf
+        assert memory.temporaries < 1000
