@@ -3,6 +3,9 @@
 XLA reuses a donated buffer for an output of the same type and sharding, and for no other; JAX warns of a donated buffer
 that no output can use. So "auto" donates the state leaves whose new value has their sharding, and of the arguments that
 a user names those are donated that find such an output.
+
+JAX gives the buffers to the outputs of their type as they come. Where a leaf's new value is written over another leaf,
+XLA copies the old values that are still to be read; so donated arguments are in the order of what replaces them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Donate = str | int | Sequence[int]
 def donated(
     traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
 ) -> list[int]:
-    """The numbers of the arguments whose buffers become outputs.
+    """The numbers of the arguments whose buffers become outputs, in the order of these outputs as far as it is known.
 
     These are the arguments asked for whose type and sharding an output has; JAX would warn of others.
     """
