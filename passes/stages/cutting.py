@@ -39,6 +39,8 @@ from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.program import Kind
 
+LOOPS = primitives.ELEMENTWISE | primitives.RESHAPES
+
 
 def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Segments:
     """Cuts a stage's local program into segments.
@@ -338,7 +340,7 @@ class _Cut:
         late = self._wanted(ends)
         needed = self._needed(read_before(late) | ends)
         items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
-        rounds = self._rounds(items)
+        rounds = self._rounds(items, ends)
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
         arriving = {r: made for r, made in self._arriving().items() if r in ends}  # returned as they come
         last = max([0, *rounds, *stage.late_rounds.values(), *arriving.values()])
@@ -412,8 +414,12 @@ class _Cut:
         loop_reads = [o for o in self.loop.operands if not isinstance(o, Lit)]
         return {r for item in self._needed(loop_reads) for r in writes(item)}
 
-    def _rounds(self, items: Sequence[Instruction]) -> list[int]:
-        """The round of each instruction: its op's, and not before what it reads."""
+    def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
+        """The round of each instruction: its op's, and not before what it reads.
+
+        What loops make of state and gradients for a later round alone is done in that round: it would be held from one
+        round to the other, beside what it is made of or in its place.
+        """
         made = self._arriving()
         out = []
         for item in items:
@@ -421,6 +427,18 @@ class _Cut:
             current = max([own, *(made[r] for r in reads(item) if r in made)])
             out.append(current)
             made.update(dict.fromkeys(writes(item), current))
+        there = {*self.program.body.inputs, *(self.loop.results[: self._view.num_carry] if self.loop else ())}
+        free = []
+        for item in items:
+            cheap = isinstance(item, Compute) and item.op.name in LOOPS and not item.op.has_effects
+            free.append(cheap and there.issuperset(reads(item)) and ends.isdisjoint(writes(item)))
+            there.update(writes(item) if free[-1] else ())
+        first: dict[int, int] = {}
+        for n in range(len(items) - 1, -1, -1):
+            if free[n]:
+                out[n] = min((first[r] for r in writes(items[n]) if r in first), default=out[n])
+            for r in reads(items[n]):
+                first[r] = min(first.get(r, out[n]), out[n])
         return out
 
     def _arriving(self) -> dict[int, int]:

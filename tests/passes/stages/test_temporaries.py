@@ -133,3 +133,31 @@ def test_an_update_writes_every_leaf_over_itself(first: str):
     for memory in updates:
         assert memory.aliased >= 9 * leaf
         assert memory.temporaries < 1000
+
+
+def test_what_a_late_round_makes_of_state_waits_for_it():
+    """A leaf that two stages read is updated when both gradients are there; nothing made of it is held till then."""
+    adam = optax.adam(1e-3)
+
+    def step(state, tokens):
+        def loss(params):
+            x = params["embedding"][tokens]
+            for w in params["layers"]:
+                x = jnp.tanh(x @ w)
+            return jax.nn.log_softmax(x @ params["embedding"].T)[:, :, 0].mean()
+
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = adam.update(grads, moments)
+        return (optax.apply_updates(params, updates), moments), value
+
+    layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
+    params = {"embedding": jax.ShapeDtypeStruct((512, WIDTH), jnp.float32), "layers": layers}
+    state = params, jax.eval_shape(adam.init, params)
+    found = reports(step, (state, jax.ShapeDtypeStruct((8, 32), jnp.int32)))
+    (late,) = [one.memory for one in found if one.name.endswith("update 1")]
+    leaf = 512 * WIDTH * 4
+    assert late.aliased == 3 * leaf and late.temporaries < 1000
+    assert late.arguments < 5 * leaf + 1000  # parameters, two moments, two gradients
+    (early,) = [one.memory for one in found if one.name == "stage 0 update"]
+    assert early.outputs < 3 * 3 * WIDTH * WIDTH * 4 + 1000  # of its three layers, not of the embedding
