@@ -17,7 +17,7 @@ from tests.marks import only
 FAST = ("nnx_optimizer",)
 """Those whose models compile quickest; the others are of the same shape."""
 
-SLOW = ("linen_train_state", "loss_scaling", "actor_critic", "vision_batch_norm")
+SLOW = ("actor_critic", "vision_batch_norm")
 
 
 def compare(caplog: pytest.LogCaptureFixture, name: str, steps: int, epoch: int, **options: Any) -> None:

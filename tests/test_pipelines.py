@@ -53,13 +53,13 @@ SLOW = [
     Way("nnx_moe", 2, 4, "interleaved-1f1b", 2),
     Way("linen_unet", 2, 2, "1f1b"),
     Way("linen_resnet", 3, 8, "eager-1f1b"),
-    Way("nnx_gpt_scan", 2, 2, "zb-h1"),
     Way("nnx_translator", 2, 4, "zb-h1"),
     Way("linen_moe", 3, 8, "1f1b"),
-    Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
     Way("linen_user_train_state", 2, 2, "interleaved-1f1b", 2),
 ]
 THOROUGH = [
+    Way("nnx_gpt_scan", 2, 2, "zb-h1"),
+    Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
     Way("nnx_gpt_tied", 3, 2, "zb-h1"),
     Way("linen_gpt", 4, 8, "1f1b"),
     Way("linen_gpt_remat", 3, 4, "gpipe"),

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from alpa_lite.processes.alarm import Alarm, Failed, reasons
+from tests.marks import thorough
 from tests.processes import driver
 
 
@@ -66,9 +67,9 @@ def test_who_is_left_by_an_exception_of_its_own_follows_nobody():
         ("callback", "pipeline", 2, "a callback raised ValueError: the last layer is not well"),
         ("loader", "one mesh", 2, "after ValueError: the file is not there"),
         ("shapes", "pipeline", 2, "has to plan step for other arguments there"),
-        ("shapes", "one mesh", 4, "has to plan step for other arguments there"),
+        thorough(("shapes", "one mesh", 4, "has to plan step for other arguments there")),
         ("switch", "one mesh", 2, "run call 6 of a step as planned for other arguments"),
-        ("prefetch", "pipeline", 2, "has to plan step for other arguments there"),
+        thorough(("prefetch", "pipeline", 2, "has to plan step for other arguments there")),
         ("prefetch", "one mesh", 4, "has to plan step for other arguments there"),
         ("gone", "pipeline", 2, "after ValueError: the first to fail"),
         ("fewer", "one mesh", 2, "after the end of its program, which made 3 calls of steps"),

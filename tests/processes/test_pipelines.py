@@ -63,7 +63,7 @@ MODELS = {
         ["gpt", over(1, 1, 1, 1, microbatches=4, schedule="eager-1f1b")],
     ]),
 }  # fmt: skip
-SLOW = ("modules", "scan", "experts on four", "gpt on four")
+SLOW = ("modules", "experts on four", "mlp on four")
 
 
 @pytest.mark.slow
