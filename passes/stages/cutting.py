@@ -421,7 +421,7 @@ class _Cut:
         round to the other, beside what it is made of or in its place.
         """
         made = self._arriving()
-        out = []
+        out: list[int] = []
         for item in items:
             own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
             current = max([own, *(made[r] for r in reads(item) if r in made)])
@@ -438,7 +438,7 @@ class _Cut:
             if free[n]:
                 out[n] = min((first[r] for r in writes(items[n]) if r in first), default=out[n])
             for r in reads(items[n]):
-                first[r] = min(first.get(r, out[n]), out[n])
+                first[r] = min(out[n], first.get(r, out[n]))
         return out
 
     def _arriving(self) -> dict[int, int]:

@@ -13,7 +13,7 @@ from alpa_lite import Pipeline
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
-from alpa_lite.passes.checks.verification import compiled_reports
+from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.runtime import ahead
 
 WIDTH, BATCH = 256, 512
@@ -30,8 +30,22 @@ def step(state, x):
     return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
 
 
-def reports(step, arguments, cluster=None):
-    """What a pipeline of two stages is predicted to take and takes, executable by executable."""
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What an executable of a pipeline of two stages takes."""
+
+    name: str
+    submesh: int
+    memory: MemoryReport
+
+    @property
+    def predicted(self) -> int:
+        assert self.memory.predicted is not None
+        return self.memory.predicted
+
+
+def reports(step, arguments, cluster=None) -> list[Found]:
+    """Every executable of the step's pipeline, compiled."""
     devices = jax.devices()[:2]
     cluster = cluster or Cluster.local(devices)
     options = make_options(
@@ -39,16 +53,18 @@ def reports(step, arguments, cluster=None):
     )
     compiled = compile_step(step, arguments, {}, options, cluster)
     executables = list(ahead.compiled_for(compiled.staged, compiled.plan, devices))
-    found = list(compiled_reports(compiled.plan, compiled.staged, executables, "cpu"))
-    assert all(one.memory is not None and one.memory.predicted is not None for one in found)
-    return found
+    out = []
+    for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
+        assert found.memory is not None
+        out.append(Found(found.name, found.submesh, found.memory))
+    return out
 
 
-def most(found):
+def most(found: list[Found]):
     """Of each stage the most predicted and the most measured bytes."""
     out = {0: [0, 0], 1: [0, 0]}
     for one in found:
-        pair = one.memory.predicted, one.memory.temporaries
+        pair = one.predicted, one.memory.temporaries
         out[one.submesh] = [max(a, b) for a, b in zip(out[one.submesh], pair, strict=True)]
     return out.values()
 
@@ -78,12 +94,13 @@ def test_a_pack_and_what_it_is_joined_of_are_there_together():
     state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
     cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")  # whose memory copies much in no time
     found = reports(small_step, (state, jax.ShapeDtypeStruct((512, 64), jnp.float32)), cluster)
-    forward = {one.name: one.memory for one in found if "forward" in one.name}
+    forward = [one for one in found if "forward" in one.name]
+    assert len(forward) == 2
     block = 256 * 64 * 4
-    for memory in forward.values():
-        assert memory.outputs > 6 * block  # what it keeps for the backward pass
-        assert memory.temporaries > 6 * block
-        assert memory.predicted == pytest.approx(memory.temporaries, rel=0.25)
+    for one in forward:
+        assert one.memory.outputs > 6 * block  # what it keeps for the backward pass
+        assert one.memory.temporaries > 6 * block
+        assert one.predicted == pytest.approx(one.memory.temporaries, rel=0.25)
 
 
 def window_step(state, x):
