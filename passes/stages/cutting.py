@@ -39,7 +39,8 @@ from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.program import Kind
 
-LOOPS = primitives.ELEMENTWISE | primitives.RESHAPES
+LATE = primitives.ELEMENTWISE | primitives.RESHAPES
+"""Operations that cost nothing more in the round that reads them: a compiler computes them within what reads them."""
 
 
 def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Segments:
@@ -415,11 +416,7 @@ class _Cut:
         return {r for item in self._needed(loop_reads) for r in writes(item)}
 
     def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
-        """The round of each instruction: its op's, and not before what it reads.
-
-        What loops make of state and gradients for a later round alone is done in that round: it would be held from one
-        round to the other, beside what it is made of or in its place.
-        """
+        """The round of each instruction: its op's, and not before what it reads."""
         made = self._arriving()
         out: list[int] = []
         for item in items:
@@ -427,10 +424,18 @@ class _Cut:
             current = max([own, *(made[r] for r in reads(item) if r in made)])
             out.append(current)
             made.update(dict.fromkeys(writes(item), current))
+        return self._late(items, ends, out)
+
+    def _late(self, items: Sequence[Instruction], ends: set[int], rounds: Sequence[int]) -> list[int]:
+        """The rounds, but what is made of state and gradients for a later round alone is made in that round.
+
+        It would be held from one round to the other, beside what it is made of or in its place.
+        """
+        out = list(rounds)
         there = {*self.program.body.inputs, *(self.loop.results[: self._view.num_carry] if self.loop else ())}
         free = []
         for item in items:
-            cheap = isinstance(item, Compute) and item.op.name in LOOPS and not item.op.has_effects
+            cheap = isinstance(item, Compute) and item.op.name in LATE and not item.op.has_effects
             free.append(cheap and there.issuperset(reads(item)) and ends.isdisjoint(writes(item)))
             there.update(writes(item) if free[-1] else ())
         first: dict[int, int] = {}

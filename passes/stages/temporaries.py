@@ -16,7 +16,6 @@ out of a pack is copied first; and the gradient of a maximum over windows finds 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
@@ -36,8 +35,6 @@ from alpa_lite.passes.lowering.program import (
     writes,
 )
 from alpa_lite.passes.stages.segments import Segment, Segments
-
-NONE: Mapping[int, bool] = MappingProxyType({})
 
 
 def temporary_bytes(segments: Segments, segment: Segment, platform: str) -> int:
@@ -106,8 +103,8 @@ class _Sizes:
         instructions: Sequence[Instruction],
         outputs: set[int],
         kept: set[int],
-        packed: Mapping[int, bool] = NONE,
-        apart: Collection[int] = (),
+        packed: Mapping[int, bool],
+        apart: Collection[int],
     ) -> float:
         """The most bytes of registers that are written here and in memory, beyond those of the outputs.
 
@@ -156,9 +153,7 @@ class _Sizes:
         if op.name == "select_and_scatter_add":
             source, operand = (0 if isinstance(o, Lit) else self.elements(o) for o in instruction.operands[:2])
             rank = len(self.shape(instruction.results[0]))
-            return 4.0 * (
-                (rank + 1) * operand + 2 * rank * source
-            )  # an index for each dim; the operand with its border
+            return 4.0 * ((rank + 1) * operand + 2 * rank * source)  # indices, and the operand with its border
         if op.name in PRODUCTS:
             atoms = (*instruction.operands, *instruction.results)
             turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]
@@ -169,7 +164,7 @@ class _Sizes:
         """The bytes of one trip of a loop: what it makes for the next one is in memory beside what it was given."""
         outputs = {o for o in body.outputs if not isinstance(o, Lit)}
         own = sum(self.bytes(r) for r in outputs & {r for i in body.instructions for r in writes(i)})
-        return own + self.peak(body.instructions, outputs, set())
+        return own + self.peak(body.instructions, outputs, set(), {}, ())
 
     def item(self, instruction: Instruction) -> Item:
         """An instruction, for the rule of fusion: blocks in place of whole values."""
