@@ -12,9 +12,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,21 +21,16 @@ from alpa_lite import schedules, token_slicing
 from alpa_lite.asked import Asked, Step
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.one_mesh import MAX_LAYERS
-from alpa_lite.options import Sharded
-from alpa_lite.passes import microbatches, programs, stages
-from alpa_lite.passes.layers.division import Divisible, divided, divisible
-from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes import microbatches, stages
+from alpa_lite.passes.layers.division import Divisible, divisible
 from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.plans import candidates
-from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes, noted
+from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages import Slower, choosing, planning, submeshes
+from alpa_lite.passes.stages import Slower, choosing, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
-from alpa_lite.passes.stages.layer_costs import PRICES, Layer
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.pricing import VARIANTS, Key, Priced
-from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.passes.tokens import in_slices
+from alpa_lite.passes.stages.layer_costs import Layer
+from alpa_lite.passes.stages.pricing import Key, Priced
+from alpa_lite.realising import Before, realised
 from alpa_lite.report import units
 from alpa_lite.runner import Passes
 
@@ -51,17 +45,12 @@ CHOOSING = 1.0
 LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
 
-LEAST_OF_STAGE = 2.0
-"""Seconds that solving a chosen stage may take in any case; most take less."""
-
 SLICINGS = 3
-"""How often stages are chosen, each time with less room by what the program exceeded the budget by."""
+"""How often stages are chosen, each time with what the program before exceeded the costs of its layers by."""
 
 HASTE = 3.0
-"""By what multiple of the bytes that are missing stages get less room where the time is over: the next are to fit."""
-
-ATTEMPTS = 3
-"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
+"""By what multiple of the bytes that are missing a stage is taken for larger where the time is over: the next are to
+fit."""
 
 MISTAKEN = 1.6
 """Stages are planned whose bytes, estimated from their layers, exceed the budget by this factor at most.
@@ -167,6 +156,49 @@ def for_slices(run: Passes, asked: Asked, layers: Layered, whole: Sliced, slices
         return token_slicing.as_runs(whole, slices)
 
 
+@dataclass(frozen=True, eq=False)
+class Chooser:
+    """Chooses stages by the costs of layers.
+
+    Attributes:
+      run: the passes.
+      asked: until when to choose, and what else is asked.
+      layers: what stages are chosen from.
+      must: whether to go on without time until some can be planned.
+    """
+
+    run: Passes
+    asked: Asked
+    layers: Layered
+    must: bool
+
+    def best(self, below: float, beyond: Mapping[tuple[int, int], float], *but: int) -> tuple[Sliced, float]:
+        """The best stages that take less than `below` seconds, and the bytes per device that they were chosen for.
+
+        These are the budget, or as many as any stages take by their costs where none fits by them (`sparest`).
+
+        Args:
+          beyond: as in `Priced`.
+          but: numbers of micro-batches that are left out.
+
+        Raises:
+          InfeasibleError, OutOfTime, Slower: as `stages.best`.
+        """
+        layers, room = self.layers, self.asked.budget
+        counts = [count for count in layers.counts if count not in but]
+
+        def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
+            costs = replace(costs, beyond=beyond)
+            return sliced(self.run, costs, self.asked, some, room, limit, must=self.must)
+
+        while True:
+            try:
+                deadline = self.asked.deadline
+                return stages.best(counts, layers.kinds, layers.price, choose, layers.cut, deadline, below), room
+            except InfeasibleError as error:
+                room = sparest(error, self.asked)
+
+
 def of_whole_sequences(
     run: Passes, asked: Asked, layers: Layered, *, below: float, must: bool
 ) -> tuple[Staged, Sliced, float]:  # fmt: skip
@@ -175,26 +207,14 @@ def of_whole_sequences(
     Last, seconds that planning the stages took, once they were chosen: where they were chosen several times, the last.
     """
     least = LEAST * asked.options.search_time_limit if must else 0.0
-    pricing = asked.within(asked.deadline.left - reserve(run), least)
-
-    def chosen_in(room: float) -> Sliced:
-        def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
-            return sliced(run, costs, pricing, some, room, limit, must=must)
-
-        while True:
-            try:
-                return stages.best(
-                    layers.counts, layers.kinds, layers.price, choose, layers.cut, pricing.deadline, below
-                )  # fmt: skip
-            except InfeasibleError as error:
-                room = sparest(error, asked)
-
-    chosen = chosen_in(asked.budget)
+    chooser = Chooser(run, asked.within(asked.deadline.left - reserve(run), least), layers, must)
     tokens, before = asked.pipeline.lengths, Before()
+    beyond: Mapping[tuple[int, int], float] = {}
+    chosen, room = chooser.best(below, beyond)
     start = time.perf_counter()
-    staged, at = realised(run, chosen, asked, tokens, before), chosen
+    found = realised(run, chosen, asked, tokens, before)
     took = time.perf_counter() - start
-    room = asked.budget
+    staged, at = found, chosen
     for _ in range(SLICINGS - 1):
         over = staged.needed - asked.budget
         if over <= 0:
@@ -203,21 +223,73 @@ def of_whole_sequences(
             raise OutOfTime(
                 f"the pipeline of {len(staged.stages)} stages exceeds the budget, and others were not searched"
             )
-        # By as much the estimate was too low of the fullest submesh: one that is estimated to need no less has no room.
-        fullest = int(np.argmax(list(map(sum, staged.bytes))))
-        room = min(room, at.slices.bytes[fullest]) - (HASTE if asked.deadline.over else 1.05) * over
-        logger.info("the program exceeds the budget by %s: slicing again within %s", *map(units.nbytes, (over, room)))
+        logger.info("the program exceeds the budget by %s: slicing again", units.nbytes(over))
+        beyond = learned(beyond, chosen, found, room, asked)
         try:
-            chosen = chosen_in(room)  # more is computed again, or there are more stages or micro-batches
-        except (InfeasibleError, stages.Slower):
+            chosen, room = chooser.best(below, beyond)  # more is computed again, or there are more stages, or others
+        except (InfeasibleError, Slower):
             break
         start = time.perf_counter()
-        other = realised(run, chosen, asked, tokens, before)
+        found = realised(run, chosen, asked, tokens, before)
         took = time.perf_counter() - start
-        staged, at = min((staged, at), (other, chosen), key=lambda one: max(one[0].needed, asked.budget))
+        staged, at = min((staged, at), (found, chosen), key=lambda one: max(one[0].needed, asked.budget))
+    if staged.needed <= asked.budget and (rival := runner_up(chooser, asked, staged, at, beyond, took)) is not None:
+        found = realised(run, rival, asked, tokens, before)
+        if found.needed <= asked.budget and found.seconds < staged.seconds:
+            staged, at = found, rival
     if chosen.unfinished:
         staged = noted(staged, f"{asked.ran_out}: pipelines were not searched to the end")
     return staged, at, took
+
+
+def runner_up(
+    chooser: Chooser, asked: Asked, staged: Staged, chosen: Sliced, beyond: Mapping[tuple[int, int], float],
+    took: float,
+) -> Sliced | None:  # fmt: skip
+    """Stages with another number of micro-batches, where these may take less than planned ones.
+
+    Sums over layers are estimates, and how far they are off differs from one number to another: of the two best numbers
+    the second may be the faster, which shows once both are planned. None where no other takes less than the planned
+    one by its estimate, or where the time does not allow or what can be won does not repay planning it.
+
+    Args:
+      staged, chosen: stages as they were planned, and as they were chosen.
+      took: seconds that planning these took.
+    """
+    count = chosen.slices.num_microbatches
+    gain = staged.seconds - min(
+        (row.bound for row in chosen.weighed if row.num_microbatches != count), default=math.inf
+    )
+    if gain <= CERTAIN * staged.seconds:
+        return None
+    left = asked.deadline.patience(gain) - took
+    if left <= took:
+        return None
+    other = replace(chooser, asked=asked.repaying(left), must=False)
+    try:
+        return other.best(staged.seconds, beyond, count)[0]
+    except (InfeasibleError, OutOfTime, Slower):
+        return None
+
+
+def learned(
+    beyond: Mapping[tuple[int, int], float], chosen: Sliced, staged: Staged, room: float, asked: Asked
+) -> dict[tuple[int, int], float]:  # fmt: skip
+    """Bytes by which stages exceed what the costs of layers say, as in `Priced.beyond`: known ones, and these.
+
+    Args:
+      chosen, staged: stages as they were chosen, and planned.
+      room: bytes that they were chosen for. Stages that exceed the budget exceed it, too, from now on.
+    """
+    found, slices = dict(beyond), chosen.slices
+    for stage in slices.stages:
+        needed, estimated = sum(staged.bytes[stage.mesh]), slices.bytes[stage.mesh]
+        over = needed - asked.budget
+        size = room - estimated + (HASTE if asked.deadline.over else 1.05) * over if over > 0 else needed - estimated
+        for layer in range(stage.first, stage.stop):
+            key = layer, slices.devices[stage.mesh]
+            found[key] = found.get(key, 0.0) + max(size, 0.0)
+    return found
 
 
 def shortest(run: Passes) -> float:
@@ -285,118 +357,6 @@ def sliced(
 
     late = hiding if asked.pipeline.schedule == "auto" else None
     return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must, hiding=late)
-
-
-Kind = tuple[Any, ...]
-"""What identical plans of stages are for: the digest, the devices, the meshes allowed, whether weights are apart."""
-
-
-@dataclass(frozen=True, eq=False)
-class Before:
-    """What was planned of stages, to be taken over: it grows.
-
-    Attributes:
-      digests: of stages.
-      solved: one of each kind, at some price of memory.
-      planned: the first of each kind at each price.
-      own: of each stage of each kind at each price.
-    """
-
-    digests: dict[StageGraph, str] = field(default_factory=dict)
-    solved: dict[Kind, DecidedStage] = field(default_factory=dict)
-    planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
-    own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
-
-
-def realised(
-    run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = (), before: Before | None = None
-) -> Staged:  # fmt: skip
-    """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
-
-    Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
-    """
-    before = before or Before()
-    slices = chosen.slices
-    firsts = [stage.first for stage in slices.stages]
-    remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
-    cut = run("layers", divided, chosen.priced.step, firsts[1:], remat)
-    if tokens:
-        cut = run("slices", in_slices, cut, tokens)
-    loop = cut.accumulated
-    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
-    schedule = schedules.schedule(
-        slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
-    )
-    verdict = Verdict(
-        "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
-    )  # fmt: skip
-    write = functools.partial(
-        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
-        remat=remat, verdict=verdict, token_slices=tokens,
-    )  # fmt: skip
-    prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
-    mesh_of = [stage.mesh for stage in slices.stages]
-    staged: Staged | None = None
-    for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, before)
-        over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-        if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
-            staged = run("programs", write, planned)
-            over = [sum(pair) - asked.budget for pair in staged.bytes]
-            if max(over) <= 0 or last:
-                break
-        said = ", ".join(units.nbytes(size) for size in over if size > 0)
-        logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
-        prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
-    assert staged is not None
-    return staged
-
-
-def solve_stages(
-    run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
-    before: Before,
-) -> tuple[PlannedStage, ...]:  # fmt: skip
-    """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
-
-    Which mesh shape suits a stage has been weighed for its layers. Identical stages take over the choices of the first
-    and what they cost, a stage at another attempt with the same price of memory is the one of the attempt before, and
-    at another price it has the same integer program.
-    """
-    slices, kinds = chosen.slices, chosen.priced.devices
-    limit = max(asked.time_limit, min(LEAST_OF_STAGE, asked.options.solver_time_limit))
-    shapes: dict[int, tuple[int, ...]] = {}
-    out: list[PlannedStage] = []
-    for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
-        run.count("stages planned", number, len(graphs), lasting=True)
-        devices, price = slices.devices[stage.mesh], prices[number]
-        method = submeshes.shape_of(asked.pipeline, number, devices)
-        if stage.mesh in shapes:
-            method = Sharded(shapes[stage.mesh])
-        elif method.mesh_shape is None:
-            method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        if graph not in before.digests:
-            before.digests[graph] = planning.digest(graph, asked.wishes)
-        kind = before.digests[graph], devices, method, split
-        if (graph, kind, price) not in before.own:
-            twin = before.planned.get((kind, price))
-            like = twin or before.solved.get(kind)
-            if twin is None and like is not None:
-                like = run("sharding", planning.repriced, like, price, time_limit=limit)
-            decided = run(
-                "sharding", planning.decide, graph, asked.cluster.part(devices), method, price=price,
-                time_limit=limit, split_weights=split, wishes=asked.wishes, like=like,
-            )  # fmt: skip
-            before.solved.setdefault(kind, decided)
-            planned = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
-            before.own[graph, kind, price] = planned
-        planned = before.own[graph, kind, price]
-        before.planned.setdefault((kind, price), planned)
-        shapes[stage.mesh] = planned.found.mesh.shape
-        out.append(planned)
-    run.count("stages planned", len(graphs), len(graphs), lasting=True)
-    return tuple(out)
 
 
 def fitting(staged: Staged, asked: Asked) -> Staged:

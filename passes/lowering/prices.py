@@ -17,7 +17,7 @@ does a second time (`stages.segments` makes cheap values again rather than keep 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,18 @@ class Prices:
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
         """The collectives of one run of some instructions, and the seconds of all executions of each."""
         return [(found, sum(self.waiting(found, move))) for found, move, _ in self._communicated(items)]
+
+    def steady(self, items: Iterable[Instruction], values: Container[int]) -> float:
+        """Of `collectives`, seconds that do not depend on the size of most values: latency, and where some values move.
+
+        Args:
+          values: these, by number.
+        """
+        total = 0.0
+        for found, move, _ in self._communicated(items):
+            latency, moving = self.waiting(found, move)
+            total += latency + (moving if move is not None and move[0] in values else 0.0)
+        return total
 
     def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Op | None, float, float]]:
         """What waits for each of `collectives`, an operation or an output, with seconds of latency and on links."""

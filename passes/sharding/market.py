@@ -53,7 +53,7 @@ class Market:
 
     Attributes:
       known: each program, with what its solves found out for the next. rough: these solutions.
-      unit: seconds per byte, of price 1.
+      unit: seconds per byte, of price 1: those of the fastest rough solution, unless others are given.
       time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
       gap: at which a choice counts as optimal.
     """
@@ -68,7 +68,23 @@ class Market:
 
     def anew(self, time_limit: float) -> Market:
         """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
-        return _offered(self.meshes, self.spaces, time_limit, self.gap)
+        return replace(_offered(self.meshes, self.spaces, time_limit, self.gap), unit=self.unit)
+
+    @property
+    def fastest(self) -> tuple[float, float]:
+        """Seconds and bytes per device of the fastest rough solution: of all meshes, their ratio is the unit."""
+        i = min(range(len(self.rough)), key=lambda i: self.rough[i].objective)
+        return self.rough[i].objective, max(self.known[i].problem.peak(self.rough[i].choice), 1.0)
+
+    def on(self, shape: tuple[int, ...]) -> Market:
+        """The same with the meshes of one shape alone, if there are any."""
+        kept = [i for i, mesh in enumerate(self.meshes) if mesh.shape == shape]
+        if not kept:
+            return self
+        meshes, spaces, known, rough = (
+            tuple(values[i] for i in kept) for values in (self.meshes, self.spaces, self.known, self.rough)
+        )
+        return replace(self, meshes=meshes, spaces=spaces, known=known, rough=rough)
 
     def at(self, price: float) -> Found:
         """The best choice at a price of memory; its seconds and bytes are without it.
@@ -142,9 +158,9 @@ def _offered(meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], time_li
     known = tuple(Known(space.program) for space in spaces)
     solved = _solved(dict(enumerate(known)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
     rough = tuple(solved[i] for i in range(len(known)))
-    fastest = min(range(len(rough)), key=lambda i: rough[i].objective)
-    unit = rough[fastest].objective / max(known[fastest].problem.peak(rough[fastest].choice), 1.0)
-    return Market(meshes, spaces, known, rough, unit, time_limit, gap)
+    offered = Market(meshes, spaces, known, rough, 1.0, time_limit, gap)
+    seconds, size = offered.fastest
+    return replace(offered, unit=seconds / size)
 
 
 def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:

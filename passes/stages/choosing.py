@@ -243,7 +243,7 @@ def settled(
             if not wanted or (best is not None and found.seconds >= (1 - NEAR) * best.seconds):
                 break
             try:
-                priced = work_out(priced, wanted, None if must and best is None else deadline)
+                priced = _worked_out(priced, found, work_out, None if must and best is None else deadline)
             except OutOfTime:
                 if best is None:
                     raise
@@ -278,7 +278,7 @@ def _hidden(
             if found.seconds >= (1 - NEAR) * best.seconds:
                 break
             wanted = priced.unknown(found.slices.stages)
-            priced = work_out(priced, wanted, deadline) if wanted else priced
+            priced = _worked_out(priced, found, work_out, deadline)
         except (InfeasibleError, OutOfTime):
             break
         exact = _at(found, priced)
@@ -287,6 +287,22 @@ def _hidden(
         if not wanted or deadline.over:
             break
     return replace(best, priced=priced)
+
+
+def _worked_out(
+    priced: Priced,
+    found: Sliced,
+    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
+    deadline: Deadline | None,
+) -> Priced:
+    """The costs with all worked out that some stages use: those of layers tell the meshes of stages, and these others.
+
+    Raises:
+      OutOfTime: of `work_out`.
+    """
+    while wanted := priced.unknown(found.slices.stages):
+        priced = work_out(priced, wanted, deadline)
+    return priced
 
 
 def _certain(priced: Priced, choose: Callable[[Priced], Sliced]) -> Sliced | None:

@@ -22,6 +22,7 @@ from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import Market, market
 from alpa_lite.passes.stages import repeating
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
+from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_WISHES, Wishes
 
@@ -30,6 +31,9 @@ PRICES = (0.0, 4.0)
 
 ENDLESS = 3600.0
 """Seconds, for programs without a choice."""
+
+SECONDS = ("forward", "backward", "again", "steady", "adding", "again_steady")
+"""Fields of `LayerCost`: seconds of passes."""
 
 GAP = 1e-2
 """How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
@@ -42,7 +46,10 @@ class LayerCost:
     Attributes:
       mesh_shape: of the best logical mesh.
       forward, backward: seconds for one micro-batch.
-      adding: of `backward`, seconds that do not depend on the size of a micro-batch: gradients added to their sums.
+      steady: of `forward`, seconds that do not depend on the size of a micro-batch: latency, and collectives of what is
+        not made of examples, such as parameters that are gathered.
+      adding: the same of `backward`, with gradients that are added to their sums.
+      again_steady: the same of `again`.
       update: seconds once a step, with what is computed before the micro-batches.
       fixed: bytes per device of arguments and of what is computed before the micro-batches.
       saved: bytes per device and micro-batch of what the backward pass reads of the forward pass.
@@ -51,6 +58,8 @@ class LayerCost:
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs in addition.
       apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
+      seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
+        ratio is the unit of prices.
       shared: the leading dim of what comes from or goes to other layers, the examples of a micro-batch, and into how
         many parts it is cut.
     """
@@ -67,6 +76,10 @@ class LayerCost:
     temporary: float
     apart: float = 0.0
     adding: float = 0.0
+    steady: float = 0.0
+    again_steady: float = 0.0
+    seconds: float = 0.0
+    bytes: float = 0.0
     shared: tuple[int, int] = (1, 1)
 
     def spread(self, devices: int, factor: float = 1.0) -> LayerCost:
@@ -76,7 +89,7 @@ class LayerCost:
           factor: how many times more device-seconds of the passes there are than on one.
         """
         fields = {name: value / devices for name, value in vars(self).items() if isinstance(value, float | int)}
-        for name in ("forward", "backward", "again", "adding"):
+        for name in SECONDS:
             fields[name] *= factor
         return LayerCost(mesh_shape=(), shared=(1, 1), **fields)
 
@@ -92,7 +105,7 @@ class Layer:
         self._groups = grouping.group(traced, self._rules)
         self._shared = tables.Shared(traced, self._groups, repeating.repeats(graph))
         self._markets: dict[tuple[int, Sharded], Market] = {}
-        self._known: dict[tuple[int, Sharded, int], LayerCost] = {}
+        self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}
         self._least: LayerCost | None = None
 
     def least(self, cluster: Cluster) -> LayerCost:
@@ -106,25 +119,31 @@ class Layer:
             self._least = self._cost(one, self._market(one, found, ENDLESS), PRICES[0])
         return self._least
 
-    def at(self, cluster: Cluster, method: Sharded, price: int, *, time_limit: float) -> LayerCost:
+    def at(
+        self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = (), *, time_limit: float
+    ) -> LayerCost:  # fmt: skip
         """The cost at one of `PRICES`, by number.
 
         Args:
           cluster: the devices of a kind of submesh; those of one cluster that are as many are of one kind.
           method: the logical meshes that are allowed.
+          shape: of the logical mesh; empty for the one that suits the layer best, as is one that it cannot have.
           time_limit: seconds; half of them for memory for nothing, half for another price.
 
         Raises:
           InfeasibleError: no choice was found in the time.
         """
         kind = cluster.num_devices, method
-        if (*kind, price) not in self._known:
+        if (*kind, price, shape) not in self._known:
             if kind not in self._markets:
                 found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
                 sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
                 self._markets[kind] = self._market(cluster, sensible or found, time_limit)
-            self._known[(*kind, price)] = self._cost(cluster, self._markets[kind], PRICES[price])
-        return self._known[(*kind, price)]
+            offers = self._markets[kind]
+            self._known[(*kind, price, shape)] = self._cost(
+                cluster, offers.on(shape) if shape else offers, PRICES[price]
+            )
+        return self._known[(*kind, price, shape)]
 
     def _market(self, cluster: Cluster, admitted: limits.Admitted, time_limit: float) -> Market:
         return market(
@@ -134,7 +153,8 @@ class Layer:
 
     def _cost(self, cluster: Cluster, offers: Market, price: float) -> LayerCost:
         decided = DecidedStage(self._graph, self._rules, self._groups, offers.at(price), cluster)
-        return _cost(lowered(decided, split_weights=False))
+        seconds, size = offers.fastest
+        return replace(_cost(lowered(decided, split_weights=False)), seconds=seconds, bytes=size)
 
 
 def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:
@@ -148,7 +168,8 @@ def _cost(planned: PlannedStage) -> LayerCost:
     for segment in planned.segments.items:
         seconds[segment.kind] += planned.seconds[segment]
     held = planned.held
-    kept, again = _selective(planned)
+    kept, again, again_steady = _selective(planned)
+    forward, backward = (_steady(planned, planned.segments.of(kind)) for kind in ("forward", "backward"))
     return LayerCost(
         mesh_shape=planned.found.mesh.shape,
         forward=seconds["forward"],
@@ -161,7 +182,9 @@ def _cost(planned: PlannedStage) -> LayerCost:
         entering=held.entering,
         temporary=max(planned.temporary.values(), default=0),
         apart=_apart(planned),
-        adding=_adding(planned),
+        adding=min(_adding(planned) + backward, seconds["backward"]),
+        steady=min(forward, seconds["forward"]),
+        again_steady=again_steady,
         shared=_shared(planned),
     )
 
@@ -174,6 +197,31 @@ def _adding(planned: PlannedStage) -> float:
     sums = {op.index for op, _ in ScanView(scan_op(planned.graph.traced, planned.graph.scan)).accumulators.values()}
     items = [item for item in segment.instructions if isinstance(item, Compute) and item.op.index in sums]
     return planned.prices.compute(items) / planned.runs(segment)
+
+
+def _steady(planned: PlannedStage, segment: Segment | None) -> float:
+    """Seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
+    if segment is None:
+        return 0.0
+    waiting = planned.communication_seconds[segment] - planned.overlap[segment].hidden
+    return min(planned.prices.steady(segment.instructions, _lasting(planned)), waiting)
+
+
+def _lasting(planned: PlannedStage) -> set[int]:
+    """Values of a micro-batch that are as large whatever its size: made of what there is before, or of a sum's shape.
+
+    An activation that happens to have the shape of a gradient is taken for one.
+    """
+    traced = planned.graph.traced
+    view, values = ScanView(scan_op(traced, planned.graph.scan)), traced.graph.values
+    found = set(view.inputs.consts)
+    sums = {(values[v].shape, values[v].dtype) for v in view.inputs.carry if values[v].shape}
+    for op in view.body.ops:
+        if found.issuperset(op.reads):
+            found.update(op.results)
+        else:
+            found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
+    return found
 
 
 def _shared(planned: PlannedStage) -> tuple[int, int]:
@@ -218,15 +266,19 @@ def _apart(planned: PlannedStage) -> float:
     return float(sum(_bytes(planned, register) for register in read & held))
 
 
-def _selective(planned: PlannedStage) -> tuple[float, float]:
-    """Bytes per device that the selective choice saves of a micro-batch, and seconds of what it computes again."""
+def _selective(planned: PlannedStage) -> tuple[float, float, float]:
+    """Bytes per device that the selective choice saves of a micro-batch, and seconds of what it computes again.
+
+    Last, seconds of that which do not depend on the size of a micro-batch.
+    """
     segment = planned.segments.of("forward")
     if segment is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
     items, kept = _again(planned, segment.instructions, saved)
     seconds = planned.prices.compute(items) / planned.runs(segment)
-    return kept, seconds + sum(cost for _, cost in planned.prices.collectives(items))
+    waiting = sum(cost for _, cost in planned.prices.collectives(items))
+    return kept, seconds + waiting, planned.prices.steady(items, _lasting(planned))
 
 
 def _again(

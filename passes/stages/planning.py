@@ -196,6 +196,7 @@ def decide(
     pins: Pins = NO_PINS,
     wishes: Wishes = NO_WISHES,
     like: DecidedStage | None = None,
+    unit: float | None = None,
 ) -> DecidedStage:
     """Solves a stage of several on its submesh.
 
@@ -208,6 +209,7 @@ def decide(
       pins: where arguments of the stage lie, by their number in it, all on one mesh; that mesh comes before the method.
       wishes: what the user says of arguments.
       like: a solved stage with the same `digest` and pins, on a submesh of the same kind, whose choices are taken over.
+      unit: seconds per byte of price 1; None for that of the stage.
 
     Raises:
       InfeasibleError: no choice was found in the time.
@@ -223,6 +225,7 @@ def decide(
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
     shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
     offers = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared)
+    offers = offers if unit is None else replace(offers, unit=unit)
     return DecidedStage(graph, rules, groups, offers.at(price), cluster, offers=offers)
 
 
@@ -305,12 +308,17 @@ def digest(graph: StageGraph, wishes: Wishes = NO_WISHES) -> str:
     """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles.
 
     The user must say the same of their arguments, too. Numbers on which nothing depends that is planned do not count
-    (`Keys.block`).
+    (`Keys.block`). Nor does the step that a stage is cut from, which the key of its loop over micro-batches still tells.
     """
     traced, keys = graph.traced, Keys()
+    loop = next((op for op in traced.graph.block.ops if op.index == graph.scan), None)
+    block = traced.graph.block
+    if loop is not None:
+        own = replace(loop, key=keys.head(loop.primitive, loop.params, structured=True))
+        block = replace(block, ops=tuple(own if op is loop else op for op in block.ops))
     roles = ",".join(a.role for a in traced.arguments)
     ports = ",".join(port.kind for port in (*graph.inputs, *graph.outputs))
-    blocks = [traced.graph.block, *(body for op in traced.graph.block.ops for body in op.bodies)]
+    blocks = [block, *(body for op in block.ops for body in op.bodies)]
     bodies = ",".join(keys.block(block, traced.graph.values.__getitem__, numbers=False) for block in blocks)
     said = [wish and wish.dims for wish in map(wishes.leaf, (a.path for a in traced.arguments))]
     return f"{bodies} {roles} {ports} {traced.state} {said if any(said) else ''}"

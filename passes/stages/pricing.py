@@ -16,8 +16,10 @@ a price. Both bounds, and the first assumption, held for each of 14 layers of tw
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -33,7 +35,14 @@ from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
 
-_ONCE = ("update", "fixed", "adding", "leading", "parts")  # tables of what does not depend on the size of a micro-batch
+_ONCE = (
+    "update",
+    "fixed",
+    "steady",
+    "adding",
+    "leading",
+    "parts",
+)  # tables of what does not depend on the size of a micro-batch
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -41,8 +50,12 @@ REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
-Key = tuple[Layer, int, int]
-"""A distinct layer, the number of a kind of submesh, and that of a price of memory."""
+Key = tuple[Layer, int, int, tuple[int, ...]]
+"""A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh: empty
+for the one that suits the layer best."""
+
+FORMS = 3
+"""How many logical meshes are compared for a stage of some devices at some price of memory, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +70,14 @@ class Priced:
       layers: those of the step; identical ones are one.
       known: the costs that were worked out.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
-      tables: name -> [layers, kinds, variants]: `forward`, `backward` without `adding`, `update` in seconds, `fixed`,
-        `inflight`, `split` (in flight with a split backward pass), `temporary` in bytes per device; `leading` and
-        `parts`, both of `LayerCost.shared`.
+      tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these two
+        and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in bytes
+        per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh; what is not known on it
+        is a bound, that of the mesh that suits the layer best.
+      shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: the ones that
+        suit some layers best, by the seconds of those, most first. Where there are fewer, the last stands for others.
+      beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds what the
+        costs say: what planned stages tell.
     """
 
     step: Divisible
@@ -69,7 +87,9 @@ class Priced:
     layers: tuple[Layer, ...]
     known: Mapping[Key, LayerCost]
     tables: Mapping[str, np.ndarray]
+    shapes: Mapping[tuple[int, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     scale: float = 1.0
+    beyond: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def num_microbatches(self) -> int:
@@ -83,33 +103,64 @@ class Priced:
         passes = sum(cost.forward + cost.backward - cost.adding for cost in least)
         return passes * self.scale * self.num_microbatches / self.cluster.num_devices
 
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """[forms, layers, kinds, variants] of both passes of one micro-batch."""
+        passes = self.tables["forward"] + self.tables["backward"]
+        return passes * self.repeated(1.0) + self.tables["steady"] + self.tables["adding"]
+
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
-        """The logical mesh that suits most of a stage's layers, by their seconds; None where none was worked out."""
-        seconds: dict[tuple[int, ...], float] = {}
-        for key in self._keys(stage.first, stage.stop, kind, stage.variant):
-            cost = self.known.get(key)
-            if cost is not None:
-                seconds[cost.mesh_shape] = seconds.get(cost.mesh_shape, 0.0) + cost.forward + cost.backward
-        return max(seconds, key=lambda shape: seconds[shape]) if seconds else None
+        """The logical mesh on which all layers of a stage together are fastest; None where none was worked out."""
+        shapes = self.shapes.get((kind, VARIANTS[stage.variant][0]), ())
+        sums = self.seconds[: len(shapes), stage.first : stage.stop, kind, stage.variant].sum(axis=1)
+        return shapes[int(np.argmin(sums))] if shapes else None
+
+    def unit_of(self, stage: StageChoice) -> float | None:
+        """The unit of prices at which the layers of a stage were planned, in seconds per byte; None where none was.
+
+        The unit of the whole stage would be another one: a layer holds more bytes at its peak than its part of those of
+        the stage. At the unit of its layers it makes the choices that its costs are of.
+        """
+        found = [self.known[key] for key in self._keys(stage) if key in self.known]
+        size = sum(cost.bytes for cost in found)
+        return sum(cost.seconds for cost in found) / size if size else None
 
     def unknown(self, stages: Sequence[StageChoice]) -> tuple[Key, ...]:
-        """The costs of some stages that are bounds as yet."""
-        keys = [key for s in stages for key in self._keys(s.first, s.stop, s.kind, s.variant)]
+        """The costs of some stages that are bounds as yet: of each layer, then of each on the mesh of its stage."""
+        keys = [key for s in stages for key in self._keys(s)]
+        keys = keys if any(key not in self.known for key in keys) else [k for s in stages for k in self._on_mesh(s)]
         return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
 
     @property
     def certain(self) -> Priced:
         """The same without what is a bound as yet: stages that would use one are not possible."""
-        known = np.array(
-            [
-                [[(layer, kind, price) in self.known for price, _ in VARIANTS] for kind in range(len(self.devices))]
-                for layer in self.layers
-            ]
-        )
+        known = np.zeros(self.tables["forward"].shape, dtype=bool)
+        for place in np.ndindex(known.shape):
+            form, number, kind, variant = place
+            price = VARIANTS[variant][0]
+            known[place] = self._is_known(self.layers[number], kind, price, self.shape(form, kind, price))
         return replace(self, tables={**self.tables, "forward": np.where(known, self.tables["forward"], np.inf)})
 
-    def _keys(self, first: int, stop: int, kind: int, variant: int) -> list[Key]:
-        return [(layer, kind, VARIANTS[variant][0]) for layer in self.layers[first:stop]]
+    def _is_known(self, layer: Layer, kind: int, price: int, shape: tuple[int, ...]) -> bool:
+        best = self.known.get((layer, kind, price, ()))
+        return best is not None and (best.mesh_shape == shape or (layer, kind, price, shape) in self.known)
+
+    def shape(self, form: int, kind: int, price: int) -> tuple[int, ...]:
+        """The logical mesh of one of the forms of the tables."""
+        shapes = self.shapes.get((kind, price), ())
+        return shapes[min(form, len(shapes) - 1)] if shapes else ()
+
+    def _keys(self, stage: StageChoice) -> list[Key]:
+        price = VARIANTS[stage.variant][0]
+        return [(layer, stage.kind, price, ()) for layer in self.layers[stage.first : stage.stop]]
+
+    def _on_mesh(self, stage: StageChoice) -> list[Key]:
+        """The costs on the mesh of a stage of those of its layers that another suits better."""
+        price, shape = VARIANTS[stage.variant][0], self.mesh_of(stage, stage.kind)
+        layers = self.layers[stage.first : stage.stop]
+        return [
+            (x, stage.kind, price, shape) for x in layers if shape and not self._is_known(x, stage.kind, price, shape)
+        ]
 
     def rescaled(self, step: Divisible) -> Priced:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
@@ -117,7 +168,7 @@ class Priced:
         return _with(replace(self, step=step, scale=scale), self.known)
 
     def repeated(self, scale: float) -> np.ndarray:
-        """[layers, kinds, variants] how many devices do the same with micro-batches of another size.
+        """[forms, layers, kinds, variants] how many devices do the same with micro-batches of another size.
 
         A layer that was planned with 16 examples on 8 devices cuts them into 8 parts of 2; of 4 examples there are 4
         parts, each on 2 devices.
@@ -129,33 +180,42 @@ class Priced:
     def costs(self, count: int) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
 
-        Adding a gradient to its sum takes as long whatever the size: what more micro-batches cost.
+        Adding a gradient to its sum takes as long whatever the size, as does gathering a parameter: what more
+        micro-batches cost.
         """
         scale = self.num_microbatches / count
         shared = scale * self.repeated(scale)
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
+        temporary = self.tables["temporary"] * shared
+        for (layer, devices), size in self.beyond.items():
+            if layer < len(layers) and devices in self.devices:
+                temporary[:, layer, self.devices.index(devices)] += size
         boundary, slowest = np.zeros((2, len(layers) + 1, len(self.devices), len(self.devices)))
         for a, first in enumerate(self.devices):
             for b, second in enumerate(self.devices):
                 boundary[:, a, b], slowest[:, a, b] = link_seconds(self.cluster, crossing, first, second)
-        return ranges.from_layers(
-            count,
-            forward=self.tables["forward"] * shared,
-            backward=self.tables["backward"] * shared + self.tables["adding"],
-            update=self.tables["update"],
-            fixed_bytes=self.tables["fixed"],
-            inflight_bytes=self.tables["inflight"] * shared,
-            split_bytes=self.tables["split"] * shared,
-            boundary_seconds=boundary,
-            slowest_seconds=slowest,
-            boundary_bytes=crossing / max(1, max(self.devices)),
-            devices=self.devices,
-            total_devices=self.cluster.num_devices,
-            devices_per_node=self.cluster.devices_per_node,
-            temporary_bytes=self.tables["temporary"] * shared,
-        )
+        forms = [
+            ranges.from_layers(
+                count,
+                forward=self.tables["forward"][form] * shared[form] + self.tables["steady"][form],
+                backward=self.tables["backward"][form] * shared[form] + self.tables["adding"][form],
+                update=self.tables["update"][form],
+                fixed_bytes=self.tables["fixed"][form],
+                inflight_bytes=self.tables["inflight"][form] * shared[form],
+                split_bytes=self.tables["split"][form] * shared[form],
+                boundary_seconds=boundary,
+                slowest_seconds=slowest,
+                boundary_bytes=crossing / max(1, max(self.devices)),
+                devices=self.devices,
+                total_devices=self.cluster.num_devices,
+                devices_per_node=self.cluster.devices_per_node,
+                temporary_bytes=temporary[form],
+            )
+            for form in range(len(shared))
+        ]
+        return ranges.fastest(forms)
 
 
 def priced(
@@ -190,7 +250,7 @@ def priced(
             made[name] = Layer(graph, wishes)
         found.append(made[name])
     alone = [(k, price) for k, price in _choices(sizes) if sizes[k] == 1]
-    known = {(layer, *choice): layer.least(cluster) for layer in dict.fromkeys(found) for choice in alone}
+    known = {(layer, *choice, ()): layer.least(cluster) for layer in dict.fromkeys(found) for choice in alone}
     return _with(Priced(step, cluster, sizes, tuple(methods), tuple(found), {}, {}), known)
 
 
@@ -219,27 +279,43 @@ def worked_out(
         progress("layers priced", before + n, before + len(wanted))
         if deadline is not None:
             deadline.check()
-        layer, kind, price = key
+        layer, kind, price, shape = key
         part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
-        for number in range(price + 1):
-            if (layer, kind, number) not in costs.known:
-                found[layer, kind, number] = layer.at(part, method, number, time_limit=time_limit)
+        for number in (price,) if shape else range(price + 1):
+            if (layer, kind, number, shape) not in costs.known:
+                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
     return _with(costs, {**costs.known, **found}) if found else costs
 
 
 def _with(costs: Priced, known: Mapping[Key, LayerCost]) -> Priced:
     """The same with these costs, and bounds in place of others."""
-    rows = {layer: _rows(layer, costs, known) for layer in dict.fromkeys(costs.layers)}
+    costs = replace(costs, known=known, shapes=_shapes(costs.layers, known))
+    rows = {layer: _rows(layer, costs) for layer in dict.fromkeys(costs.layers)}
     tables = _tables([rows[layer] for layer in costs.layers])
     tables = {name: table * (1.0 if name in _ONCE else costs.scale) for name, table in tables.items()}
-    return replace(costs, known=known, tables=tables)
+    return replace(costs, tables=tables)
 
 
-def _rows(layer: Layer, costs: Priced, known: Mapping[Key, LayerCost]) -> list[list[LayerCost]]:
-    """For each kind of submesh the costs at each price, or bounds."""
-    least, factor, rows = layer.least(costs.cluster), 1.0, []
+def _shapes(
+    layers: Sequence[Layer], known: Mapping[Key, LayerCost]
+) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:  # fmt: skip
+    """The logical meshes that suit some layers best: see `Priced`."""
+    times = Counter(layers)
+    seconds: dict[tuple[int, int], dict[tuple[int, ...], float]] = {}
+    for (layer, kind, price, shape), cost in known.items():
+        if not shape:
+            suited = seconds.setdefault((kind, price), {})
+            passes = times[layer] * (cost.forward + cost.backward)
+            suited[cost.mesh_shape] = suited.get(cost.mesh_shape, 0.0) + passes
+    return {key: tuple(sorted(suited, key=lambda s: -suited[s])[:FORMS]) for key, suited in seconds.items()}
+
+
+def _rows(layer: Layer, costs: Priced) -> list[list[list[LayerCost]]]:
+    """For each form, for each kind of submesh the costs at each price, or bounds."""
+    known, least, factor = costs.known, layer.least(costs.cluster), 1.0
+    best: list[list[LayerCost]] = []
     for kind, number in enumerate(costs.devices):
-        free = known.get((layer, kind, 0))
+        free = known.get((layer, kind, 0, ()))
         if free is not None and least.forward + least.backward > 0:
             factor = max(factor, number * (free.forward + free.backward) / (least.forward + least.backward))
         bound = least.spread(number, factor)
@@ -247,12 +323,18 @@ def _rows(layer: Layer, costs: Priced, known: Mapping[Key, LayerCost]) -> list[l
         for price in range(1, len(layer_costs.PRICES)):
             other = bound
             if free is not None:
-                names = ("forward", "backward", "adding", "update", "again")
-                seconds = {name: getattr(free, name) for name in names}
+                seconds = {name: getattr(free, name) for name in (*layer_costs.SECONDS, "update")}
                 other = replace(least.spread(number), **seconds)
-            row.append(known.get((layer, kind, price), other))
-        rows.append(row)
-    return rows
+            row.append(known.get((layer, kind, price, ()), other))
+        best.append(row)
+    forms = range(max(map(len, costs.shapes.values()), default=1))
+    return [
+        [
+            [known.get((layer, k, p, costs.shape(form, k, p)), cost) for p, cost in enumerate(row)]
+            for k, row in enumerate(best)
+        ]
+        for form in forms
+    ]
 
 
 def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
@@ -260,23 +342,26 @@ def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
     return itertools.product(range(len(kinds)), range(len(layer_costs.PRICES)))
 
 
-def _tables(layers: Sequence[Sequence[Sequence[LayerCost]]]) -> dict[str, np.ndarray]:
-    shape = len(layers), len(layers[0]), len(VARIANTS)
-    names = "forward", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "leading", "parts"
-    out = {name: np.zeros(shape) for name in names}
-    for n, kinds in enumerate(layers):
-        for k, offers in enumerate(kinds):
-            for v, (price, remat) in enumerate(VARIANTS):
-                cost = offers[price]
-                again = {"none": 0.0, "layer": cost.forward, "selective": cost.again}[remat]
-                saved = {"none": cost.saved, "layer": 0.0, "selective": cost.kept}[remat]
-                out["forward"][n, k, v], out["adding"][n, k, v] = cost.forward, cost.adding
-                out["backward"][n, k, v] = cost.backward - cost.adding + again
-                out["update"][n, k, v], out["fixed"][n, k, v] = cost.update, cost.fixed
-                out["inflight"][n, k, v] = cost.entering + saved
-                out["split"][n, k, v] = max(cost.entering + saved, cost.apart)
-                out["temporary"][n, k, v] = cost.temporary + cost.saved - saved
-                out["leading"][n, k, v], out["parts"][n, k, v] = cost.shared
+def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[str, np.ndarray]:
+    """Of costs [layers][forms][kinds][prices]."""
+    forms, kinds = len(layers[0]), len(layers[0][0])
+    names = "forward", "backward", "steady", "adding", "update", "fixed", "inflight", "split", "temporary"
+    names = *names, "leading", "parts"
+    out = {name: np.zeros((forms, len(layers), kinds, len(VARIANTS))) for name in names}
+    for n, form, k, v in itertools.product(*map(range, (len(layers), forms, kinds, len(VARIANTS)))):
+        price, remat = VARIANTS[v]
+        cost, at = layers[n][form][k][price], (form, n, k, v)
+        again, steady = {
+            "none": (0.0, 0.0), "layer": (cost.forward, cost.steady), "selective": (cost.again, cost.again_steady)
+        }[remat]  # fmt: skip
+        saved = {"none": cost.saved, "layer": 0.0, "selective": cost.kept}[remat]
+        out["forward"][at], out["steady"][at] = cost.forward - cost.steady, cost.steady
+        out["backward"][at], out["adding"][at] = cost.backward - cost.adding + again - steady, cost.adding + steady
+        out["update"][at], out["fixed"][at] = cost.update, cost.fixed
+        out["inflight"][at] = cost.entering + saved
+        out["split"][at] = max(cost.entering + saved, cost.apart)
+        out["temporary"][at] = cost.temporary + cost.saved - saved
+        out["leading"][at], out["parts"][at] = cost.shared
     return out
 
 

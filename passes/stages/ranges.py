@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -149,6 +150,18 @@ def from_layers(
         split_bytes=None if split_bytes is None else _ranges(split_bytes, np.add),
         slowest_seconds=slowest_seconds,
     )
+
+
+def fastest(forms: Sequence[StageCosts]) -> StageCosts:
+    """Of each range, on each kind of submesh and in each variant, the costs of the form in which it is fastest."""
+    names = "forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight", "split_bytes"
+    best = forms[0]
+    for form in forms[1:]:
+        faster = form.forward + form.backward < best.forward + best.backward
+        if faster.any():
+            pairs = ((name, getattr(form, name), getattr(best, name)) for name in names)
+            best = replace(best, **{name: np.where(faster, new, old) for name, new, old in pairs if old is not None})
+    return best
 
 
 def _ranges(layers: np.ndarray, combine: np.ufunc) -> np.ndarray:
