@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from alpa_lite.options import Options
 from alpa_lite.passes import stages
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.stages import promise, submeshes
+from alpa_lite.passes.stages.slices import StageChoice
 from tests.mlps import mlp, two_machines
 
 LAYERS, WIDTH = 4, 512
@@ -76,36 +78,107 @@ def test_a_small_step_is_planned_without_layers(monkeypatch) -> None:
     assert not any("no pipeline was compared" in note for note in plan.notes)
 
 
+STAGES = (StageChoice(0, 2, 0, 0, 0), StageChoice(2, 5, 0, 0, 1))
+"""Two stages of two and of three layers, each on a submesh of its own."""
+
+
+def slices_of(*sizes: float, microbatches: int = 8) -> Any:
+    """Those stages with so many estimated bytes on each submesh."""
+    return SimpleNamespace(stages=STAGES, bytes=sizes, devices=(4, 4), num_microbatches=microbatches)
+
+
+def staged_of(*sizes: float, seconds: float = 1.0) -> Any:
+    """Those stages planned, with so many bytes on each submesh."""
+    return SimpleNamespace(needed=max(sizes), stages=STAGES, bytes=[(size, 0.0) for size in sizes], seconds=seconds)
+
+
+def asked_of(left: float) -> Any:
+    """What is asked of a search with a budget of 1 byte and so many seconds left."""
+    asked: Any = SimpleNamespace(
+        budget=1.0, deadline=Deadline(left), options=Options(method=alpa_lite.Auto()), within=lambda *given: asked,
+        pipeline=alpa_lite.Pipeline(), repaying=lambda seconds: asked,
+    )  # fmt: skip
+    return asked
+
+
+RUN: Any = SimpleNamespace(seconds={"tracing": 1.0})
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Stands in for `Priced`."""
+
+    beyond: Any = None
+
+
 @pytest.mark.parametrize("must", [False, True])
 def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeypatch, must: bool) -> None:
     tried: list[int] = []
 
     def realised(*given: Any) -> Any:
         tried.append(len(given))
-        return SimpleNamespace(needed=2.0, stages=(0, 1), bytes=[(1.0, 0.0), (1.5, 0.5)])
+        return staged_of(1.0, 2.0)
 
     def sliced(run: Any, costs: Any, asked: Any, counts: Any, room: float, *more: Any, must: bool) -> Any:
-        rooms.append(room)
-        return SimpleNamespace(unfinished=False, slices=SimpleNamespace(bytes=(0.9, 0.8)))
+        beyond.append(costs.beyond)
+        extra = [max(costs.beyond.get((layer, 4), 0.0) for layer in range(s.first, s.stop)) for s in STAGES]
+        return SimpleNamespace(unfinished=False, slices=slices_of(0.9 + extra[0], 0.8 + extra[1]))
 
-    rooms: list[float] = []
-    asked: Any = SimpleNamespace(
-        budget=1.0, deadline=Deadline(0.0), options=Options(method=alpa_lite.Auto()), within=lambda *given: asked,
-        pipeline=alpa_lite.Pipeline(),
-    )  # fmt: skip
-    run: Any = SimpleNamespace(seconds={"tracing": 1.0})
+    beyond: list[Any] = []
     monkeypatch.setattr(pipelining, "realised", realised)
     monkeypatch.setattr(pipelining, "sliced", sliced)
-    monkeypatch.setattr(stages, "best", lambda counts, kinds, price, choose, *more: choose(None, counts, 1.0))
+    monkeypatch.setattr(stages, "best", lambda counts, kinds, price, choose, *more: choose(Costs(), counts, 1.0))
     layers = pipelining.Layered((1,), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
     if must:
-        pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=True)
-        assert len(tried) == len(rooms) == pipelining.SLICINGS
-        assert rooms[0] == 1.0 and 0.8 > rooms[1] > rooms[2]  # less than the fullest was estimated to need
+        pipelining.of_whole_sequences(RUN, asked_of(0.0), layers, below=1.0, must=True)
+        assert len(tried) == len(beyond) == pipelining.SLICINGS
+        assert not beyond[0] and beyond[1].keys() == {(layer, 4) for layer in range(5)}
+        assert 0.8 + beyond[1][2, 4] > 1.0  # the second stage is larger than the room from now on
+        assert beyond[1][0, 4] == pytest.approx(0.1)  # the first needs as much more as it was found to
     else:
         with pytest.raises(OutOfTime, match="the pipeline of 2 stages exceeds the budget"):
-            pipelining.of_whole_sequences(run, asked, layers, below=1.0, must=False)
+            pipelining.of_whole_sequences(RUN, asked_of(0.0), layers, below=1.0, must=False)
         assert len(tried) == 1
+
+
+def test_stages_are_taken_to_need_what_those_with_their_layers_did() -> None:
+    """0.4 bytes are missing of a stage that was estimated to need 0.9 of 1.2, since nothing fits in less."""
+    chosen: Any = SimpleNamespace(slices=slices_of(0.9, 1.2))
+    asked = asked_of(60.0)
+    found = pipelining.learned({(0, 4): 0.5, (7, 2): 3.0}, chosen, staged_of(1.4, 0.7), 1.2, asked)
+    assert found[0, 4] == pytest.approx(0.5 + 0.3 + 1.05 * 0.4) and found[1, 4] == pytest.approx(0.3 + 1.05 * 0.4)
+    assert found[2, 4] == found[4, 4] == 0.0 and found[7, 2] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("left", "estimated", "seconds", "taken"),
+    [(60.0, 0.8, 0.85, True), (60.0, 0.8, 1.1, False), (60.0, 0.99, 0.5, False), (1e-9, 0.8, 0.85, False)],
+)
+def test_the_second_best_number_of_micro_batches_is_planned_where_it_may_be_faster(
+    monkeypatch, left: float, estimated: float, seconds: float, taken: bool
+) -> None:
+    """16 micro-batches are estimated to take less than 8 really do; not where that is by 1 %, nor without time."""
+    counted: list[Any] = []
+
+    def best(counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float) -> Any:
+        counted.append(tuple(counts))
+        number = 8 if 8 in counts else 16
+        weighed = [
+            SimpleNamespace(num_microbatches=16, bound=estimated),
+            SimpleNamespace(num_microbatches=8, bound=0.1),
+        ]
+        return SimpleNamespace(unfinished=False, slices=slices_of(0.5, 0.5, microbatches=number), weighed=weighed)
+
+    def realised(run: Any, chosen: Any, *given: Any) -> Any:
+        return staged_of(0.5, 0.5, seconds=1.0 if chosen.slices.num_microbatches == 8 else seconds)
+
+    monkeypatch.setattr(pipelining, "realised", realised)
+    monkeypatch.setattr(stages, "best", best)
+    layers = pipelining.Layered((8, 16), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
+    staged, chosen, _ = pipelining.of_whole_sequences(RUN, asked_of(left), layers, below=math.inf, must=False)
+    looked = left > 1.0 and estimated < 0.98
+    assert counted == [(8, 16)] + [(16,)] * looked
+    assert (staged.seconds, chosen.slices.num_microbatches) == ((seconds, 16) if taken else (1.0, 8))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from alpa_lite import _jax
 from alpa_lite import program as programs
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.layout import Layout
+from alpa_lite.methods import by
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.types import Layering
 from alpa_lite.passes.lowering.program import Body, LocalProgram, Loop, Reshard
@@ -184,8 +185,10 @@ def _priced(priced: Priced) -> Iterator[str]:
     first = {layer: number for number, layer in reversed(list(enumerate(priced.layers)))}
     for number, layer in enumerate(priced.layers):
         yield f"layer {number}: as layer {first[layer]}, at least {layer.least(priced.cluster)} on one device"
-    for (layer, kind, price), cost in sorted(priced.known.items(), key=lambda item: (first[item[0][0]], *item[0][1:])):
-        yield f"layer {first[layer]} on {priced.devices[kind]} devices, price {price}: {cost}"
+    known = sorted(priced.known.items(), key=lambda item: (first[item[0][0]], *item[0][1:]))
+    for (layer, kind, price, shape), cost in known:
+        where = f"{priced.devices[kind]} devices" + (f" as {by(shape)}" if shape else "")
+        yield f"layer {first[layer]} on {where}, price {price}: {cost}"
 
 
 def _sliced(found: Sliced) -> Iterator[str]:

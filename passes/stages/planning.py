@@ -308,7 +308,7 @@ def digest(graph: StageGraph, wishes: Wishes = NO_WISHES) -> str:
     """Equal for stages with identical plans: the same operations wired the same way, arguments of the same roles.
 
     The user must say the same of their arguments, too. Numbers on which nothing depends that is planned do not count
-    (`Keys.block`). Nor does the step that a stage is cut from, which the key of its loop over micro-batches still tells.
+    (`Keys.block`), nor does the step that a stage is cut from, which the key of its loop over micro-batches is of.
     """
     traced, keys = graph.traced, Keys()
     loop = next((op for op in traced.graph.block.ops if op.index == graph.scan), None)

@@ -1,16 +1,20 @@
 """What the layers of a step cost on each kind of submesh: the tables that the choice of stages reads.
 
 A distinct layer can be planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
-two prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
+some prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
 begin as bounds, and only those that the best stages by these bounds use are worked out, until the best stages use no
 bound (`choosing.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
 numbers of micro-batches are scaled by the size of a micro-batch; where that has fewer examples than devices share them,
 several devices are taken to do the same (`Priced.costs`).
 
+A stage has one logical mesh, and each layer is planned on the one that suits it best. Where those of a kind of submesh
+and a price disagree, a range costs the least of the sums over its layers on each of their meshes (`FORMS`).
+
 Bounds. On one device a layer has nothing to choose, and costs little to plan. Of its seconds and bytes, each of n
 devices has an n-th at least. Two more are assumed: more devices do not spend fewer device-seconds on a layer (they
-communicate more, and compute smaller blocks), and the fastest choice with memory for nothing is no slower than that at
-a price. Both bounds, and the first assumption, held for each of 14 layers of two GPTs on 2 to 16 V100 and A100.
+communicate more, and compute smaller blocks), and the choice at a price is no slower than that at a lower one. The
+bounds of one device, the first assumption, and the second of price 0 held for each of 14 layers of two GPTs on 2 to 16
+V100 and A100.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(lay
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
 Key = tuple[Layer, int, int, tuple[int, ...]]
-"""A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh: empty
-for the one that suits the layer best."""
+"""A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh; that
+is empty for the one that suits the layer best."""
 
 FORMS = 3
 """How many logical meshes are compared for a stage of some devices at some price of memory, at most."""
@@ -70,10 +74,10 @@ class Priced:
       layers: those of the step; identical ones are one.
       known: the costs that were worked out.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
-      tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these two
-        and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in bytes
-        per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh; what is not known on it
-        is a bound, that of the mesh that suits the layer best.
+      tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these
+        and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in
+        bytes per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh; what is not known
+        on it is a bound, that of the mesh that suits the layer best.
       shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: the ones that
         suit some layers best, by the seconds of those, most first. Where there are fewer, the last stands for others.
       beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds what the
@@ -110,10 +114,19 @@ class Priced:
         return passes * self.repeated(1.0) + self.tables["steady"] + self.tables["adding"]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
-        """The logical mesh on which all layers of a stage together are fastest; None where none was worked out."""
-        shapes = self.shapes.get((kind, VARIANTS[stage.variant][0]), ())
+        """The logical mesh on which all layers of a stage together are fastest; None where none was worked out.
+
+        Of equals that of which fewer costs are bounds.
+        """
+        price = VARIANTS[stage.variant][0]
+        shapes = self.shapes.get((kind, price), ())
         sums = self.seconds[: len(shapes), stage.first : stage.stop, kind, stage.variant].sum(axis=1)
-        return shapes[int(np.argmin(sums))] if shapes else None
+        layers = self.layers[stage.first : stage.stop]
+
+        def order(form: int) -> tuple[float, int]:
+            return sums[form], sum(not self._is_known(layer, kind, price, shapes[form]) for layer in layers)
+
+        return shapes[min(range(len(shapes)), key=order)] if shapes else None
 
     def unit_of(self, stage: StageChoice) -> float | None:
         """The unit of prices at which the layers of a stage were planned, in seconds per byte; None where none was.
@@ -319,12 +332,13 @@ def _rows(layer: Layer, costs: Priced) -> list[list[list[LayerCost]]]:
         if free is not None and least.forward + least.backward > 0:
             factor = max(factor, number * (free.forward + free.backward) / (least.forward + least.backward))
         bound = least.spread(number, factor)
-        row = [free or bound]
+        row, cheaper = [free or bound], free
         for price in range(1, len(layer_costs.PRICES)):
             other = bound
-            if free is not None:
-                seconds = {name: getattr(free, name) for name in (*layer_costs.SECONDS, "update")}
+            if cheaper is not None:
+                seconds = {name: getattr(cheaper, name) for name in (*layer_costs.SECONDS, "update")}
                 other = replace(least.spread(number), **seconds)
+            cheaper = known.get((layer, kind, price, ()), cheaper)
             row.append(known.get((layer, kind, price, ()), other))
         best.append(row)
     forms = range(max(map(len, costs.shapes.values()), default=1))

@@ -17,7 +17,9 @@ from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import pricing
 from alpa_lite.passes.stages.choosing import best
+from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.pricing import Priced, link_seconds
+from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.passes.tracing import tracing
 from tests.mlps import mlp, two_machines
 
@@ -28,12 +30,12 @@ from tests.mlps import mlp, two_machines
 )
 def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: int, devices: float) -> None:
     """16 examples in 8 parts at 100 micro-batches: 4 examples have 4 parts, each on two devices."""
-    tables = {"leading": np.full((1, 1, 1), 16.0), "parts": np.full((1, 1, 1), 8.0)}
+    tables = {"leading": np.full((1, 1, 1, 1), 16.0), "parts": np.full((1, 1, 1, 1), 8.0)}
     nothing: Any = None
     priced = Priced(nothing, nothing, (8,), (), (), {}, tables)
-    assert priced.repeated(100 / microbatches).tolist() == [[[devices]]]
+    assert priced.repeated(100 / microbatches).tolist() == [[[[devices]]]]
     rescaled = Priced(nothing, nothing, (8,), (), (), {}, tables, scale=100 / microbatches)
-    assert rescaled.repeated(1.0).tolist() == [[[devices]]]
+    assert rescaled.repeated(1.0).tolist() == [[[[devices]]]]
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,81 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
     assert few.costs(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
     assert few.rescaled(many.step).costs(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
     assert few.least_seconds == pytest.approx(many.least_seconds, rel=0.03)
+
+
+def cost_of(mesh: tuple[int, ...], forward: float, **named: float) -> LayerCost:
+    """What a layer costs that takes so many seconds forward and twice as many backward."""
+    zeros = dict.fromkeys(("update", "fixed", "saved", "kept", "again", "entering", "temporary"), 0.0)
+    return LayerCost(mesh, forward, 2 * forward, **{**zeros, **named})
+
+
+class Free:
+    """A layer that takes nothing on one device, so that every bound is 0."""
+
+    def least(self, cluster: Cluster) -> LayerCost:
+        return cost_of((1,), 0.0)
+
+
+def two_meshes(**named: Any) -> tuple[Priced, Any, Any]:
+    """Layers a b a on 4 devices: a takes 3 s forward on 2 x 2, b takes 4 s on 4."""
+    a, b = Free(), Free()
+    cluster = Cluster.preset("a100", nodes=1)
+    step: Any = SimpleNamespace(
+        accumulated=SimpleNamespace(num_microbatches=4),
+        layering=SimpleNamespace(layers=[SimpleNamespace(bytes_out=0.0)] * 3),
+    )
+    layers: Any = (a, b, a)
+    base = Priced(step, cluster, (4,), (), layers, {}, {})
+    known: Any = {(a, 0, 0, ()): cost_of((2, 2), 3.0, **named), (b, 0, 0, ()): cost_of((4,), 4.0, **named)}
+    return pricing._with(base, known), a, b
+
+
+def stage_of(first: int, stop: int) -> StageChoice:
+    return StageChoice(first, stop, 0, 0, 0)
+
+
+def test_a_stage_costs_what_its_layers_do_on_one_mesh() -> None:
+    """Of all three, a is worth more, so the mesh is 2 x 2, on which b is worked out: 7 s, so that 4 is the better."""
+    found, a, b = two_meshes()
+    whole = stage_of(0, 3)
+    assert found.mesh_of(whole, 0) == (2, 2) and found.mesh_of(stage_of(1, 2), 0) == (4,)
+    assert found.unknown([whole]) == ((b, 0, 0, (2, 2)),)
+    assert found.costs(4).forward[0, 3, 0, 0] == 10.0  # a bound: each layer on its own mesh
+    found = pricing._with(found, {**found.known, (b, 0, 0, (2, 2)): cost_of((2, 2), 7.0)})
+    assert found.mesh_of(whole, 0) == (4,) and found.unknown([whole]) == ((a, 0, 0, (4,)),)
+    found = pricing._with(found, {**found.known, (a, 0, 0, (4,)): cost_of((4,), 4.0)})
+    assert found.mesh_of(whole, 0) == (4,) and not found.unknown([whole])
+    costs = found.costs(4)
+    assert costs.forward[0, 3, 0, 0] == 12.0 and costs.backward[0, 3, 0, 0] == 24.0
+    assert costs.forward[0, 1, 0, 0] == 3.0 and costs.forward[1, 2, 0, 0] == 4.0
+    assert found.mesh_of(stage_of(0, 1), 0) == (2, 2)
+
+
+def test_stages_without_costs_of_their_mesh_are_not_certain() -> None:
+    """On 2 x 2 layer a is known alone, and on 4 layer b: both together are known on none."""
+    found, _, b = two_meshes()
+    certain = found.certain.costs(4).forward
+    assert certain[0, 1, 0, 0] == 3.0 and certain[1, 2, 0, 0] == 4.0 and np.isinf(certain[0, 2, 0, 0])
+    found = pricing._with(found, {**found.known, (b, 0, 0, (2, 2)): cost_of((2, 2), 7.0)})
+    assert found.certain.costs(4).forward[0, 2, 0, 0] == 10.0
+
+
+def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> None:
+    """Of 3 s forward and 6 s backward 1 s each with 4 micro-batches: with 8 there are 1 + 1 and 1 + 2.5 s."""
+    found, _, _ = two_meshes(steady=1.0, adding=1.0)
+    costs = found.costs(8)
+    assert costs.forward[0, 1, 0, 0] == pytest.approx(2.0) and costs.backward[0, 1, 0, 0] == pytest.approx(3.5)
+
+
+def test_a_stage_counts_prices_in_the_units_of_its_layers() -> None:
+    found, _, _ = two_meshes(seconds=6.0, bytes=2.0)
+    assert found.unit_of(stage_of(0, 2)) == pytest.approx(3.0)
+    assert two_meshes()[0].unit_of(stage_of(0, 2)) is None
+
+
+def test_stages_with_a_layer_that_exceeds_its_cost_need_more() -> None:
+    """10 bytes more than the costs say with layer 1 on 4 devices, and none for any other."""
+    found, _, _ = two_meshes()
+    found = replace(found, beyond={(1, 4): 10.0, (2, 2): 5.0, (9, 4): 7.0})
+    fixed = found.costs(4).fixed_bytes[..., 0, 0]
+    assert fixed[0, 2] == fixed[1, 2] == fixed[0, 3] == 10.0 and fixed[0, 1] == fixed[2, 3] == 0.0
