@@ -142,10 +142,7 @@ class Layer:
                 found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
                 sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
                 self._markets[kind] = self._market(cluster, sensible or found, time_limit)
-            offers = self._markets[kind]
-            self._known[(*kind, price, shape)] = self._cost(
-                cluster, offers.on(shape) if shape else offers, PRICES[price]
-            )
+            self._known[(*kind, price, shape)] = self._cost(cluster, self._markets[kind], PRICES[price], shape)
         return self._known[(*kind, price, shape)]
 
     def _market(self, cluster: Cluster, admitted: limits.Admitted, time_limit: float) -> Market:
@@ -154,8 +151,9 @@ class Layer:
             shared=self._shared,
         )  # fmt: skip
 
-    def _cost(self, cluster: Cluster, offers: Market, price: float) -> LayerCost:
-        decided = DecidedStage(self._graph, self._rules, self._groups, offers.at(price), cluster)
+    def _cost(self, cluster: Cluster, offers: Market, price: float, shape: tuple[int, ...] = ()) -> LayerCost:
+        found = (offers.on(shape) if shape else offers).at(price)
+        decided = DecidedStage(self._graph, self._rules, self._groups, found, cluster)
         seconds, size = offers.fastest
         return replace(_cost(lowered(decided, split_weights=False)), seconds=seconds, bytes=size)
 

@@ -109,9 +109,10 @@ class Priced:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """[forms, layers, kinds, variants] of both passes of one micro-batch."""
-        passes = self.tables["forward"] + self.tables["backward"]
-        return passes * self.repeated(1.0) + self.tables["steady"] + self.tables["adding"]
+        """[forms, layers, kinds, variants] of a step: both passes of all micro-batches, and the update."""
+        passes = (self.tables["forward"] + self.tables["backward"]) * self.repeated(1.0)
+        passes = passes + self.tables["steady"] + self.tables["adding"]
+        return passes * self.num_microbatches + self.tables["update"]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
         """The logical mesh on which all layers of a stage together are fastest; None where none was worked out.

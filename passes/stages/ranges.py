@@ -77,6 +77,11 @@ class StageCosts:
             )
 
     @property
+    def step_seconds(self) -> np.ndarray:
+        """[L, L+1, K, V], all passes of a stage, and its update."""
+        return (self.forward + self.backward) * self.num_microbatches + self.update
+
+    @property
     def num_layers(self) -> int:
         """L."""
         return self.forward.shape[0]
@@ -157,7 +162,7 @@ def fastest(forms: Sequence[StageCosts]) -> StageCosts:
     names = "forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight", "split_bytes"
     best = forms[0]
     for form in forms[1:]:
-        faster = form.forward + form.backward < best.forward + best.backward
+        faster = form.step_seconds < best.step_seconds
         if faster.any():
             pairs = ((name, getattr(form, name), getattr(best, name)) for name in names)
             best = replace(best, **{name: np.where(faster, new, old) for name, new, old in pairs if old is not None})

@@ -93,9 +93,9 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
     assert few.least_seconds == pytest.approx(many.least_seconds, rel=0.03)
 
 
-def cost_of(mesh: tuple[int, ...], forward: float, **named: float) -> LayerCost:
+def cost_of(mesh: tuple[int, ...], forward: float, **named: Any) -> LayerCost:
     """What a layer costs that takes so many seconds forward and twice as many backward."""
-    zeros = dict.fromkeys(("update", "fixed", "saved", "kept", "again", "entering", "temporary"), 0.0)
+    zeros: Any = dict.fromkeys(("update", "fixed", "saved", "kept", "again", "entering", "temporary"), 0.0)
     return LayerCost(mesh, forward, 2 * forward, **{**zeros, **named})
 
 

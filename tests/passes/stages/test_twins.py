@@ -98,6 +98,30 @@ def test_stages_are_identical_whatever_the_order_of_the_names_of_their_layers() 
     assert len(set(paths)) == 5, paths
 
 
+def test_stages_are_identical_in_whichever_division_of_the_step() -> None:
+    """What the last of four stages computes again is no matter of the second."""
+    args = [jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((64, WIDTH))
+    kept, again = (
+        pipeline_driver.staged(step, args, 4, 2, cuts=[2, 4, 6], remat=("layer", "layer", "layer", last)).graphs
+        for last in ("none", "layer")
+    )
+    assert planning.digest(kept[1]) == planning.digest(again[1])
+    assert planning.digest(kept[3]) != planning.digest(again[3])
+
+
+def test_a_whole_stage_at_the_unit_of_its_layers_pays_as_much_for_memory() -> None:
+    """A unit that is a thousand times larger makes price 1 a price of 1,000."""
+    args = [jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((64, WIDTH))
+    graph = pipeline_driver.staged(step, args, 4, 2).graphs[1]
+    part = Cluster.preset("a100").part(4)
+    free, dear = (planning.decide(graph, part, Sharded((4,)), price=p, time_limit=60.0) for p in (1.0, 1000.0))
+    assert free.offers is not None and dear.found.solution.peak < free.found.solution.peak
+    unit = 1000 * free.offers.unit
+    same = planning.decide(graph, part, Sharded((4,)), price=1.0, time_limit=60.0, unit=unit)
+    assert same.found.choice == dear.found.choice
+    assert planning.repriced(same, 1.0, time_limit=60.0).found.choice == dear.found.choice
+
+
 def costs(planned: PlannedStage, name: str) -> list[Any]:
     table = getattr(planned, name)
     return [table[segment] for segment in planned.segments.items]
