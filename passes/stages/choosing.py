@@ -347,11 +347,11 @@ def choose(
         schedules=names if method.schedule == "auto" else (method.schedule,),
         num_stages=method.num_stages,
         kinds=None if shapes is None else tuple(priced.devices.index(math.prod(shape)) for shape in shapes),
-        variants=None if method.remat == "auto" else _variants(method.remat),
         gap=ROUGH_GAP if rough else GAP,
         equal=rough,
     )
-    costs = [priced.costs(count) for count in counts]
+    variants = priced.useful(range(len(VARIANTS)) if method.remat == "auto" else _variants(method.remat))
+    costs = [priced.costs(count, variants) for count in counts]
     found = slicing.slice_stages(costs, options, deadline)
     best = found.best
     if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
@@ -362,6 +362,7 @@ def choose(
         numbers = " or ".join(map(microbatches, counts))
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
+    best = replace(best, stages=tuple(replace(stage, variant=variants[stage.variant]) for stage in best.stages))
     return Sliced(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
 
 

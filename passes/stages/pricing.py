@@ -191,18 +191,40 @@ class Priced:
         parts = self.tables["parts"].astype(np.int64)
         return parts / np.gcd(parts, leading)
 
-    def costs(self, count: int) -> StageCosts:
+    def useful(self, variants: Sequence[int]) -> tuple[int, ...]:
+        """Those of some variants than which no other of them is as good or better in everything, whatever the layer.
+
+        Of equal ones the first: before a price is worked out, and where it changes nothing, it has no variants of its
+        own.
+        """
+        names = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary")
+        found = {v: np.stack([self.tables[name][..., v] for name in names]) for v in variants}
+
+        def is_beaten(v: int) -> bool:
+            better = (w for w in variants if w != v and (found[w] <= found[v]).all())
+            return any(w < v or (found[w] < found[v]).any() for w in better)
+
+        return tuple(v for v in variants if not is_beaten(v))
+
+    def costs(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
 
         Adding a gradient to its sum takes as long whatever the size, as does gathering a parameter: what more
         micro-batches cost.
+
+        Args:
+          variants: these alone, numbered anew; None for all.
         """
         scale = self.num_microbatches / count
         shared = scale * self.repeated(scale)
+        tables = self.tables
+        if variants is not None:
+            kept = list(variants)
+            shared, tables = shared[..., kept], {name: table[..., kept] for name, table in tables.items()}
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
-        temporary = self.tables["temporary"] * shared
+        temporary = tables["temporary"] * shared
         for (layer, devices), size in self.beyond.items():
             if layer < len(layers) and devices in self.devices:
                 temporary[:, layer, self.devices.index(devices)] += size
@@ -213,12 +235,12 @@ class Priced:
         forms = [
             ranges.from_layers(
                 count,
-                forward=self.tables["forward"][form] * shared[form] + self.tables["steady"][form],
-                backward=self.tables["backward"][form] * shared[form] + self.tables["adding"][form],
-                update=self.tables["update"][form],
-                fixed_bytes=self.tables["fixed"][form],
-                inflight_bytes=self.tables["inflight"][form] * shared[form],
-                split_bytes=self.tables["split"][form] * shared[form],
+                forward=tables["forward"][form] * shared[form] + tables["steady"][form],
+                backward=tables["backward"][form] * shared[form] + tables["adding"][form],
+                update=tables["update"][form],
+                fixed_bytes=tables["fixed"][form],
+                inflight_bytes=tables["inflight"][form] * shared[form],
+                split_bytes=tables["split"][form] * shared[form],
                 boundary_seconds=boundary,
                 slowest_seconds=slowest,
                 boundary_bytes=crossing / max(1, max(self.devices)),

@@ -169,3 +169,23 @@ def test_stages_with_a_layer_that_exceeds_its_cost_need_more() -> None:
     found = replace(found, beyond={(1, 4): 10.0, (2, 2): 5.0, (9, 4): 7.0})
     fixed = found.costs(4).fixed_bytes[..., 0, 0]
     assert fixed[0, 2] == fixed[1, 2] == fixed[0, 3] == 10.0 and fixed[0, 1] == fixed[2, 3] == 0.0
+
+
+def test_variants_that_others_are_as_good_as_are_not_searched() -> None:
+    """A bound at a price is as fast as what is known at a lower one, and needs no bytes here."""
+    found, a, b = two_meshes(saved=8.0, kept=2.0, again=1.0)
+    every = range(len(pricing.VARIANTS))
+    assert pricing.VARIANTS[:4] == ((0, "none"), (0, "layer"), (0, "selective"), (1, "none"))
+    assert found.useful(every) == (3,) and found.useful([2, 0]) == (2, 0)
+    known: Any = dict(found.known)
+    for price in (1, 2):  # of both layers the same at either price: slower and smaller than for nothing
+        known |= {(layer, 0, price, ()): cost_of((2, 2), 5.0, saved=4.0, kept=1.0, again=1.0) for layer in (a, b)}
+        found = pricing._with(found, known)
+        assert found.useful(every) == ((0, 1, 2, 6) if price == 1 else (0, 1, 2, 3, 4, 5))
+
+
+def test_costs_of_some_variants_are_numbered_anew() -> None:
+    found, _, _ = two_meshes(saved=8.0, kept=2.0, again=1.0)
+    whole, some = found.costs(8), found.costs(8, (2, 1))
+    for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes"):
+        assert np.array_equal(getattr(some, name), getattr(whole, name)[..., [2, 1]])
