@@ -30,7 +30,7 @@ from alpa_lite.passes.stages import Slower, choosing, submeshes
 from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.layer_costs import Layer
 from alpa_lite.passes.stages.pricing import Key, Priced
-from alpa_lite.realising import Before, realised
+from alpa_lite.realising import CERTAIN, Before, realised
 from alpa_lite.report import units
 from alpa_lite.runner import Passes
 
@@ -58,9 +58,6 @@ MISTAKEN = 1.6
 Estimates are too high, since a stage has once what each of its layers has. Measured on one model alone, a GPT of 16
 layers of 25,600 on 384 MI250X: 1.41 to 1.63 times the bytes of the planned stages.
 """
-
-CERTAIN = 0.02
-"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
 @dataclass(frozen=True, eq=False)

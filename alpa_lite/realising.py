@@ -39,7 +39,7 @@ ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
 CERTAIN = 0.02
-"""By what share an estimate of bytes may be exceeded without anything following from it."""
+"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
 Kind = tuple[Any, ...]

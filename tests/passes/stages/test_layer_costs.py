@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from alpa_lite.cluster import Cluster
@@ -14,25 +12,15 @@ from alpa_lite.passes.stages import layer_costs, planning
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.planning import PlannedStage
 from tests import pipeline_driver
+from tests.mlps import mlp
 
 WIDTH, LAYERS, EXAMPLES = 1024, 4, 4096
 DEVICES = Cluster.preset("a100").part(4)
 
 
-def step(params: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    def loss(params: list[jax.Array]) -> jax.Array:
-        x = batch
-        for weight in params:
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x**2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return [weight - 0.1 * grad for weight, grad in zip(params, grads, strict=True)], value
-
-
 def graph_of(microbatches: int) -> Any:
     """The second layer."""
-    args = [jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((EXAMPLES, WIDTH))
+    step, args = mlp(WIDTH, EXAMPLES, LAYERS)
     return pipeline_driver.staged(step, args, LAYERS, microbatches).graphs[1]
 
 
