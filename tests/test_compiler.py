@@ -132,6 +132,17 @@ def test_memory_that_fits_no_mesh_leads_to_a_pipeline():
     assert all(stage.memory.total <= budget for stage in found["auto"].stages)
 
 
+def test_a_pipeline_that_takes_as_long_as_starting_its_tasks_is_expected_to():
+    """Each of 4 stages runs for 20 microseconds, and starting that takes 100: there are fewer micro-batches than 8."""
+    step, args = step_and_args(layers=4, width=2039, batch=32)
+    options: Any = {"memory_per_device": 3.5 * 2039 * 2039 * 4, "method": Pipeline(), "verify": "off"}
+    many = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), num_microbatches=8, **options)
+    (chosen,) = (row for row in many.candidates if row.status == "chosen")
+    assert many.step_seconds == pytest.approx(chosen.step_seconds, rel=0.1)
+    found = alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), **options)
+    assert found.num_microbatches < 8 and found.step_seconds < many.step_seconds / 3
+
+
 # -- one mesh: what is computed again, and micro-batches --------------------------------------------------------------
 
 

@@ -25,7 +25,9 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
         at = stage.first, stage.stop, stage.kind, stage.variant
         after = slices.stages[s + 1].kind if s + 1 < len(slices.stages) else None
         cut = (0.0, 0.0) if after is None else costs.cut_seconds(stage.stop, stage.kind, after)
-        latency, excess = terms(slices.schedule, costs, lambda values, at=at: values[at], cut, slices.virtual)
+        latency, excess = terms(
+            slices.schedule, costs, lambda values, at=at: values[at], cut, slices.virtual, stage.kind
+        )
         found.append((float(latency), float(excess), float(costs.update[at])))
         fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
         each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
@@ -35,25 +37,37 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
 
 
 def terms(
-    schedule: str, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int
+    schedule: str, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int, kind: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Latency and excess of some stages with `cut` behind them: as of `cut_seconds`.
 
     Args:
       of: what a cost array holds of the stages.
+      kind: their kinds of submesh, one or an array that broadcasts with theirs.
     """
     count = costs.num_microbatches
     forward, backward = of(costs.forward), of(costs.backward)
     t, both, most = forward + backward, 2 * np.asarray(cut[0]), 2 * np.asarray(cut[1])
     possible = np.isfinite(t + both)
+    own, started = _started(schedule, costs, kind)
+    others = count * virtual - 1
     with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
-        latency, excess = t + both, (count - 1) * (t + both)
+        latency, period, hidden = t + both, t + both, 0.0
         if schedule in ("gpipe", "eager-1f1b"):
-            excess = (count - 1) * np.maximum(t, most)
+            period = np.maximum(t, most)
         elif schedule == "zb-h1":
             weight = backward / 2 if costs.weight is None else of(costs.weight)
             hidden = 2 * np.minimum(np.minimum(weight, forward), np.maximum(backward - weight, 0.0))
-            latency, excess = latency - hidden, excess + hidden
-        elif schedule == "interleaved-1f1b":
-            latency, excess = latency / virtual, (count * virtual - 1) * (t + both)
+            latency = latency - hidden
+        latency = np.maximum(latency, own) / virtual
+        excess = np.maximum(others * period, others * started + min(others, 1) * period) + hidden
     return np.where(possible, latency, np.inf), np.where(possible, excess, np.inf)
+
+
+def _started(schedule: str, costs: StageCosts, kind: Any) -> tuple[Any, Any]:
+    """Seconds of starting what is done for one micro-batch: its share for one stage, and that of its whole process."""
+    hosts = costs.hosts
+    if hosts is None:
+        return 0.0, 0.0
+    period = hosts.period(3 if schedule == "zb-h1" else 2)
+    return (period / np.array(hosts.stages))[kind], period[kind]

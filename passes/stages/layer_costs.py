@@ -20,7 +20,7 @@ from alpa_lite.passes.layers.rematerialisation import is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import Market, market
-from alpa_lite.passes.stages import repeating
+from alpa_lite.passes.stages import repeating, temporaries
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.passes.stages.staging import StageGraph
@@ -60,6 +60,8 @@ class LayerCost:
       again: seconds for one micro-batch of computing the rest of it again.
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs in addition.
+      lasting: of these, bytes that do not depend on the size of a micro-batch, such as those of gathered parameters and
+        of gradients before they are added to their sums.
       apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
       seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
         ratio is the unit of prices.
@@ -81,6 +83,7 @@ class LayerCost:
     adding: float = 0.0
     steady: float = 0.0
     again_steady: float = 0.0
+    lasting: float = 0.0
     seconds: float = 0.0
     bytes: float = 0.0
     shared: tuple[int, int] = (1, 1)
@@ -171,6 +174,7 @@ def _cost(planned: PlannedStage) -> LayerCost:
     held = planned.held
     kept, again, again_steady = _selective(planned)
     forward, backward = (_steady(planned, planned.segments.of(kind)) for kind in ("forward", "backward"))
+    temporary, largest = max(((size, n) for n, size in enumerate(planned.temporary.values())), default=(0, 0))
     return LayerCost(
         mesh_shape=planned.found.mesh.shape,
         forward=seconds["forward"],
@@ -181,7 +185,8 @@ def _cost(planned: PlannedStage) -> LayerCost:
         kept=min(kept, held.saved),
         again=again,
         entering=held.entering,
-        temporary=max(planned.temporary.values(), default=0),
+        temporary=temporary,
+        lasting=min(_lasting_bytes(planned, largest), temporary),
         apart=_apart(planned),
         adding=min(_adding(planned) + backward, seconds["backward"]),
         steady=min(forward, seconds["forward"]),
@@ -223,6 +228,15 @@ def _lasting(planned: PlannedStage) -> set[int]:
         else:
             found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
     return found
+
+
+def _lasting_bytes(planned: PlannedStage, number: int) -> float:
+    """The temporary bytes per device of a segment that do not depend on the size of a micro-batch."""
+    segments = planned.segments
+    if not segments.items:
+        return 0.0
+    of = _lasting(planned)
+    return temporaries.temporary_bytes(segments, segments.items[number], planned.cluster.platform, of)
 
 
 def _shared(planned: PlannedStage) -> tuple[int, int]:

@@ -35,18 +35,15 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
-from alpa_lite.passes.stages.ranges import StageCosts
+from alpa_lite.passes.stages.ranges import Hosts, StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
 
-_ONCE = (
-    "update",
-    "fixed",
-    "steady",
-    "adding",
-    "leading",
-    "parts",
-)  # tables of what does not depend on the size of a micro-batch
+_ONCE = ("update", "fixed", "steady", "adding", "lasting", "leading", "parts")
+"""Tables of what does not depend on the size of a micro-batch."""
+
+_COSTS = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "lasting")
+"""Tables of seconds and bytes."""
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """What the backward pass of a stage may compute again."""
@@ -197,8 +194,7 @@ class Priced:
         Of equal ones the first: before a price is worked out, and where it changes nothing, it has no variants of its
         own.
         """
-        names = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary")
-        found = {v: np.stack([self.tables[name][..., v] for name in names]) for v in variants}
+        found = {v: np.stack([self.tables[name][..., v] for name in _COSTS]) for v in variants}
 
         def is_beaten(v: int) -> bool:
             better = (w for w in variants if w != v and (found[w] <= found[v]).all())
@@ -224,7 +220,7 @@ class Priced:
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
-        temporary = tables["temporary"] * shared
+        temporary = tables["temporary"] * shared + tables["lasting"]
         for (layer, devices), size in self.beyond.items():
             if layer < len(layers) and devices in self.devices:
                 temporary[:, layer, self.devices.index(devices)] += size
@@ -248,6 +244,7 @@ class Priced:
                 total_devices=self.cluster.num_devices,
                 devices_per_node=self.cluster.devices_per_node,
                 temporary_bytes=temporary[form],
+                hosts=hosts(self.cluster, self.devices, len(layers)),
             )
             for form in range(len(shared))
         ]
@@ -382,9 +379,7 @@ def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
 def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[str, np.ndarray]:
     """Of costs [layers][forms][kinds][prices]."""
     forms, kinds = len(layers[0]), len(layers[0][0])
-    names = "forward", "backward", "steady", "adding", "update", "fixed", "inflight", "split", "temporary"
-    names = *names, "leading", "parts"
-    out = {name: np.zeros((forms, len(layers), kinds, len(VARIANTS))) for name in names}
+    out = {name: np.zeros((forms, len(layers), kinds, len(VARIANTS))) for name in (*_COSTS, "leading", "parts")}
     for n, form, k, v in itertools.product(*map(range, (len(layers), forms, kinds, len(VARIANTS)))):
         price, remat = VARIANTS[v]
         cost, at = layers[n][form][k][price], (form, n, k, v)
@@ -397,9 +392,24 @@ def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[s
         out["update"][at], out["fixed"][at] = cost.update, cost.fixed
         out["inflight"][at] = cost.entering + saved
         out["split"][at] = max(cost.entering + saved, cost.apart)
-        out["temporary"][at] = cost.temporary + cost.saved - saved
+        out["temporary"][at] = cost.temporary - cost.lasting + cost.saved - saved
+        out["lasting"][at] = cost.lasting
         out["leading"][at], out["parts"][at] = cost.shared
     return out
+
+
+def hosts(cluster: Cluster, kinds: Sequence[int], layers: int) -> Hosts:
+    """What processes start for each micro-batch, as `programs.simulation` counts it: runs, and transfers at both ends.
+
+    Of S equal stages on all devices, or as many as there are layers, a process has the m whose devices are its own.
+    They have m + 1 cuts, or S - 1 if those are fewer.
+    """
+    own = sum(cluster.controller(device) == cluster.controller(0) for device in range(cluster.devices_per_node))
+    stages = [min(layers, cluster.num_devices // size) for size in kinds]
+    each = [max(1, min(number, own // size)) for number, size in zip(stages, kinds, strict=True)]
+    cuts = [max(0, min(number - 1, m + 1)) for number, m in zip(stages, each, strict=True)]
+    seconds = [cluster.dispatch.seconds(min(size, own)) for size in kinds]
+    return Hosts(tuple(each), tuple(2 * cut for cut in cuts), tuple(seconds))
 
 
 def link_seconds(cluster: Cluster, crossing: np.ndarray, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,25 @@ import numpy as np
 from alpa_lite.errors import OptionError
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """What processes start for each micro-batch, where stages on one kind of submesh fill them. K kinds of submesh.
+
+    Attributes:
+      stages: [K], of a process.
+      transfers: [K], that a process starts or ends for a micro-batch, both directions.
+      seconds: [K], of starting a task.
+    """
+
+    stages: tuple[int, ...]
+    transfers: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def period(self, runs: int) -> np.ndarray:
+        """[K], seconds that a process takes to start what is done for one micro-batch, each stage run so often."""
+        return (runs * np.array(self.stages) + np.array(self.transfers)) * np.array(self.seconds)
+
+
 @dataclass(frozen=True, eq=False)
 class StageCosts:
     """Arrays for one number of micro-batches B. L layers, K kinds of submesh, V variants.
@@ -32,6 +51,7 @@ class StageCosts:
       weight: [L, L+1, K, V], the part of `backward` that computes gradients of parameters; None for half of it.
       split_bytes: [L, L+1, K, V], per device and micro-batch, from forward to the gradients of parameters where these
         are computed apart; None for `inflight_bytes`.
+      hosts: what processes start for each micro-batch; None where that takes no time.
     """
 
     num_microbatches: int
@@ -48,6 +68,7 @@ class StageCosts:
     weight: np.ndarray | None = None
     split_bytes: np.ndarray | None = None
     slowest_seconds: np.ndarray | None = None
+    hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
         layers, kinds = self.forward.shape[0], len(self.devices)
@@ -125,13 +146,14 @@ def from_layers(
     temporary_bytes: np.ndarray | None = None,
     split_bytes: np.ndarray | None = None,
     slowest_seconds: np.ndarray | None = None,
+    hosts: Hosts | None = None,
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
 
     Args:
       temporary_bytes: [L, K, V], of which a range needs the maximum, not the sum; added to the fixed bytes.
       num_microbatches, forward, backward, update, fixed_bytes, inflight_bytes, boundary_seconds, boundary_bytes,
-        devices, total_devices, devices_per_node, weight, slowest_seconds: see `StageCosts`.
+        devices, total_devices, devices_per_node, weight, slowest_seconds, hosts: see `StageCosts`.
 
     Raises:
       OptionError: as `StageCosts`.
@@ -154,6 +176,7 @@ def from_layers(
         weight=None if weight is None else _ranges(weight, np.add),
         split_bytes=None if split_bytes is None else _ranges(split_bytes, np.add),
         slowest_seconds=slowest_seconds,
+        hosts=hosts,
     )
 
 

@@ -24,6 +24,11 @@ shops, whose excess is (B - 1)(max_s f + max_s b), which equals the above where 
 several stages share a node, some cuts are within it and others cross the network: c is their mean, as a period of 1F1B
 has of them, and c' the slowest of them, behind which the others hide.
 
+A process starts the tasks of its devices one after the other: with m stages, p runs of each for a micro-batch (2; 3 in
+zb-h1) and q transfers that it takes part in, for h = (m p + q) d seconds per micro-batch, d each. Then no l is shorter
+than h / m, and no e than (B - 1) h and what the stage takes for the last micro-batch once that is started. The formulas
+take m and q of stages of that kind on all devices: others have fewer.
+
 Memory. fixed + inflight * (micro-batches in flight, `schedules.in_flight_formula`) + buffers of both cuts <= budget. A
 submesh with v stages holds the sum of their fixed bytes and buffers, and, of as many micro-batches as its formula says,
 what its largest stage saves. Where gradients of parameters are computed apart (zb-h1), a micro-batch is in flight until

@@ -142,7 +142,7 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         """Of each choice: several times faster than an index of three arrays."""
         return values.swapaxes(0, 1).reshape(-1, values.shape[-1]).take(row, axis=0)
 
-    latency, excess = terms(name, c, of, cut, task.virtual)
+    latency, excess = terms(name, c, of, cut, task.virtual, k[:, None])
     if options.variants is not None:
         forbidden = np.setdiff1d(np.arange(c.forward.shape[3]), options.variants)
         latency = latency.copy()

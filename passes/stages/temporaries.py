@@ -15,7 +15,7 @@ out of a pack is copied first; and the gradient of a maximum over windows finds 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import numpy as np
 
@@ -37,16 +37,19 @@ from alpa_lite.passes.lowering.program import (
 from alpa_lite.passes.stages.segments import Segment, Segments
 
 
-def temporary_bytes(segments: Segments, segment: Segment, platform: str) -> int:
+def temporary_bytes(
+    segments: Segments, segment: Segment, platform: str, of: Container[int] | None = None
+) -> int:  # fmt: skip
     """Predicted bytes per device that a run needs beyond its inputs and outputs, at the fullest point.
 
     Args:
       platform: of the devices, as `Cluster.platform`.
+      of: the values whose bytes are counted; None for all.
     """
     given = set(segment.inputs)
     members = {wire for pack in segments.packs for wire in pack.members}
     outputs = [(r, w) for r, w in zip(segment.reads, segment.outputs, strict=True) if not isinstance(r, Lit)]
-    sizes = _Sizes(segments, platform)
+    sizes = _Sizes(segments, platform, of)
     packed = {register: wire in given for register, wire in outputs if wire in members}
     kept = {register for register, wire in outputs if wire in given and wire not in members}
     apart = _copied(segments, segment)
@@ -80,7 +83,8 @@ def _turned(op: Op, ranks: Sequence[int]) -> set[int]:
 class _Sizes:
     """Bytes of registers."""
 
-    def __init__(self, segments: Segments, platform: str) -> None:
+    def __init__(self, segments: Segments, platform: str, of: Container[int] | None) -> None:
+        self.of = of
         self.values: Sequence[Value] = segments.stage.traced.graph.values
         self.value_of = segments.value_of
         self.registers = segments.program.registers
@@ -88,6 +92,10 @@ class _Sizes:
         self.on_cpu = platform == "cpu"
 
     def bytes(self, register: int) -> int:
+        """That are counted."""
+        return self.size(register) if self.of is None or self.value_of[register] in self.of else 0
+
+    def size(self, register: int) -> int:
         layout = self.registers[register]
         return self.values[self.value_of[register]].nbytes // block_count(layout, self.mesh)
 
@@ -96,7 +104,7 @@ class _Sizes:
         return operand.aval.shape if isinstance(operand, Lit) else self.values[self.value_of[operand]].shape
 
     def elements(self, register: int) -> int:
-        return self.bytes(register) // max(1, self.values[self.value_of[register]].itemsize)
+        return self.size(register) // max(1, self.values[self.value_of[register]].itemsize)
 
     def peak(
         self,

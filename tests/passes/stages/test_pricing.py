@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alpa_lite.cluster import Cluster
+from alpa_lite.cluster import Cluster, Dispatch
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
@@ -155,6 +155,27 @@ def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> No
     found, _, _ = two_meshes(steady=1.0, adding=1.0)
     costs = found.costs(8)
     assert costs.forward[0, 1, 0, 0] == pytest.approx(2.0) and costs.backward[0, 1, 0, 0] == pytest.approx(3.5)
+
+
+def test_temporary_bytes_that_do_not_depend_on_micro_batches_are_not_scaled() -> None:
+    """Of 8 bytes 2; and of a layer the gradient, before it is added to its sum."""
+    found, _, _ = two_meshes(temporary=8.0, lasting=2.0)
+    assert found.costs(8).fixed_bytes[0, 1, 0, 0] == pytest.approx(5.0)
+    few, many = priced(2), priced(16)
+    scaled, exact = (costs.costs(16).fixed_bytes[1, 2, 0, 0] for costs in (few, many))
+    assert scaled == pytest.approx(exact, rel=0.01)
+    least = [costs.layers[1].least(costs.cluster) for costs in (few, many)]
+    assert least[0].lasting == least[1].lasting == 1024 * 1024 * 4
+    assert least[0].temporary - least[0].lasting == 8 * (least[1].temporary - least[1].lasting) > 0
+
+
+def test_a_process_starts_the_tasks_of_its_stages_and_of_their_cuts() -> None:
+    """Of 2 nodes with 4 devices: of 8 stages 4, with 5 cuts; of 4 stages 2, with 3; of 2 stages one, with theirs."""
+    cluster = replace(two_machines(2**34, 1e11), dispatch=Dispatch(1.0, 0.5))
+    found = pricing.hosts(cluster, (1, 2, 4, 8), 16)
+    assert found.stages == (4, 2, 1, 1) and found.transfers == (10, 6, 2, 0) and found.seconds == (1.5, 2.0, 3.0, 3.0)
+    assert list(found.period(2)) == [18 * 1.5, 10 * 2.0, 4 * 3.0, 2 * 3.0]
+    assert pricing.hosts(cluster, (1,), 3).stages == (3,)
 
 
 def test_a_stage_counts_prices_in_the_units_of_its_layers() -> None:

@@ -57,7 +57,9 @@ class Bounded:
         return 1e-3
 
     def costs(self, count: int) -> StageCosts:
-        passes = {name: self.now[name] / (count if name in ("forward", "backward") else 1) for name in self.now}
+        passes: dict[str, Any] = {
+            name: self.now[name] / (count if name in ("forward", "backward") else 1) for name in self.now
+        }
         crossing = np.full(LAYERS + 1, 0.1)
         return from_layers(
             count, **passes, boundary_seconds=crossing, boundary_bytes=crossing, devices=DEVICES, total_devices=4,

@@ -16,7 +16,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.paths import least_bytes_together
-from alpa_lite.passes.stages.ranges import StageCosts, from_layers
+from alpa_lite.passes.stages.ranges import Hosts, StageCosts, from_layers
 from alpa_lite.passes.stages.slices import Infeasible, SliceOptions, StageChoice, StageSlices
 from alpa_lite.passes.stages.slicing import slice_stages
 from alpa_lite.passes.stages.tasks import place, problem_of, tasks_of
@@ -24,7 +24,7 @@ from alpa_lite.passes.stages.tasks import place, problem_of, tasks_of
 EXACT = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 
 
-def random_costs(rng, counts, layers, devices, total, variants, by_kind=False):
+def random_costs(rng, counts, layers, devices, total, variants, by_kind=False, hosts=None):
     """Independent random costs for every range, some impossible."""
     shape = (layers, layers + 1, len(devices), variants)
     fixed, inflight = rng.integers(1, 12, shape) * 1.0, rng.integers(0, 6, shape) * 1.0
@@ -39,7 +39,7 @@ def random_costs(rng, counts, layers, devices, total, variants, by_kind=False):
         out.append(
             StageCosts(
                 count, forward, rng.integers(1, 17, shape) / count, rng.integers(0, 9, shape) * 1.0, fixed,
-                inflight, cut / count, buffers, devices, total, total, forward * rng.random(),
+                inflight, cut / count, buffers, devices, total, total, forward * rng.random(), hosts=hosts,
             )
         )  # fmt: skip
     return out
@@ -140,7 +140,11 @@ def instances(draw, names=EXACT):
     devices = tuple(n for n in (1, 2, 4) if n <= total)
     devices = tuple(sorted(draw(st.sets(st.sampled_from(devices), min_size=1))))
     counts = sorted(draw(st.sets(st.integers(1, 4), min_size=1, max_size=2)))
-    costs = random_costs(rng, counts, layers, devices, total, draw(st.integers(1, 2)), draw(st.booleans()))
+    hosts = None
+    if draw(st.booleans()):  # starting tasks takes as long as stages do
+        stages, transfers = rng.integers(1, 5, len(devices)), 2 * rng.integers(0, 5, len(devices))
+        hosts = Hosts(tuple(stages), tuple(transfers), tuple(rng.random(len(devices))))
+    costs = random_costs(rng, counts, layers, devices, total, draw(st.integers(1, 2)), draw(st.booleans()), hosts)
     chosen = tuple(draw(st.sets(st.sampled_from(names), min_size=1, max_size=3)))
     return costs, SliceOptions(draw(st.sampled_from((8.0, 12.0, 16.0, 24.0, math.inf))), tuple(sorted(chosen)))
 
@@ -311,6 +315,18 @@ def test_stages_that_share_nodes_wait_for_the_cuts_that_cross_the_network(name, 
     )  # fmt: skip
     estimate, without = (evaluate(c, chain(meshes, count, name))[0] for c in (costs, free))
     assert without < end(timeline) <= estimate * (1 + 1e-9) < 1.6 * end(timeline)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_process_that_starts_short_tasks_is_what_a_step_takes(schedule):
+    """Four stages, 16 micro-batches: 2 or 3 runs each and 6 transfers, 0.1 s to start one, where a run takes 1 ms."""
+    costs = uniform(4, 16, devices=(1,), total=4, hosts=Hosts((4,), (6,), (0.1,)))
+    costs.forward[:], costs.backward[:] = costs.forward / 2000, costs.backward / 2000
+    runs = 3 if schedule == "zb-h1" else 2
+    assert evaluate(costs, chain(4, 16, schedule))[0] == pytest.approx(16 * (4 * runs + 6) * 0.1, rel=0.01)
+    slow = uniform(4, 16, devices=(1,), total=4, hosts=Hosts((4,), (6,), (0.1,)))
+    free = uniform(4, 16, devices=(1,), total=4)
+    assert evaluate(slow, chain(4, 16, "1f1b"))[0] == evaluate(free, chain(4, 16, "1f1b"))[0]
 
 
 def end(timeline):
