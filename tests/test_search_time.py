@@ -181,6 +181,49 @@ def test_the_second_best_number_of_micro_batches_is_planned_where_it_may_be_fast
     assert (staged.seconds, chosen.slices.num_microbatches) == ((seconds, 16) if taken else (1.0, 8))
 
 
+@dataclass(frozen=True)
+class Bounded(Costs):
+    """Costs of stages that take half a second at least."""
+
+    least_seconds: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("left", "size", "estimated", "needed", "looked", "taken"),
+    [
+        (60.0, 0.99, 0.8, 0.9, True, True),
+        (60.0, 0.99, 0.8, 1.1, True, False),
+        (60.0, 0.99, 0.99, 0.9, True, False),
+        (60.0, 0.7, 0.8, 0.9, False, False),
+        (1e-9, 0.99, 0.8, 0.9, False, False),
+    ],
+)
+def test_stages_that_exceed_the_budget_by_estimates_alone_are_planned_where_they_are_faster(
+    monkeypatch, left: float, size: float, estimated: float, needed: float, looked: bool, taken: bool
+) -> None:
+    """Not those that turn out to exceed it, are faster by 1 %, or where memory is not short; nor without time."""
+    rooms: list[float] = []
+    chosen: Any = SimpleNamespace(unfinished=False, slices=slices_of(0.5, size), seconds=1.0, priced=Bounded())
+    other: Any = SimpleNamespace(unfinished=False, slices=slices_of(0.5, 1.01), seconds=estimated, weighed=())
+
+    def sliced(run: Any, costs: Any, asked: Any, counts: Any, room: float, below: float, *, must: bool) -> Any:
+        assert costs.beyond == {} and counts == [8] and not must and below == pytest.approx(0.98)
+        rooms.append(room)
+        return other
+
+    def realised(run: Any, some: Any, *given: Any) -> Any:
+        return staged_of(0.5, 0.9, seconds=1.0) if some is chosen else staged_of(0.5, needed, seconds=0.7)
+
+    monkeypatch.setattr(pipelining, "realised", realised)
+    monkeypatch.setattr(pipelining, "sliced", sliced)
+    monkeypatch.setattr(pipelining, "runner_up", lambda *given: None)
+    monkeypatch.setattr(stages, "best", lambda *given: chosen)
+    layers = pipelining.Layered((8, 16), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
+    staged, at, _ = pipelining.of_whole_sequences(RUN, asked_of(left), layers, below=math.inf, must=False)
+    assert rooms == [pytest.approx(1.02)] * looked
+    assert (at is other, staged.seconds) == ((True, 0.7) if taken else (False, 1.0))
+
+
 @pytest.mark.parametrize(
     ("computing", "left", "tracing", "must"),
     [(0.4, 20, 4, True), (0.6, 20, 4, False), (0.4, 2, 10, False), (0.4, 4.9, 4, True), (0.05, 0, 10, True)],

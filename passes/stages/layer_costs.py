@@ -16,7 +16,7 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.layers.rematerialisation import is_kept
+from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.market import Market, market
@@ -60,8 +60,10 @@ class LayerCost:
       again: seconds for one micro-batch of computing the rest of it again.
       entering: bytes per device and micro-batch of what comes from the layer before.
       temporary: bytes per device that the largest segment needs in addition.
-      lasting: of these, bytes that do not depend on the size of a micro-batch, such as those of gathered parameters and
-        of gradients before they are added to their sums.
+      temporary_layer, temporary_selective: the same where the backward pass computes the layer again, or what the
+        selective choice does not save.
+      lasting: of `temporary`, bytes that do not depend on the size of a micro-batch, such as those of gathered
+        parameters and of gradients before they are added to their sums.
       apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
       seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
         ratio is the unit of prices.
@@ -79,6 +81,8 @@ class LayerCost:
     again: float
     entering: float
     temporary: float
+    temporary_layer: float
+    temporary_selective: float
     apart: float = 0.0
     adding: float = 0.0
     steady: float = 0.0
@@ -172,7 +176,8 @@ def _cost(planned: PlannedStage) -> LayerCost:
     for segment in planned.segments.items:
         seconds[segment.kind] += planned.seconds[segment]
     held = planned.held
-    kept, again, again_steady = _selective(planned)
+    selective, kept = _computed_again(planned, "selective")
+    again, again_steady = _seconds(planned, selective)
     forward, backward = (_steady(planned, planned.segments.of(kind)) for kind in ("forward", "backward"))
     temporary, largest = max(((size, n) for n, size in enumerate(planned.temporary.values())), default=(0, 0))
     return LayerCost(
@@ -186,6 +191,8 @@ def _cost(planned: PlannedStage) -> LayerCost:
         again=again,
         entering=held.entering,
         temporary=temporary,
+        temporary_layer=_temporary(planned, _computed_again(planned, "layer")[0]),
+        temporary_selective=_temporary(planned, selective),
         lasting=min(_lasting_bytes(planned, largest), temporary),
         apart=_apart(planned),
         adding=min(_adding(planned) + backward, seconds["backward"]),
@@ -236,7 +243,7 @@ def _lasting_bytes(planned: PlannedStage, number: int) -> float:
     if not segments.items:
         return 0.0
     of = _lasting(planned)
-    return temporaries.temporary_bytes(segments, segments.items[number], planned.cluster.platform, of)
+    return temporaries.temporary_bytes(segments, segments.items[number], planned.cluster.platform, of=of)
 
 
 def _shared(planned: PlannedStage) -> tuple[int, int]:
@@ -281,36 +288,50 @@ def _apart(planned: PlannedStage) -> float:
     return float(sum(_bytes(planned, register) for register in read & held))
 
 
-def _selective(planned: PlannedStage) -> tuple[float, float, float]:
-    """Bytes per device that the selective choice saves of a micro-batch, and seconds of what it computes again.
-
-    Last, seconds of that which do not depend on the size of a micro-batch.
-    """
+def _computed_again(planned: PlannedStage, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
+    """What the backward pass of a micro-batch computes again, and the bytes per device of results that are saved."""
     segment = planned.segments.of("forward")
     if segment is None:
-        return 0.0, 0.0, 0.0
+        return (), 0.0
     saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
-    items, kept = _again(planned, segment.instructions, saved)
-    seconds = planned.prices.compute(items) / planned.runs(segment)
-    waiting = sum(cost for _, cost in planned.prices.collectives(items))
-    return kept, seconds + waiting, planned.prices.steady(items, _lasting(planned))
+    return _again(planned, segment.instructions, saved, choice)
+
+
+def _seconds(planned: PlannedStage, again: Sequence[Instruction]) -> tuple[float, float]:
+    """Of instructions of the forward pass, for one micro-batch; and of these what does not depend on its size."""
+    segment = planned.segments.of("forward")
+    if segment is None:
+        return 0.0, 0.0
+    seconds = planned.prices.compute(again) / planned.runs(segment)
+    waiting = sum(cost for _, cost in planned.prices.collectives(again))
+    return seconds + waiting, planned.prices.steady(again, _lasting(planned))
+
+
+def _temporary(planned: PlannedStage, again: Sequence[Instruction]) -> float:
+    """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
+    size = dict(planned.temporary)
+    segment = planned.segments.of("backward")
+    if segment is not None:
+        platform = planned.cluster.platform
+        size[segment] = temporaries.temporary_bytes(planned.segments, segment, platform, again=again)
+    return max(size.values(), default=0)
 
 
 def _again(
-    planned: PlannedStage, items: Sequence[Instruction], wanted: Iterable[Operand]
+    planned: PlannedStage, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice
 ) -> tuple[tuple[Instruction, ...], float]:
-    """The instructions that some registers need if kept results are there, and the bytes of those results."""
+    """The instructions that some registers need, and the bytes of results that are saved: see `_computed_again`."""
     needed = {o for o in wanted if not isinstance(o, Lit)}
     found: list[Instruction] = []
     total = 0.0
     for item in reversed(items):
         if needed.isdisjoint(writes(item)):
             continue
-        if isinstance(item, Compute) and is_kept(item.op):
+        if choice == "selective" and isinstance(item, Compute) and is_kept(item.op):
             total += sum(_bytes(planned, r) for r in item.results)
             continue
         if isinstance(item, Loop) and item.op.name == "scan":
-            inner = [_again(planned, body.instructions, body.outputs) for body in item.bodies]
+            inner = [_again(planned, body.instructions, body.outputs, choice) for body in item.bodies]
             bodies = tuple(replace(body, instructions=own) for body, (own, _) in zip(item.bodies, inner, strict=True))
             total += item.op.params["length"] * sum(size for _, size in inner)
             item = replace(item, bodies=bodies)

@@ -386,14 +386,18 @@ def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[s
         again, steady = {
             "none": (0.0, 0.0), "layer": (cost.forward, cost.steady), "selective": (cost.again, cost.again_steady)
         }[remat]  # fmt: skip
-        saved = {"none": cost.saved, "layer": 0.0, "selective": cost.kept}[remat]
+        saved, temporary = {
+            "none": (cost.saved, cost.temporary),
+            "layer": (0.0, cost.temporary_layer),
+            "selective": (cost.kept, cost.temporary_selective),
+        }[remat]
         out["forward"][at], out["steady"][at] = cost.forward - cost.steady, cost.steady
         out["backward"][at], out["adding"][at] = cost.backward - cost.adding + again - steady, cost.adding + steady
         out["update"][at], out["fixed"][at] = cost.update, cost.fixed
         out["inflight"][at] = cost.entering + saved
         out["split"][at] = max(cost.entering + saved, cost.apart)
-        out["temporary"][at] = cost.temporary - cost.lasting + cost.saved - saved
-        out["lasting"][at] = cost.lasting
+        out["lasting"][at] = lasting = min(cost.lasting, temporary)
+        out["temporary"][at] = temporary - lasting
         out["leading"][at], out["parts"][at] = cost.shared
     return out
 

@@ -38,13 +38,15 @@ from alpa_lite.passes.stages.segments import Segment, Segments
 
 
 def temporary_bytes(
-    segments: Segments, segment: Segment, platform: str, of: Container[int] | None = None
+    segments: Segments, segment: Segment, platform: str, *, of: Container[int] | None = None,
+    again: Sequence[Instruction] = (),
 ) -> int:  # fmt: skip
     """Predicted bytes per device that a run needs beyond its inputs and outputs, at the fullest point.
 
     Args:
       platform: of the devices, as `Cluster.platform`.
       of: the values whose bytes are counted; None for all.
+      again: instructions that are done first, whose results are no inputs then.
     """
     given = set(segment.inputs)
     members = {wire for pack in segments.packs for wire in pack.members}
@@ -53,7 +55,8 @@ def temporary_bytes(
     packed = {register: wire in given for register, wire in outputs if wire in members}
     kept = {register for register, wire in outputs if wire in given and wire not in members}
     apart = _copied(segments, segment)
-    return int(sizes.peak(segment.instructions, {register for register, _ in outputs}, kept, packed, apart))
+    instructions = (*again, *segment.instructions)
+    return int(sizes.peak(instructions, {register for register, _ in outputs}, kept, packed, apart))
 
 
 def _copied(segments: Segments, segment: Segment) -> set[int]:

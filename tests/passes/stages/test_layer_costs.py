@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Sharded
+from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.stages import layer_costs, planning
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -70,3 +73,45 @@ def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
     assert layer.at(DEVICES, Sharded(), 0, (2, 2), time_limit=60.0) == best
     assert layer.at(DEVICES, Sharded(), 0, (5,), time_limit=60.0) == best  # no mesh of the devices
     assert best.seconds > 2 * (best.forward + best.backward) and best.bytes > best.saved
+
+
+def gated(width: int, batch: int, layers: int) -> tuple[Any, Any]:
+    """A step of gradient descent on gated layers four times as wide inside, and shapes of its arguments."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            x = batch
+            for up, down in weights:
+                inner = x @ up
+                x = x + (jnp.sin(inner) * jnp.tanh(inner)) @ down
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    f32 = jnp.dtype("float32")
+    shapes = (width, 4 * width), (4 * width, width)
+    weights = [tuple(jax.ShapeDtypeStruct(shape, f32) for shape in shapes) for _ in range(layers)]
+    return step, (weights, jax.ShapeDtypeStruct((batch, width), f32))
+
+
+@pytest.mark.parametrize("choice", ["layer", "selective"])
+def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(
+    choice: Choice,
+) -> None:
+    """What is computed again lives from there to its last reader: not all of it is there at the fullest point."""
+    step, args = gated(512, 8192, 4)
+    choices: list[tuple[Choice, ...]] = [(), (choice,) * 4]
+    cuts = [pipeline_driver.staged(step, args, 4, 2, remat=remat) for remat in choices]
+    plain, again = (
+        planning.lowered(
+            planning.decide(cut.graphs[1], DEVICES, Sharded((4,)), price=0.0, time_limit=60.0), split_weights=False
+        )
+        for cut in cuts
+    )
+    cost = layer_costs._cost(plain)
+    found, saved = {
+        "layer": (cost.temporary_layer, 0.0), "selective": (cost.temporary_selective, cost.kept)
+    }[choice]  # fmt: skip
+    assert found == pytest.approx(max(again.temporary.values()), rel=0.15)
+    assert found < 0.4 * (cost.temporary + cost.saved - saved)

@@ -96,7 +96,12 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
 def cost_of(mesh: tuple[int, ...], forward: float, **named: Any) -> LayerCost:
     """What a layer costs that takes so many seconds forward and twice as many backward."""
     zeros: Any = dict.fromkeys(("update", "fixed", "saved", "kept", "again", "entering", "temporary"), 0.0)
-    return LayerCost(mesh, forward, 2 * forward, **{**zeros, **named})
+    given = {**zeros, **named}
+    again = {
+        "temporary_layer": given["temporary"] + given["saved"],
+        "temporary_selective": given["temporary"] + given["saved"] - given["kept"],
+    }
+    return LayerCost(mesh, forward, 2 * forward, **{**given, **again})
 
 
 class Free:
