@@ -101,8 +101,8 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(
 ) -> None:
     """What is computed again lives from there to its last reader: not all of it is there at the fullest point."""
     step, args = gated(512, 8192, 4)
-    choices: list[tuple[Choice, ...]] = [(), (choice,) * 4]
-    cuts = [pipeline_driver.staged(step, args, 4, 2, remat=remat) for remat in choices]
+    every: tuple[Choice, ...] = (choice, choice, choice, choice)
+    cuts = [pipeline_driver.staged(step, args, 4, 2, remat=remat) for remat in ((), every)]
     plain, again = (
         planning.lowered(
             planning.decide(cut.graphs[1], DEVICES, Sharded((4,)), price=0.0, time_limit=60.0), split_weights=False
