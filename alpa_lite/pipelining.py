@@ -55,8 +55,9 @@ fit."""
 MISTAKEN = 1.6
 """Stages are planned whose bytes, estimated from their layers, exceed the budget by this factor at most.
 
-Estimates are too high, since a stage has once what each of its layers has. Measured on one model alone, a GPT of 16
-layers of 25,600 on 384 MI250X: 1.41 to 1.63 times the bytes of the planned stages.
+Estimates may be too high, since a stage has once what each of its layers has. Measured on one model alone, a GPT of 16
+layers of 25,600 on 384 MI250X: 1.41 to 1.63 times the bytes of the planned stages, when all that a layer saves was
+counted where it is computed again.
 """
 
 
