@@ -21,7 +21,7 @@ from alpa_lite import compiler
 CASES: dict[str, dict[str, Any]] = {
     "one mesh": {"method": alpa_lite.Zero(stage=3)},
     "searched": {"method": alpa_lite.Sharded()},
-    "pipeline": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b"), "num_microbatches": 2},
+    "pipeline": {"method": alpa_lite.Pipeline(submesh_shapes=((2,), (2,)), schedule="1f1b"), "num_microbatches": 2},
 }
 
 
