@@ -21,7 +21,7 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
 from alpa_lite.passes.stages import planning, submeshes
-from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.stages.choosing import CERTAIN, Sliced
 from alpa_lite.passes.stages.layer_costs import PRICES
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS
@@ -37,9 +37,6 @@ LEAST_OF_STAGE = 2.0
 
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
-
-CERTAIN = 0.02
-"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
 Kind = tuple[Any, ...]

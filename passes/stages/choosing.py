@@ -42,7 +42,7 @@ PRICED = 3
 """How many numbers of micro-batches are compared at their own costs, at most."""
 
 CERTAIN = 0.02
-"""By what share an estimate of seconds may be exceeded without anything following from it."""
+"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,6 +105,11 @@ class Priced:
         return passes * self.scale * self.num_microbatches / self.cluster.num_devices
 
     @cached_property
+    def hosts(self) -> Hosts:
+        """What processes start for each micro-batch, whatever their number."""
+        return hosts(self.cluster, self.devices, len(self.step.layering.layers))
+
+    @cached_property
     def seconds(self) -> np.ndarray:
         """[forms, layers, kinds, variants] of a step: both passes of all micro-batches, and the update."""
         passes = (self.tables["forward"] + self.tables["backward"]) * self.repeated(1.0)
@@ -244,7 +249,7 @@ class Priced:
                 total_devices=self.cluster.num_devices,
                 devices_per_node=self.cluster.devices_per_node,
                 temporary_bytes=temporary[form],
-                hosts=hosts(self.cluster, self.devices, len(layers)),
+                hosts=self.hosts,
             )
             for form in range(len(shared))
         ]
