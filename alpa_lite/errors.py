@@ -23,7 +23,8 @@ class InfeasibleError(AlpaLiteError, RuntimeError):
     """No plan satisfies the constraints, such as the memory budget or the device count.
 
     Attributes:
-      smallest_budget: the least bytes per device with which there is a plan; None if memory is not the reason.
+      smallest_budget: the least bytes per device with which a plan is known; None if none is, or memory is not the
+        reason.
     """
 
     def __init__(self, message: str, smallest_budget: float | None = None):

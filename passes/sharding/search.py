@@ -41,7 +41,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import Bounds, Lessons, ordered
 from alpa_lite.passes.sharding.overlapped import OverlappedRace
-from alpa_lite.passes.sharding.race import CLOSED, LATE, LITTLE, Found, Plain, Problem, Race, Rest
+from alpa_lite.passes.sharding.race import CLOSED, LATE, LITTLE, Found, Least, Plain, Problem, Race, Rest
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
@@ -113,8 +113,8 @@ def search(
             told = race.least is not None or (is_beaten and short) or (waiting and not is_beaten)
             if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and told)):
                 raise race.beaten(tried_all=not waiting or is_beaten)
-            if race.hopeless and race.least is not None:
-                raise _too_small(traced, cluster, budget, race.least.peak, race.least.mesh)
+            if race.hopeless and race.least is not None and math.isfinite(race.least.bound):
+                raise _too_small(traced, cluster, budget, race.least)
             if lessons.quick and is_beaten:
                 return rest(deadline.within(_FIRST * deadline.left))
         elif lessons.quick and waiting:
@@ -265,6 +265,7 @@ def _all(
 
 
 _BOUNDING = 0.4  # of the time, until when further mesh shapes are built
+_PROVEN = 2e-2  # relative difference to its bound, up to which a budget is called the smallest
 _FIRST = 0.15  # of the time, for the first shapes where time is short or ways are compared
 _SHORT = 0.1  # of the time: if building all programs takes more, some may remain unsolved
 
@@ -309,13 +310,11 @@ def _take_least(traced: Traced, race: Race, cluster: Cluster, deadline: Deadline
             f"no sharding within memory_per_device={units.exact_bytes(race.budget)} was found in "
             f"{deadline.seconds:.3g} seconds; allow more (solver_time_limit, search_time_limit), or more memory."
         )
-    raise _too_small(traced, cluster, race.budget, smallest, where)
+    raise _too_small(traced, cluster, race.budget, Least(smallest, smallest, where))
 
 
-def _too_small(
-    traced: Traced, cluster: Cluster, budget: float, smallest: float, mesh: LogicalMesh
-) -> InfeasibleError:  # fmt: skip
-    """What binds, the smallest budget that works, on which mesh, and what would fit."""
+def _too_small(traced: Traced, cluster: Cluster, budget: float, least: Least) -> InfeasibleError:
+    """What binds, the smallest budget that works as far as it is known, on which mesh, and what would fit."""
     values, inputs = traced.graph.values, traced.graph.block.inputs
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     leaves = sorted(sizes, reverse=True)[:5]
@@ -323,9 +322,18 @@ def _too_small(
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     return InfeasibleError(
         f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works is "
-        f"{units.exact_bytes(math.ceil(smallest))} per device, on a mesh of {' x '.join(map(str, mesh.shape))}. The "
+        f"{_smallest(least)} per device, on a mesh of {' x '.join(map(str, least.mesh.shape))}. The "
         f"arguments alone take {units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the "
         f"largest of them: {largest}. A larger budget, more devices, rematerialisation "
         f"(jax.checkpoint around a layer) or a smaller batch would fit.",
-        smallest,
+        least.peak if math.isfinite(least.peak) else None,
     )
+
+
+def _smallest(least: Least) -> str:
+    """The smallest budget that works: exactly, or between which bytes it is, as far as the time allowed to find it."""
+    if least.peak <= least.bound * (1 + _PROVEN):
+        return units.exact_bytes(math.ceil(least.peak))
+    known = f"at least {units.exact_bytes(math.ceil(least.bound))}"
+    return f"{known} and at most {units.exact_bytes(math.ceil(least.peak))}" if math.isfinite(least.peak) else known
+

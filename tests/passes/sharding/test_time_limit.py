@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping, search
+from alpa_lite.passes.sharding.lessons import Lessons
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.tracing import tracing
 
@@ -41,14 +43,16 @@ def spent(monkeypatch):
     return seconds
 
 
-def searched(share: float) -> search.Found:
+def searched(share: float, lessons: Lessons | None = None) -> search.Found:
     """A mixture of experts within a share of the bytes that its fastest plan takes."""
     fun, args = models.get("moe").abstract("tiny", 16)
     traced = tracing.trace(fun, args, {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     cluster, method = Cluster.preset("a100", nodes=1), Sharded((4, 2))
     groups = grouping.group(traced, rules)
-    return search.search(traced, groups, rules, cluster, method, budget=share * 4_463_104, time_limit=LIMIT)
+    return search.search(
+        traced, groups, rules, cluster, method, budget=share * 4_463_104, time_limit=LIMIT, lessons=lessons
+    )
 
 
 @pytest.mark.slow
@@ -63,3 +67,19 @@ def test_what_does_not_fit_is_told_within_the_limit(spent):
         searched(0.001)
     assert caught.value.smallest_budget
     assert sum(spent) < LIMIT + SLACK
+
+
+@pytest.mark.parametrize(
+    ("peak", "said", "budget"),
+    [
+        (math.inf, r"at least 1\.00 GiB \([\d,]+ bytes\) per device", None),
+        (3 * 2**30, r"at least 1\.00 GiB \([\d,]+ bytes\) and at most 3\.00 GiB \([\d,]+ bytes\) per device", 3 * 2**30),
+        (2**30, r"1\.00 GiB \([\d,]+ bytes\) per device", 2**30),
+    ],
+)
+def test_what_does_not_fit_says_what_was_found_of_the_smallest_budget_in_the_time(monkeypatch, peak, said, budget):
+    """A bound alone rules out that anything fits, though no layout is known."""
+    monkeypatch.setattr(solve, "bound_of_peak", lambda program, time_limit: (float(2**30), peak))
+    with pytest.raises(InfeasibleError, match=f"the smallest budget that works is {said}, on a mesh of 4 x 2") as caught:
+        searched(0.001, Lessons(quick=True))
+    assert caught.value.smallest_budget == budget
