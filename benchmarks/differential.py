@@ -140,7 +140,8 @@ def contest_of(program: Program, seed: int, is_layered: bool) -> Contest:
         name = f"pipeline {schedule}"
         if kind == "manual pipeline":
             specs = _specs(program, rng, ("x",), {"x": 2})
-            method = f"alpa_lite.Manual(SPECS, axis_names=('x',), rest={method})"
+            names = ("x", "y") if "(2, 2)" in submeshes else ("x",)
+            method = f"alpa_lite.Manual(SPECS, axis_names={names}, rest={method})"
             name = "manual pipeline"
     elif kind == "manual":
         axes = MESHES[shape]

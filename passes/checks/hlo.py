@@ -140,6 +140,7 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
     match.equal()
     for change in _forms():
         match.other_form(*change)
+    match.equal(any_width=True)
     match.joined()
     match.packed()
     crossing = slices.crossing(planned, mesh, part)
@@ -215,16 +216,18 @@ class _Match:
         self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
 
-    def equal(self) -> None:
+    def equal(self, *, any_width: bool = False) -> None:
         """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them.
 
-        Of payloads of equal bytes those of the planned width go first: another one is of a change of width.
+        A payload of equal bytes whose items have not the planned width is that of another collective, of which the
+        width was changed, as long as there is one.
         """
-        widths = {} if self.redundancy is None else self.redundancy.item_bits
+        widths = {} if self.redundancy is None or any_width else self.redundancy.item_bits
         for key in list(self.missing):
-            kinds, own = self.extra.get(key, Counter()), widths.get(key, frozenset())
-            for form in sorted(kinds, key=lambda f: (item_bits(f[0]) not in own, f[0] in _WIDE, not f[1])):
-                self._take(key, key, form)
+            own = widths.get(key)
+            for form in sorted(self.extra.get(key, Counter()), key=lambda f: (f[0] in _WIDE, not f[1])):
+                if own is None or item_bits(form[0]) in own:
+                    self._take(key, key, form)
 
     def other_form(self, name: str, kind: str, other: str, up: int, down: int) -> None:
         """Pairs missing collectives with extra ones of another kind or width."""

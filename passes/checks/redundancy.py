@@ -3,10 +3,11 @@
 Compilers merge two collectives of one value, fold one of a constant, add first and sum once where two sums are added,
 and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
 which value numbering tells: two values have one number if the same operation with the same attributes makes them from
-values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from. Functions are followed
-at every call with the numbers of its operands; a loop's body sees the number of the initial value for what it carries
-unchanged, and a new one for what it changes; loops and branches without collectives are values like others. With e the
-executions of a collective per step:
+values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from, and so is what is
+multiplied or divided by one, what zero is added to or taken from, and what stands behind a barrier, which some compilers
+drop before they merge (XLA:CPU before JAX 0.12). Functions are followed at every call with the numbers of its
+operands; a loop's body sees the number of the initial value for what it carries unchanged, and a new one for what it
+changes; loops and branches without collectives are values like others. With e the executions of a collective per step:
 
     merged        e, where its number was already made in a block that reaches it
     constant      e, where everything it depends on is a constant, a remainder of a division by one included
@@ -34,6 +35,7 @@ from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, 
 
 Key = tuple[str, Axes, int]
 _MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert")
+_NEUTRAL = ("stablehlo.multiply", "stablehlo.divide", "stablehlo.add", "stablehlo.subtract")
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
@@ -156,10 +158,12 @@ class _Numbering:
             return [self._outside(loops) for _ in op.results]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
-        if name == "stablehlo.reverse" and _moves_nothing(op):
+        if name == "stablehlo.optimization_barrier" or (name == "stablehlo.reverse" and _moves_nothing(op)):
             return operands
         if _only_reshapes(op):
             return [self._reshaped(op, operands[0], known)]
+        if (same := self._unchanged(name, operands)) is not None:
+            return [same]
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), _regions(op))
         is_known = key in known
         numbers = known[key] if is_known else [self.fresh() for _ in op.results]
@@ -178,6 +182,15 @@ class _Numbering:
         elif not is_known:
             self._sum(op, operands, numbers, loops)
         return numbers
+
+    def _unchanged(self, name: str, operands: list[int]) -> int | None:
+        """The number of what is multiplied or divided by one, or what zero is added to or taken from; else None."""
+        neutral = self.ones if name in ("stablehlo.multiply", "stablehlo.divide") else self.zeros
+        if name in ("stablehlo.multiply", "stablehlo.add") and operands[0] in neutral:
+            return operands[1]
+        if name in _NEUTRAL and operands[1] in neutral:
+            return operands[0]
+        return None
 
     def _reshaped(self, op: Any, operand: int, known: dict[Any, list[int]]) -> int:
         """The number of a reshape of a value, which is one of what that value was reshaped from."""
@@ -239,10 +252,6 @@ class _Numbering:
             if first is not None and first == second:
                 self.sums[numbers[0]] = first
                 self.reassociated[first[0]] += _times(loops)
-            elif operands[0] in self.zeros and second is not None and name == "add":
-                self.sums[numbers[0]] = second
-            elif operands[1] in self.zeros and first is not None:
-                self.sums[numbers[0]] = first
         elif name in ("multiply", "divide"):
             value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
             if value in self.sums and scale in self.constants:
@@ -324,8 +333,8 @@ def _is_zero(op: Any) -> bool:
 
 
 def _is_one(op: Any) -> bool:
-    """Whether a constant of integers is one throughout."""
-    return bool(re.search(r"dense<1>", str(_jax.constant_of(op))))
+    """Whether a constant is one throughout."""
+    return bool(re.search(r"dense<1(?:\.0*(?:e[+-]?0+)?)?>", str(_jax.constant_of(op))))
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:

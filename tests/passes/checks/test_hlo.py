@@ -95,6 +95,11 @@ def loop_invariant(w, x):
     return w, lax.fori_loop(0, 3, lambda _, x: psum(x, "d") * 0.1, x)
 
 
+def one_twice_the_other(w, x):
+    """Promoted to float32, the smaller one is as large as the larger one was."""
+    return gather(w, "d", 0), gather(x, "d", 0)
+
+
 def f32(*shapes):
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
 
@@ -114,6 +119,7 @@ STEPS = {
     "zero3 unrolled": (zero3_unrolled, (W, X), (W, P()), f32((4, 32, 32), (16, 32))),
     "attention": (attention, (P(None, "m"),) * 3 + (X,), (P(None, "m"),) * 3 + (P(),), f32(*[(16, 16)] * 3, (64, 16))),
     "loop invariant": (loop_invariant, (P("d"), X), (P("d"), X), f32((32, 32), (16, 32))),
+    "one twice the other": (one_twice_the_other, (P("d"), P("d")), (P(), P()), bf16((64, 32), (32, 32))),
 }
 REWRITES = {
     "megatron": set(),
@@ -122,6 +128,7 @@ REWRITES = {
     "zero3 unrolled": {"merged duplicates"},
     "attention": {"combined", "split all-to-all"},
     "loop invariant": {"hoisted"},
+    "one twice the other": {"dtype promoted"},
 }
 
 
