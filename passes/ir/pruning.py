@@ -3,7 +3,8 @@
 An op is live if one of its results is read by a live op or by an output, or if it has effects. Liveness goes backward
 through a block once. Through control flow it goes value by value:
 
-    scan     a carry is live if its final value is, or if the body reads it for something live (least fixed point)
+    scan     a carry is live if its final value is, or if the body reads it for something live (least fixed point); of
+             a single iteration nothing is read again, and what it starts with is a constant if its end is not live
     while    likewise, and every carry that the condition reads
     cond     a result that is not read is removed from every branch
     optimization_barrier    result i keeps operand i alive, and no other
@@ -92,6 +93,7 @@ def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...
 
 def _scan(op: Op, used: list[bool]) -> Op:
     """Removes carries, stacked results, constants and scanned inputs that are not read."""
+    op, used = _once(op, used)
     view = ScanView(op)
     used_carry, ys = view.given(used)
     carry, live = _carried(view.body, view.inputs.carry, used_carry, ys)
@@ -100,6 +102,24 @@ def _scan(op: Op, used: list[bool]) -> Op:
     params = dict(op.params, num_consts=sum(consts), num_carry=sum(carry))
     pruned = _body(view.body, inputs, outputs)
     return _with(op, (pruned,), params, _select(op.operands, inputs), _select(op.results, outputs))
+
+
+def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
+    """Makes carries whose end is not read constants where a scan has one iteration; what is used of the results left."""
+    view = ScanView(op)
+    ends, ys = view.given(used)
+    if view.length != 1 or all(ends):
+        return op, used
+
+    def turned(items: Sequence[Any]) -> tuple[Any, ...]:
+        consts, carry, xs = view.taken(items)
+        return (*consts, *_select(carry, [not end for end in ends]), *_select(carry, ends), *xs)
+
+    kept = (*ends, *(True for _ in ys))
+    params = dict(op.params, num_consts=view.num_consts + len(ends) - sum(ends), num_carry=sum(ends))
+    body = Block(turned(view.body.inputs), view.body.ops, _select(view.body.outputs, kept))
+    once = _with(op, (body,), params, turned(op.operands), _select(op.results, kept))
+    return once, list(_select(used, kept))
 
 
 def _while(op: Op, used: list[bool]) -> Op:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from alpa_lite import graph
 from alpa_lite.cluster import Cluster
@@ -18,6 +19,7 @@ from alpa_lite.options import Sharded
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.stages import planning
+from alpa_lite.passes.tracing import tracing
 from tests import pipeline_driver
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import GPT
@@ -96,3 +98,24 @@ def test_stages_that_differ_within_a_micro_batch_alone_have_other_digests():
     ops = tuple(replace(op, bodies=(other,)) if op is scan else op for op in whole.block.ops)
     changed = replace(stage.traced, graph=replace(whole, block=replace(whole.block, ops=ops)))
     assert planning.digest(replace(stage, traced=changed)) != planning.digest(stage)
+
+
+@pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 2)])
+def test_what_a_single_iteration_ends_with_is_not_computed_for_itself(length, products):
+    """The gradient that a scan of layers carries, where nobody reads what it ends with."""
+
+    def step(weights, x, grad):
+        def layer(grad, saved):
+            w, x = saved
+            return grad @ w.T, x.T @ grad
+
+        last, grads = jax.lax.scan(layer, grad, (weights, x), reverse=True)
+        return grads
+
+    shapes = [jax.ShapeDtypeStruct((length, 4, 4), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((4, 4), jnp.float32)]
+    traced = tracing.trace(step, shapes, {})
+    graph.check(traced.graph)
+    assert sum(op.name == "dot_general" for op in walk(traced.graph.block)) == products
+    arguments = [jnp.arange(float(s.size)).reshape(s.shape) for s in shapes]
+    (found,) = jax.jit(functools.partial(evaluation.evaluate, traced.graph))(arguments)
+    np.testing.assert_array_equal(found, jax.jit(step)(*arguments))
