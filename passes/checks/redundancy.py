@@ -4,8 +4,8 @@ Compilers merge two collectives of one value, fold one of a constant, add first 
 and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
 which value numbering tells: two values have one number if the same operation with the same attributes makes them from
 values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from, and so is what is
-multiplied or divided by one, what zero is added to or taken from, and what stands behind a barrier, which some compilers
-drop before they merge (XLA:CPU before JAX 0.12). Functions are followed at every call with the numbers of its
+multiplied or divided by one, what zero is added to or taken from, and what stands behind a barrier, which some
+compilers drop before they merge (XLA:CPU before JAX 0.12). Functions are followed at every call with the numbers of its
 operands; a loop's body sees the number of the initial value for what it carries unchanged, and a new one for what it
 changes; loops and branches without collectives are values like others. With e the executions of a collective per step:
 

@@ -105,7 +105,7 @@ def _scan(op: Op, used: list[bool]) -> Op:
 
 
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
-    """Makes carries whose end is not read constants where a scan has one iteration; what is used of the results left."""
+    """Of one iteration makes carries whose end is not read constants; with what is used of the results that are left."""
     view = ScanView(op)
     ends, ys = view.given(used)
     if view.length != 1 or all(ends):

@@ -336,4 +336,3 @@ def _smallest(least: Least) -> str:
         return units.exact_bytes(math.ceil(least.peak))
     known = f"at least {units.exact_bytes(math.ceil(least.bound))}"
     return f"{known} and at most {units.exact_bytes(math.ceil(least.peak))}" if math.isfinite(least.peak) else known
-

@@ -109,8 +109,7 @@ def test_what_a_single_iteration_ends_with_is_not_computed_for_itself(length, pr
             w, x = saved
             return grad @ w.T, x.T @ grad
 
-        last, grads = jax.lax.scan(layer, grad, (weights, x), reverse=True)
-        return grads
+        return jax.lax.scan(layer, grad, (weights, x), reverse=True)[1]
 
     shapes = [jax.ShapeDtypeStruct((length, 4, 4), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((4, 4), jnp.float32)]
     traced = tracing.trace(step, shapes, {})

@@ -73,13 +73,18 @@ def test_what_does_not_fit_is_told_within_the_limit(spent):
     ("peak", "said", "budget"),
     [
         (math.inf, r"at least 1\.00 GiB \([\d,]+ bytes\) per device", None),
-        (3 * 2**30, r"at least 1\.00 GiB \([\d,]+ bytes\) and at most 3\.00 GiB \([\d,]+ bytes\) per device", 3 * 2**30),
+        (
+            3 * 2**30,
+            r"at least 1\.00 GiB \([\d,]+ bytes\) and at most 3\.00 GiB \([\d,]+ bytes\) per device",
+            3 * 2**30,
+        ),
         (2**30, r"1\.00 GiB \([\d,]+ bytes\) per device", 2**30),
     ],
 )
 def test_what_does_not_fit_says_what_was_found_of_the_smallest_budget_in_the_time(monkeypatch, peak, said, budget):
     """A bound alone rules out that anything fits, though no layout is known."""
     monkeypatch.setattr(solve, "bound_of_peak", lambda program, time_limit: (float(2**30), peak))
-    with pytest.raises(InfeasibleError, match=f"the smallest budget that works is {said}, on a mesh of 4 x 2") as caught:
+    text = f"the smallest budget that works is {said}, on a mesh of 4 x 2"
+    with pytest.raises(InfeasibleError, match=text) as caught:
         searched(0.001, Lessons(quick=True))
     assert caught.value.smallest_budget == budget
