@@ -105,7 +105,7 @@ def _scan(op: Op, used: list[bool]) -> Op:
 
 
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
-    """Of one iteration makes carries whose end is not read constants; with what is used of the results that are left."""
+    """Makes carries constants whose end is not read after one iteration; with what is used of the results left."""
     view = ScanView(op)
     ends, ys = view.given(used)
     if view.length != 1 or all(ends):
