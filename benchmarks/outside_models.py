@@ -256,7 +256,8 @@ def table(rows: dict[str, Any]) -> str:
         "it would. Undisturbed seconds are an estimate, too (`pace.py`): other machines share these cores, which takes",
         "up to half of their speed, from second to second, and no load shows it. Eleven cases that the limit does not",
         "end, measured on 26 and on 27 November, took 1.04 to 1.37 times as long the second time, and 0.93 to 1.17",
-        "times as many undisturbed seconds. Tracing is JAX's own work but for a seventh, and plain `jit` takes as long.",
+        "times as many undisturbed seconds. Tracing is JAX's own work but for a seventh, and plain `jit` takes as",
+        "long.",
         "",
         "| case | cluster | planned s | undisturbed s | tracing s | target s | load | step s | MFU | plan | textbook "
         "| Auto / textbook |",
