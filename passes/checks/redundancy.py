@@ -174,7 +174,7 @@ class _Numbering:
             if (
                 name in ("stablehlo.constant", "stablehlo.iota")
                 or (operands and name not in WRITTEN and self.constants.issuperset(operands))
-                or (name == "stablehlo.remainder" and operands[1] in self.ones)
+                or (name == "stablehlo.remainder" and operands[1] in self.ones and _is_integer(op))
             ):
                 self.constants.update(numbers)
         if name in WRITTEN:
@@ -335,6 +335,11 @@ def _is_zero(op: Any) -> bool:
 def _is_one(op: Any) -> bool:
     """Whether a constant is one throughout."""
     return bool(re.search(r"dense<1(?:\.0*(?:e[+-]?0+)?)?>", str(_jax.constant_of(op))))
+
+
+def _is_integer(op: Any) -> bool:
+    """Whether an operation makes integers: the remainder of a float divided by one need not be zero."""
+    return isinstance(ir.RankedTensorType(op.results[0].type).element_type, ir.IntegerType)
 
 
 def _attributes(op: Any) -> tuple[Any, ...]:

@@ -69,6 +69,7 @@ def loop(body, n=5):
         (lambda x: gather(repeated(jnp.sin, x, x)) + gather(repeated(jnp.sin, x, x * 2)), expect()),
         (lambda x: gather(lax.rem(x.astype("int32"), jnp.ones((16, 8), "int32"))), expect(constant={GATHER: 1})),
         (lambda x: gather(lax.rem(x.astype("int32"), jnp.full((16, 8), 2))), expect()),
+        (lambda x: gather(lax.rem(x, jnp.ones((16, 8)))), expect()),
         (lambda x: psum(x) * lax.pmax(x, "d"), expect()),
         (lambda x: psum(x) * lax.psum(x, "m"), expect()),
         (lambda x: psum(jnp.ones_like(x)) * x, expect(constant={SUM: 1})),
