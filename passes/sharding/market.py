@@ -100,8 +100,9 @@ class Market:
             elif rough.objective <= WORTH * fastest:
                 waiting.append(i)
         solutions |= _solved(
-            {i: self.known[i] for i in waiting}, price * self.unit, time_limit=self.time_limit, gap=self.gap
-        )
+            {i: self.known[i] for i in waiting}, price * self.unit, time_limit=self.time_limit,
+            gap=self.gap / max(1.0, price),
+        )  # fmt: skip
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
         problem, space, solution = self.known[best].problem, self.spaces[best], solutions[best]

@@ -11,6 +11,7 @@ import pytest
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.sharding import market
 from alpa_lite.passes.stages import layer_costs, planning
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -73,6 +74,24 @@ def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
     assert layer.at(DEVICES, Sharded(), 0, (2, 2), time_limit=60.0) == best
     assert layer.at(DEVICES, Sharded(), 0, (5,), time_limit=60.0) == best  # no mesh of the devices
     assert best.seconds > 2 * (best.forward + best.backward) and best.bytes > best.saved
+
+
+def test_at_a_price_a_layer_is_as_near_its_optimum_in_seconds_as_without_one(monkeypatch) -> None:
+    """At price 16, seconds are a seventeenth of what is minimised, and a gap of its own tells plans apart."""
+    seen: list[tuple[float, float]] = []
+    solved = market._solved
+
+    def noted(problems: Any, price: float, *, time_limit: float, gap: float) -> Any:
+        seen.append((price, gap))
+        return solved(problems, price, time_limit=time_limit, gap=gap)
+
+    monkeypatch.setattr(market, "_solved", noted)
+    layer = Layer(graph_of(2))
+    for number in range(len(layer_costs.PRICES)):
+        layer.at(DEVICES, Sharded(), number, time_limit=60.0)
+    at = {price: gap for price, gap in seen if price}
+    assert sorted(gap for gap in at.values()) == [layer_costs.GAP / 16, layer_costs.GAP / 4]
+    assert max(gap for price, gap in seen if not price) == market.ROUGH
 
 
 def gated(width: int, batch: int, layers: int) -> tuple[Any, Any]:
