@@ -59,7 +59,8 @@ PATIENCE = 1.0
 """Seconds that pricing the layers of even a small step takes: what repays less is not searched."""
 
 ONE_MESH = 0.5
-"""The part of the time for searching that one mesh has, where pipelines are searched after it."""
+"""The part of the time that one mesh has, where pipelines are searched after it: of the time for searching, without
+what planning their stages takes; of all of it, where no pipeline is hoped for beside what it finds."""
 
 LONGER = 1 / 6
 """The part of the time for searching in which one mesh that has a plan is searched on, after pipelines.
@@ -249,8 +250,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     mesh, reason = None, None
     if asked.one_mesh:
         try:
-            time = ONE_MESH * (asked.deadline.left - pipelining.reserve(run))
-            mesh = one_mesh.searched(run, step, asked.within(time), must=asked.cluster.nodes == 1)
+            time, kept = (ONE_MESH * seconds for seconds in (asked.deadline.left, pipelining.reserve(run)))
+            mesh = one_mesh.searched(run, step, asked.within(time), must=asked.cluster.nodes == 1, kept=kept)
         except InfeasibleError as error:
             reason = error
     if mesh is not None and mesh.whole is not None and not worth_a_pipeline(mesh.whole, mesh.seconds):

@@ -120,11 +120,12 @@ def finished(run: Passes, asked: Asked, mesh: OneMesh) -> Staged:
     return lowered(run, asked, mesh.chosen)
 
 
-def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> OneMesh:
+def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: float = 0.0) -> OneMesh:
     """The best way, not lowered yet, and what the time did not allow.
 
     Args:
       must: whether to go on without time until something fits.
+      kept: seconds of the time that are for pipelines, unless none is hoped for beside what is found.
 
     Raises:
       InfeasibleError: nothing fits.
@@ -153,13 +154,14 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
         known = textbook_first.evaluated(run, step, asked, analyse)
     solve = functools.partial(decided, run, asked, analyse, known.plans)
 
-    def elsewhere(seconds: float) -> bool:
-        """Whether a pipeline is hoped for, by what its products take."""
+    def elsewhere(seconds: float, computing_seconds: float) -> bool:
+        """Whether a pipeline is hoped for, by what its products take, and what the plan of one mesh computes for."""
         if not asked.pipelines:
             return False
         about = analyse(Way(asked.num_microbatches or 1))
         values = about.loop.traced.graph.values
-        return computing.products_seconds(about.groups, about.rules, values, asked.cluster) < promise.HOPE * seconds
+        products = computing.products_seconds(about.groups, about.rules, values, asked.cluster)
+        return max(products, computing_seconds) < promise.HOPE * seconds
 
     def textbook(below: float, chosen: Chosen[Decided] | None) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""
@@ -176,7 +178,7 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True) -> One
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
             must=must, start=start, ready=ready.__contains__,
-            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere, kept=kept,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)
@@ -262,7 +264,7 @@ def outcome(
     )  # fmt: skip
     seconds = about.settled(cluster)(found)
     value = Decided(about.way, about.loop, stage)
-    return Outcome(value, seconds, found.free, about.layers, found.mesh, found.bounds, rest)
+    return Outcome(value, seconds, found.free, about.layers, found.mesh, found.bounds, rest, found.compute_seconds)
 
 
 def lowered(run: Passes, asked: Asked, chosen: Chosen[Decided]) -> Staged:

@@ -63,6 +63,7 @@ class Outcome(Generic[T]):
       mesh: of the plan; None if that is not known.
       bounds: as `free`, of each mesh.
       rest: the best plan of the meshes that were not searched, too, until a deadline; None if all were.
+      computing: of `seconds`, what the plan does not communicate; 0 if that is not known.
     """
 
     value: T
@@ -72,6 +73,7 @@ class Outcome(Generic[T]):
     mesh: LogicalMesh | None = None
     bounds: Bounds = field(default_factory=lambda: NOTHING_KNOWN)
     rest: Callable[[Deadline], Outcome[T]] | None = None
+    computing: float = 0.0
 
     @property
     def is_bound(self) -> bool:

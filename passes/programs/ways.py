@@ -67,7 +67,9 @@ LIKELY = 0.5
 _EQUAL = 1e-9  # relative difference of seconds that is rounding
 
 REST = 0.5
-"""The part of the time that is left in which the other meshes of a way are searched, before other ways are tried."""
+"""The part of the time that is left in which the other meshes of a way are searched, before other ways are tried. It is
+less where there would be no time for another way then, which may be much faster: Llama-70B on 512 TPUs takes 10.0 s a
+step in 16 micro-batches whatever the mesh, and 7.4 s where something is computed again."""
 
 HALVINGS = 3
 """How often the number of layers that are computed again is bisected."""
@@ -88,7 +90,8 @@ def best(
     start: Start[T] | None = None,
     ready: Callable[[Way], bool] = lambda way: False,
     analysing: Callable[[], float] = lambda: 0.0,
-    elsewhere: Callable[[float], bool] = lambda seconds: False,
+    elsewhere: Callable[[float, float], bool] = lambda seconds, computing: False,
+    kept: float = 0.0,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -103,7 +106,8 @@ def best(
       ready: whether a way is analysed already, so that trying it takes little.
       analysing: seconds that analysing another way takes at least.
       elsewhere: whether something faster than all ways is likely to be found elsewhere, where none takes less than so
-        many seconds.
+        many seconds, and computes for less than so many.
+      kept: seconds before the end that are for what is elsewhere, unless that is not likely to be faster.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
@@ -112,7 +116,7 @@ def best(
     search = _Search(solve, given, floor, budget, [Remat(remat) for remat in remats])
     search.best = search.start = start
     search.ready, search.analysing, search.elsewhere = ready, analysing, elsewhere
-    return search.until(deadline, must=must)
+    return search.until(deadline, must=must, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,14 @@ class _Search(Generic[T]):
     ) -> None:
         self.solve, self.given, self.floor, self.budget, self.remats = solve, given, floor, budget, remats
         self.deadline, self.must, self.below = Deadline(), True, math.inf
+        self.end, self.kept = self.deadline, 0.0  # of the time, with seconds that are kept for what is elsewhere
         self.begun: Deadline | None = None  # since when a plan is known, so that more is to be repaid
         self.best: tuple[Way, Outcome[T]] | None = None
         self.start: Start[T] | None = None
         self.first: tuple[Way, Outcome[T]] | None = None
         self.ready: Callable[[Way], bool] = lambda way: False
         self.analysing: Callable[[], float] = lambda: 0.0
-        self.elsewhere: Callable[[float], bool] = lambda seconds: False
+        self.elsewhere: Callable[[float, float], bool] = lambda seconds, computing: False
         self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
@@ -188,9 +193,12 @@ class _Search(Generic[T]):
         # of each column: how many micro-batches are next, and the failures before
         self.left: dict[Remat, tuple[int, int]] = dict.fromkeys(remats, (given or 1, 0))
 
-    def until(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> Chosen[T]:
+    def until(
+        self, deadline: Deadline, below: float = math.inf, *, must: bool = False, kept: float = 0.0
+    ) -> Chosen[T]:  # fmt: skip
         """The best way. As `best`, and as `Rest`."""
-        self.deadline, self.below, self.must = deadline.search(self.begun), below, must
+        self.end, self.kept, self.below, self.must = deadline.search(self.begun), kept, below, must
+        self.deadline = self.end.within(self.end.left - kept)
         if self.best is not None:
             self.begun = self.begun or self.deadline
         self.skipped = []
@@ -222,8 +230,13 @@ class _Search(Generic[T]):
         deadline = deadline.search(self.begun)
         deadline = deadline.repaying(deadline.patience(max(gain, 0.0)))
         if found.free < below:
-            self.rest(deadline.within(REST * deadline.left))
+            self.rest(self.part(deadline, max(map(self.longest, self.skipped), default=0.0)))
         return self.until(deadline, below, must=must)
+
+    def part(self, deadline: Deadline, another: float) -> Deadline:
+        """`REST` of the time, where that leaves the seconds that trying another way takes; else what these leave."""
+        left = deadline.left
+        return deadline.within(min(REST * left, max(left - another, 0.0)))
 
     def cutoff(self, way: Way) -> float:
         """Seconds below which a way is taken."""
@@ -276,7 +289,7 @@ class _Search(Generic[T]):
 
     def are_enough(self, way: Way) -> bool:
         """Whether so many ways did not fit that no more is tried without time."""
-        few = 1 if self.elsewhere(min(self.known(way).values(), default=0.0)) else DUE
+        few = 1 if self.elsewhere(min(self.known(way).values(), default=0.0), 0.0) else DUE
         return len(self.misfits) >= few
 
     def known(self, way: Way) -> Bounds:
@@ -302,7 +315,9 @@ class _Search(Generic[T]):
         if isinstance(found, Outcome) and found.seconds < cutoff:
             if self.begun is None:
                 self.begun = self.deadline = self.deadline.search()
-            found = self.on_all(found, self.deadline.within(REST * self.deadline.left))
+            if self.kept and not self.elsewhere(found.seconds, found.computing):
+                self.deadline, self.kept = self.end.search(self.begun), 0.0
+            found = self.on_all(found, self.part(self.deadline, self.slowest[False]))
             self.first = self.first or (way, found)
             self.best, self.bounds[way] = (way, found), found.bounds
         return found

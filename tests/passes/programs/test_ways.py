@@ -144,7 +144,8 @@ def test_where_something_faster_is_likely_elsewhere_one_way_is_tried_in_little_t
     """Four micro-batches would fit; pipelines are hoped for below what no way undercuts, 1 s."""
     asked: list[float] = []
 
-    def elsewhere(seconds: float) -> bool:
+    def elsewhere(seconds: float, computing: float) -> bool:
+        assert computing == 0.0  # none is found as yet
         asked.append(seconds)
         return seconds >= 1.0
 
@@ -160,6 +161,73 @@ def test_where_something_faster_is_likely_elsewhere_one_way_is_tried_in_little_t
         assert model.tried == [Way(1)] and set(asked) == {1.0}
         model.tried.clear()
         assert best(seconds=100.0).value == Way(4)  # where there is time, all
+
+
+@pytest.mark.parametrize(("hoped", "tried"), [(True, [1, 2]), (False, [1, 2, 4])])
+def test_what_is_kept_for_elsewhere_is_spent_where_nothing_is_hoped_for_there(hoped: bool, tried: list[int]) -> None:
+    """Of 3.5 s, 1 s is kept: two ways are tried in what is left, a third where a plan leaves nothing to hope for."""
+    model = Model(budget=20.0, missing=35.0)
+    asked: list[tuple[float, float]] = []
+
+    def elsewhere(seconds: float, computing: float) -> bool:
+        asked.append((seconds, computing))
+        return hoped
+
+    def solve(*given: Any) -> Outcome[Way]:
+        return replace(model(*given), computing=0.75)
+
+    deadline = Deadline(3.5, clock=lambda: model.now)
+    chosen = best(
+        solve, ("none",), None, floor=10.0, budget=20.0, deadline=deadline, elsewhere=elsewhere, kept=1.0
+    )  # fmt: skip
+    assert model.tried == list(map(Way, tried)) and chosen.late
+    assert asked and all(computing == 0.75 for _, computing in asked)
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(3.5, [1, 2]), (100.0, [1, 2, 4, 8])])
+def test_other_meshes_leave_the_time_that_another_way_takes(seconds: float, tried: list[int]) -> None:
+    """Two micro-batches are found after 2 s; their other meshes may take 0.5 s of 1.5 s, not half, and 49 s of 98 s."""
+    model = Model(budget=20.0, missing=35.0)
+    given: list[float] = []
+
+    def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
+        found = model(way, cutoff, lessons, deadline)
+
+        def rest(deadline: Deadline) -> Outcome[Way]:
+            given.append(deadline.left)
+            return replace(found, rest=None)
+
+        return replace(found, rest=rest)
+
+    best(
+        solve, ("none",), None, floor=10.0, budget=20.0, deadline=Deadline(seconds, clock=lambda: model.now)
+    )  # fmt: skip
+    assert given[0] == pytest.approx(min(0.5 * (seconds - 2), seconds - 3))
+    assert model.tried[: len(tried)] == list(map(Way, tried))
+
+
+def test_a_search_that_goes_on_leaves_time_for_what_was_late() -> None:
+    """Of 1.5 s the other meshes of the best way may take 0.5 s, so that four micro-batches are tried in 1 s."""
+    model = Model(budget=20.0, missing=35.0)
+    given: list[float] = []
+
+    def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
+        found = model(way, cutoff, lessons, deadline)
+
+        def rest(deadline: Deadline) -> Outcome[Way]:
+            given.append(deadline.left)
+            model.now += deadline.left
+            return replace(found, rest=rest)
+
+        return replace(found, rest=rest)
+
+    chosen = best(
+        solve, ("none",), None, floor=10.0, budget=20.0, deadline=Deadline(2.0, clock=lambda: model.now)
+    )  # fmt: skip
+    assert chosen.rest is not None and chosen.late == (Way(4),)
+    given.clear()
+    chosen.rest(Deadline(1.5, clock=lambda: model.now))
+    assert given[0] == pytest.approx(0.5) and model.tried == [Way(1), Way(2), Way(4)]
 
 
 def test_what_the_first_meshes_alone_do_not_fit_is_tried_on_all_at_last() -> None:
