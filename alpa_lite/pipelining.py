@@ -371,15 +371,18 @@ def sliced(
 ) -> Sliced:  # fmt: skip
     """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device.
 
-    Costs of layers are worked out as far as the choice depends on them.
+    Costs of layers are worked out as far as the choice depends on them. What may be searched after the end of the time
+    (`choosing.OVERTIME`) is a part of it.
     """
+    late, deadline = asked.pipeline.schedule == "auto", asked.deadline
+    if late:
+        deadline = deadline.within(deadline.left / (1 + choosing.OVERTIME))
 
     def choose(costs: Priced, rough: bool) -> Sliced:
         names = choosing.ROUGHLY if rough else schedules.NAMES
         return run(
-            "slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough, names=names,
-            deadline=asked.deadline,
-        )  # fmt: skip
+            "slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough, names=names, deadline=deadline
+        )
 
     def hiding(costs: Priced) -> Sliced:
         return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=True, names=choosing.HIDING)
@@ -388,8 +391,8 @@ def sliced(
         most = asked.options.solver_time_limit
         return run("costs", stages.worked_out, costs, wanted, time_limit=most, deadline=until, progress=run.count)
 
-    late = hiding if asked.pipeline.schedule == "auto" else None
-    return stages.settled(costs, choose, work_out, room, asked.deadline, limit, must=must, hiding=late)
+    last = hiding if late else None
+    return stages.settled(costs, choose, work_out, room, deadline, limit, must=must, hiding=last)
 
 
 def fitting(staged: Staged, asked: Asked) -> Staged:

@@ -224,6 +224,24 @@ def test_stages_that_exceed_the_budget_by_estimates_alone_are_planned_where_they
     assert (at is other, staged.seconds) == ((True, 0.7) if taken else (False, 1.0))
 
 
+@pytest.mark.parametrize(("schedule", "share"), [("auto", 1.2), ("1f1b", 1.0)])
+def test_what_is_searched_after_the_end_of_choosing_is_part_of_its_time(
+    monkeypatch, schedule: str, share: float
+) -> None:
+    """Of 60 s, a fifth of 50 s follows them where schedules are compared; where one is given, nothing does."""
+    seen: list[tuple[float, bool]] = []
+
+    def settled(costs: Any, choose: Any, work_out: Any, room: float, deadline: Any, *more: Any, **named: Any) -> Any:
+        seen.append((deadline.left, named["hiding"] is not None))
+
+    monkeypatch.setattr(stages, "settled", settled)
+    asked = asked_of(60.0)
+    asked.pipeline = alpa_lite.Pipeline(schedule=schedule)
+    pipelining.sliced(RUN, Costs(), asked, (8,), 1.0)  # type: ignore[arg-type]
+    ((left, last),) = seen
+    assert left == pytest.approx(60.0 / share, rel=1e-2) and last == (schedule == "auto")
+
+
 @pytest.mark.parametrize(
     ("computing", "left", "tracing", "must"),
     [(0.4, 20, 4, True), (0.6, 20, 4, False), (0.4, 2, 10, False), (0.4, 4.9, 4, True), (0.05, 0, 10, True)],
