@@ -220,11 +220,15 @@ def profile(name: str) -> None:
 
 
 def undisturbed(rows: dict[str, Any]) -> dict[str, float]:
-    """Estimated seconds of planning where no other machine uses the cores, of the rows that have a pace."""
-    metered: dict[str, dict[str, dict[str, float]]] = {}
+    """Estimated seconds of planning where no other machine uses the cores, of the rows that have a pace.
+
+    Rows of one day are taken to be of one machine: another may be quicker, which tells nothing of these.
+    """
+    metered: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for name, row in rows.items():
         if "pace" in row:
-            metered.setdefault(row["environment"]["python"], {})[name] = row["pace"]
+            of = row["environment"]
+            metered.setdefault((of["date"], of["python"]), {})[name] = row["pace"]
     return {
         name: rows[name]["seconds"] * pace.share(figures, pace.least(list(group.values())))
         for group in metered.values()
@@ -255,9 +259,9 @@ def table(rows: dict[str, Any]) -> str:
         "began: the search is limited by wall seconds, so that above the number of cores (two here) it finds less than",
         "it would. Undisturbed seconds are an estimate, too (`pace.py`): other machines share these cores, which takes",
         "up to half of their speed, from second to second, and no load shows it. Eleven cases that the limit does not",
-        "end, measured on 26 and on 27 November, took 1.04 to 1.37 times as long the second time, and 0.93 to 1.17",
-        "times as many undisturbed seconds. Tracing is JAX's own work but for a seventh, and plain `jit` takes as",
-        "long.",
+        "end, measured on two days, took 1.04 to 1.37 times as long the second time, and 0.93 to 1.17 times as many",
+        "undisturbed seconds. Those are comparable within a day: another machine may be quicker by itself. Tracing is",
+        "JAX's own work but for a seventh, and plain `jit` takes as long.",
         "",
         "| case | cluster | planned s | undisturbed s | tracing s | target s | load | step s | MFU | plan | textbook "
         "| Auto / textbook |",
