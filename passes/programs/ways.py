@@ -106,7 +106,7 @@ def best(
       ready: whether a way is analysed already, so that trying it takes little.
       analysing: seconds that analysing another way takes at least.
       elsewhere: whether something faster than all ways is likely to be found elsewhere, where none takes less than so
-        many seconds, and computes for less than so many.
+        many seconds, and the best computes for so many (0 if none is known).
       kept: seconds before the end that are for what is elsewhere, unless that is not likely to be faster.
 
     Raises:

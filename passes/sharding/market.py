@@ -55,7 +55,7 @@ class Market:
       known: each program, with what its solves found out for the next. rough: these solutions.
       unit: seconds per byte, of price 1: those of the fastest rough solution, unless others are given.
       time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
-      gap: at which a choice counts as optimal.
+      gap: at which a choice counts as optimal: of its seconds, so that at a price it is a part of that.
     """
 
     meshes: tuple[LogicalMesh, ...]

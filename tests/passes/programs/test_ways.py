@@ -184,24 +184,35 @@ def test_what_is_kept_for_elsewhere_is_spent_where_nothing_is_hoped_for_there(ho
     assert asked and all(computing == 0.75 for _, computing in asked)
 
 
-@pytest.mark.parametrize(("seconds", "tried"), [(3.5, [1, 2]), (100.0, [1, 2, 4, 8])])
-def test_other_meshes_leave_the_time_that_another_way_takes(seconds: float, tried: list[int]) -> None:
-    """Two micro-batches are found after 2 s; their other meshes may take 0.5 s of 1.5 s, not half, and 49 s of 98 s."""
-    model = Model(budget=20.0, missing=35.0)
-    given: list[float] = []
+def with_rest(model: Model, given: list[float], *, lasting: bool = False) -> Any:
+    """`model` with other meshes, which note the seconds that they are given; `lasting` ones take them."""
 
     def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
         found = model(way, cutoff, lessons, deadline)
 
         def rest(deadline: Deadline) -> Outcome[Way]:
             given.append(deadline.left)
-            return replace(found, rest=None)
+            model.now += deadline.left * lasting
+            return replace(found, rest=rest if lasting else None)
 
         return replace(found, rest=rest)
 
+    return solve
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(3.5, [1, 2]), (100.0, [1, 2, 4, 8])])
+def test_other_meshes_leave_the_time_that_another_way_takes(seconds: float, tried: list[int]) -> None:
+    """Two micro-batches are found after 2 s; other meshes may take 0.5 s of 1.5 s, not half, and 49 s of 98 s."""
+    model = Model(budget=20.0, missing=35.0)
+    given: list[float] = []
     best(
-        solve, ("none",), None, floor=10.0, budget=20.0, deadline=Deadline(seconds, clock=lambda: model.now)
-    )  # fmt: skip
+        with_rest(model, given),
+        ("none",),
+        None,
+        floor=10.0,
+        budget=20.0,
+        deadline=Deadline(seconds, clock=lambda: model.now),
+    )
     assert given[0] == pytest.approx(min(0.5 * (seconds - 2), seconds - 3))
     assert model.tried[: len(tried)] == list(map(Way, tried))
 
@@ -210,20 +221,14 @@ def test_a_search_that_goes_on_leaves_time_for_what_was_late() -> None:
     """Of 1.5 s the other meshes of the best way may take 0.5 s, so that four micro-batches are tried in 1 s."""
     model = Model(budget=20.0, missing=35.0)
     given: list[float] = []
-
-    def solve(way: Way, cutoff: float, lessons: Lessons, deadline: Deadline) -> Outcome[Way]:
-        found = model(way, cutoff, lessons, deadline)
-
-        def rest(deadline: Deadline) -> Outcome[Way]:
-            given.append(deadline.left)
-            model.now += deadline.left
-            return replace(found, rest=rest)
-
-        return replace(found, rest=rest)
-
     chosen = best(
-        solve, ("none",), None, floor=10.0, budget=20.0, deadline=Deadline(2.0, clock=lambda: model.now)
-    )  # fmt: skip
+        with_rest(model, given, lasting=True),
+        ("none",),
+        None,
+        floor=10.0,
+        budget=20.0,
+        deadline=Deadline(2.0, clock=lambda: model.now),
+    )
     assert chosen.rest is not None and chosen.late == (Way(4),)
     given.clear()
     chosen.rest(Deadline(1.5, clock=lambda: model.now))
