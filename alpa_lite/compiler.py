@@ -282,11 +282,11 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         assert found is not None
         found = noted(found, f"{asked.ran_out}: one mesh was not searched to the end")
         return beside(found, "one mesh", "nothing that fits was found in time")
+    if found is not None and found.seconds < mesh.seconds:
+        return beside(found, "one mesh", mesh.figures)
     staged = one_mesh.finished(run, asked, mesh)
     if found is None:
         return beside(noted(staged, *filter(None, [note])), "pipeline", why)
-    if found.seconds < staged.seconds:
-        return beside(found, "one mesh", staged)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
     return beside(noted(staged, note), "pipeline", found)
 

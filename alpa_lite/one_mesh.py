@@ -20,6 +20,7 @@ from alpa_lite.analysed import Analyse, Analysed
 from alpa_lite.asked import REPAID, Asked, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.figures import Comparison
 from alpa_lite.passes import factors, microbatches, programs, sharding
 from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
@@ -81,6 +82,13 @@ class OneMesh:
     def seconds(self) -> float:
         """Predicted, of a step; `inf` if nothing was found."""
         return math.inf if self.chosen is None else self.chosen.seconds
+
+    @property
+    def figures(self) -> Comparison:
+        """What stands beside a pipeline that is faster: its program would have the same seconds and bytes."""
+        assert self.whole is not None
+        found = self.whole.found
+        return Comparison("one mesh", found.mesh.shape, self.seconds, math.ceil(found.solution.peak))
 
     def longer(self, deadline: Deadline, below: float = math.inf, *, must: bool = False) -> OneMesh:
         """The same after more time, and no slower than any textbook plan that takes less than `below` seconds.
@@ -154,14 +162,14 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: 
         known = textbook_first.evaluated(run, step, asked, analyse)
     solve = functools.partial(decided, run, asked, analyse, known.plans)
 
-    def elsewhere(seconds: float, computing_seconds: float) -> bool:
+    def elsewhere(seconds: float, computing_seconds: float, fraction: float = promise.HOPE) -> bool:
         """Whether a pipeline is hoped for, by what its products take, and what the plan of one mesh computes for."""
         if not asked.pipelines:
             return False
         about = analyse(Way(asked.num_microbatches or 1))
         values = about.loop.traced.graph.values
         products = computing.products_seconds(about.groups, about.rules, values, asked.cluster)
-        return max(products, computing_seconds) < promise.HOPE * seconds
+        return max(products, computing_seconds) < fraction * seconds
 
     def textbook(below: float, chosen: Chosen[Decided] | None) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""
@@ -178,7 +186,8 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: 
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
             must=must, start=start, ready=ready.__contains__,
-            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere, kept=kept,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
+            enough=functools.partial(elsewhere, fraction=promise.ENOUGH), kept=kept,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

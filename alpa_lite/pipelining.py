@@ -45,6 +45,10 @@ CHOOSING = 1.0
 LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
 
+SPARE = 0.5
+"""Another number of micro-batches is priced before all are compared where such a part of what that takes is left: to
+search all of them takes as long."""
+
 SLICINGS = 3
 """How often stages are chosen, each time with what the program before exceeded the costs of its layers by."""
 
@@ -186,13 +190,20 @@ class Chooser:
         counts = [count for count in layers.counts if count not in but]
 
         def choose(costs: Priced, some: Sequence[int], limit: float) -> Sliced:
+            costs, must = replace(costs, beyond=beyond), self.must and limit >= below
+            return sliced(self.run, costs, self.asked, some, room, limit, must=must)
+
+        def roughly(costs: Priced, some: Sequence[int], limit: float, pricing: float) -> Sliced:
+            def enough(found: Sliced, left: float) -> bool:
+                return left > SPARE * pricing and found.slices.num_microbatches != costs.num_microbatches
+
             costs = replace(costs, beyond=beyond)
-            return sliced(self.run, costs, self.asked, some, room, limit, must=self.must)
+            return sliced(self.run, costs, self.asked, some, room, limit, must=self.must, enough=enough)
 
         while True:
             try:
-                deadline = self.asked.deadline
-                return stages.best(counts, layers.kinds, layers.price, choose, layers.cut, deadline, below), room
+                deadline, price = self.asked.deadline, layers.price
+                return stages.best(counts, layers.kinds, price, choose, layers.cut, deadline, below, roughly), room
             except InfeasibleError as error:
                 room = sparest(error, self.asked)
 
@@ -367,7 +378,7 @@ def in_layers(run: Passes, step: Step, asked: Asked, count: int) -> Divisible:
 
 def sliced(
     run: Passes, costs: Priced, asked: Asked, counts: Sequence[int], room: float, limit: float = math.inf,
-    *, must: bool = True,
+    *, must: bool = True, enough: Callable[[Sliced, float], bool] = lambda found, left: False,
 ) -> Sliced:  # fmt: skip
     """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device.
 
@@ -392,7 +403,7 @@ def sliced(
         return run("costs", stages.worked_out, costs, wanted, time_limit=most, deadline=until, progress=run.count)
 
     last = hiding if late else None
-    return stages.settled(costs, choose, work_out, room, deadline, limit, must=must, hiding=last)
+    return stages.settled(costs, choose, work_out, room, deadline, limit, must=must, hiding=last, enough=enough)
 
 
 def fitting(staged: Staged, asked: Asked) -> Staged:

@@ -158,10 +158,12 @@ def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Clust
     return Comparing(stage.graph.traced, stage.rules, cluster, budget, stage.grouping)
 
 
-def beside(staged: Staged, name: str, other: Staged | str) -> Staged:
+def beside(staged: Staged, name: str, other: Staged | Comparison | str) -> Staged:
     """The same with what was weighed against it for its plan: another way to run the step, or why there is none."""
     if isinstance(other, str):
         compared = Comparison(name, reason=other)
+    elif isinstance(other, Comparison):
+        compared = replace(other, name=name)
     else:
         shape = other.stages[0].found.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
         compared = Comparison(name, shape, other.seconds, other.needed)

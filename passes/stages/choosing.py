@@ -57,6 +57,7 @@ class Sliced:
         finished.
       idle_devices: if devices are left over, how many and why.
       unfinished: whether the time was over before the search.
+      rough: whether equal submeshes and few schedules were all that was searched.
     """
 
     priced: Priced
@@ -65,6 +66,7 @@ class Sliced:
     bound: float
     idle_devices: str = ""
     unfinished: bool = False
+    rough: bool = False
 
     @property
     def seconds(self) -> float:
@@ -92,11 +94,14 @@ def best(
     cut: Callable[[int], Divisible],
     deadline: Deadline,
     below: float = math.inf,
+    roughly: Callable[[Priced, Sequence[int], float, float], Sliced] | None = None,
 ) -> Sliced:
     """The best stages, numbers of micro-batches compared at costs of their own.
 
     Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself, if
-    there is time; if that is worse than was estimated, another may be better, and is priced too, `PRICED` at most.
+    there is time; if that is worse than was estimated, another may be better, and is priced too, `PRICED` at most. The
+    first number is found roughly (`roughly`): one number is searched ten times as fast as all of them, and its best
+    stages are a low limit for these.
 
     Args:
       counts: the numbers, rising.
@@ -107,6 +112,8 @@ def best(
       cut: the step in layers with a number of micro-batches.
       deadline: until when numbers are priced.
       below: seconds; only stages that take less are of interest.
+      roughly: as `choose`, for a number alone: it may stop there, where as many seconds are left as are given last, which
+        pricing that takes.
 
     Raises:
       InfeasibleError: none of the numbers fits.
@@ -119,17 +126,23 @@ def best(
     scaled = price(reference, kinds)
     took = deadline.spent - before
     found: Sliced | None = None
-    tried = 0
+    tried, compared = 0, True
     while left and tried < PRICED and (found is None or not deadline.over):
         try:
-            rough = choose(scaled, left, below if found is None else found.seconds)
-        except InfeasibleError:
+            if found is None and roughly is not None:
+                rough = roughly(scaled, left, below, took)
+            else:
+                rough = choose(scaled, left, below if found is None else (1 - CERTAIN) * found.seconds)
+        except (InfeasibleError, OutOfTime) as error:
             if found is None:
                 raise
+            compared = compared or isinstance(error, InfeasibleError)
             break
+        compared = not rough.rough
         if found is None and rough.seconds >= below:
             raise Slower(rough.seconds)
-        if found is not None and rough.seconds >= found.seconds:
+        found = found and _beside(found, rough)
+        if found is not None and rough.seconds >= (1 - CERTAIN) * found.seconds:
             break
         count, scaled = rough.slices.num_microbatches, rough.priced
         left.remove(count)
@@ -142,15 +155,21 @@ def best(
             continue
         tried += 1
         if found is None or exact.seconds < found.seconds:
-            others = [row for row in rough.weighed if row.num_microbatches != count]
-            found = exact if exact is rough else replace(exact, weighed=(*exact.weighed, *others))
-        if exact.seconds <= (1 + CERTAIN) * rough.seconds:
+            found = exact if exact is rough else _beside(exact, rough)
+        if compared and exact.seconds <= (1 + CERTAIN) * rough.seconds:
             break
     if found is None:
         raise InfeasibleError(f"no pipeline with {microbatches(reference)} or another number fits")
     if found.seconds >= below:
         raise Slower(found.seconds)
-    return found
+    return found if compared else replace(found, bound=min(found.bound, found.priced.least_seconds), unfinished=True)
+
+
+def _beside(found: Sliced, other: Sliced) -> Sliced:
+    """The same, with what another search weighed of other numbers of micro-batches."""
+    numbers = {row.num_microbatches for row in other.weighed} - {found.slices.num_microbatches}
+    own = [row for row in found.weighed if row.num_microbatches not in numbers]
+    return replace(found, weighed=(*own, *(row for row in other.weighed if row.num_microbatches in numbers)))
 
 
 def _reference(counts: Sequence[int]) -> int:
@@ -191,6 +210,7 @@ def settled(
     *,
     must: bool = True,
     hiding: Callable[[Priced], Sliced] | None = None,
+    enough: Callable[[Sliced, float], bool] = lambda found, left: False,
 ) -> Sliced:
     """The best stages at costs that are worked out where they use them.
 
@@ -209,6 +229,7 @@ def settled(
       must: whether to go on without time until some stages are worked out. Then the best of those are taken whose costs
         are known, be they not the best by bounds.
       hiding: the best stages at some costs with a schedule of `HIDING`; raises InfeasibleError if none fits.
+      enough: whether the best of what was searched roughly is all that is asked for, with so many seconds left.
       budget: bytes per device.
 
     Raises:
@@ -252,6 +273,8 @@ def settled(
             exact = _at(found, priced)
             if max(exact.slices.bytes) <= budget and (best is None or exact.seconds < best.seconds):
                 best = exact
+        if rough and best is not None and best.seconds < limit and enough(best, deadline.left):
+            return replace(best, priced=priced, bound=min(priced.least_seconds, best.seconds), rough=True)
     assert best is not None
     if deadline.over and hiding is not None:
         best = _hidden(best, priced, hiding, work_out, budget, Deadline(OVERTIME * deadline.spent))

@@ -29,6 +29,7 @@ class Chosen:
     seconds: float
     priced: Any = None
     weighed: tuple[Any, ...] = ()
+    rough: bool = False
 
 
 SECONDS = {1: 9.0, 2: 7.0, 4: 5.0}
