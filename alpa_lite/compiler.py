@@ -239,8 +239,9 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
-    little to repay the search, none is searched, and all of the time is for one mesh. After pipelines some is again
-    (`LONGER`), and all that is left where none could be compared.
+    little to repay the search, none is searched, and all of the time is for one mesh. Where one is hoped for, a plan of
+    one mesh is enough before it. After pipelines some time is for one mesh again (`LONGER`), and all that is left where
+    none could be compared, or one was hoped for and takes longer than one mesh still may.
 
     On one node one mesh is searched until something fits, without time, too. All of its links are fast, so that a
     pipeline wins little; and one on all devices, in a single stage, takes longer to plan than the mesh that it is.
@@ -275,8 +276,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is None:
         assert found is not None
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    compared = mesh.chosen is not None and not note
-    end = asked.within(LONGER * asked.options.search_time_limit).deadline if compared else asked.deadline
+    searched = mesh.whole is not None and not note and not promise.is_hoped_for(mesh.whole, mesh.seconds)
+    end = asked.within(LONGER * asked.options.search_time_limit).deadline if searched else asked.deadline
     mesh = mesh.longer(end, math.inf if found is None else found.seconds)
     if mesh.chosen is None:
         assert found is not None

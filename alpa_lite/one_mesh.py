@@ -162,14 +162,14 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: 
         known = textbook_first.evaluated(run, step, asked, analyse)
     solve = functools.partial(decided, run, asked, analyse, known.plans)
 
-    def elsewhere(seconds: float, computing_seconds: float, fraction: float = promise.HOPE) -> bool:
+    def elsewhere(seconds: float, computing_seconds: float) -> bool:
         """Whether a pipeline is hoped for, by what its products take, and what the plan of one mesh computes for."""
         if not asked.pipelines:
             return False
         about = analyse(Way(asked.num_microbatches or 1))
         values = about.loop.traced.graph.values
         products = computing.products_seconds(about.groups, about.rules, values, asked.cluster)
-        return max(products, computing_seconds) < fraction * seconds
+        return max(products, computing_seconds) < promise.HOPE * seconds
 
     def textbook(below: float, chosen: Chosen[Decided] | None) -> Chosen[Decided] | None:
         """Textbook plans in further ways."""
@@ -186,8 +186,7 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: 
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
             must=must, start=start, ready=ready.__contains__,
-            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
-            enough=functools.partial(elsewhere, fraction=promise.ENOUGH), kept=kept,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere, enough=elsewhere, kept=kept,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

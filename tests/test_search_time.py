@@ -160,7 +160,9 @@ def test_the_second_best_number_of_micro_batches_is_planned_where_it_may_be_fast
     """16 micro-batches are estimated to take less than 8 really do; not where that is by 1 %, nor without time."""
     counted: list[Any] = []
 
-    def best(counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float) -> Any:
+    def best(
+        counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float, *more: Any
+    ) -> Any:
         counted.append(tuple(counts))
         number = 8 if 8 in counts else 16
         weighed = [

@@ -26,6 +26,9 @@ GAP = 5e-3
 ROUGH_GAP = 3e-2
 """The same, where it only says which costs of layers to work out."""
 
+ROUGH_SHARE = 0.7
+"""The part of the time that this may take, once some stages are worked out: the rest finds better ones among all."""
+
 ROUGHLY = ("1f1b",)
 """The schedules that are searched for that: it keeps the fewest micro-batches in flight."""
 
@@ -141,15 +144,19 @@ def best(
         compared = not rough.rough
         if found is None and rough.seconds >= below:
             raise Slower(rough.seconds)
-        found = found and _beside(found, rough)
-        if found is not None and rough.seconds >= (1 - CERTAIN) * found.seconds:
-            break
+        if found is not None:
+            found = _beside(found, rough)
+            if rough.seconds >= (1 - CERTAIN) * found.seconds:
+                break
         count, scaled = rough.slices.num_microbatches, rough.priced
         left.remove(count)
         if took > deadline.left and count != reference:
+            if found is not None:
+                compared = False
+                break
             step = cut(count)
-            if found is not None or len(step.layering.layers) == len(scaled.layers):
-                return found or replace(rough, priced=scaled.rescaled(step))
+            if len(step.layering.layers) == len(scaled.layers):
+                return replace(rough, priced=scaled.rescaled(step))
         exact = rough if count == reference else _exactly(rough, kinds, price, choose, below)
         if exact is None:
             continue
@@ -238,8 +245,8 @@ def settled(
     """
     best: Sliced | None = None
     bound, rounds = 0.0, 0
-    for rough in (True, False):
-        while best is None or not deadline.over:
+    for rough, until in ((True, deadline.within(ROUGH_SHARE * deadline.left)), (False, deadline)):
+        while best is None or not until.over:
             if deadline.over and not must:
                 raise OutOfTime
             try:

@@ -24,12 +24,6 @@ from alpa_lite.passes.stages.planning import DecidedStage
 HOPE = 0.5
 """A pipeline is hoped for where one mesh computes for less than this fraction of its seconds."""
 
-ENOUGH = 1 / 3
-"""The same, where one plan of one mesh is enough, before pipelines are searched: more are searched for after them.
-
-Of fourteen published models, two are below it, both with pipelines twice and twenty times as fast as any plan of one
-mesh; of those above it, the plan of one mesh is the faster for all but three."""
-
 DIRE = 0.1
 """The same, where one mesh is so slow that no time is too long for what is faster."""
 

@@ -51,7 +51,8 @@ def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tup
         return SimpleNamespace(layers=())
 
     def choose(costs: Any, some: Any, limit: float) -> Any:
-        return SimpleNamespace(slices=SimpleNamespace(num_microbatches=priced), seconds=1.0, priced=costs, weighed=())
+        slices = SimpleNamespace(num_microbatches=priced)
+        return SimpleNamespace(slices=slices, seconds=1.0, priced=costs, weighed=(), rough=False)
 
     best(counts, (1,), price, choose, lambda count: None, Deadline())  # type: ignore[arg-type,return-value]
     assert asked == [priced]
