@@ -281,6 +281,106 @@ def test_a_pipeline_that_is_not_searched_says_whether_it_is_for_want_of_time(mon
     assert late.value.little == (gain < 1.0)
 
 
+@pytest.mark.parametrize("hoped", [True, False])
+@pytest.mark.parametrize("seconds", [0.5, 2.0, None])
+def test_what_one_mesh_has_after_pipelines(monkeypatch, hoped: bool, seconds: float | None) -> None:
+    """Of 60 s that are left, 5 s; all where it was not searched on since a pipeline was hoped for. It takes 1 s a step.
+
+    Its program is made where it is chosen alone: beside a faster pipeline its figures are known.
+    """
+    given: list[float] = []
+    made: list[Any] = []
+    beside: list[Any] = []
+
+    def longer(deadline: Deadline, below: float) -> Any:
+        assert below == (seconds or math.inf)
+        given.append(deadline.left)
+        return mesh
+
+    def pipeline(*given: Any) -> Any:
+        if seconds is None:
+            raise stages.Slower(2.0)
+        return SimpleNamespace(seconds=seconds, stages=(1, 2), written=None)
+
+    def finished(*given: Any) -> Any:
+        made.append(given)
+        return SimpleNamespace(seconds=1.0)
+
+    mesh: Any = SimpleNamespace(chosen=object(), whole=object(), seconds=1.0, figures="known", longer=longer)
+    monkeypatch.setattr(compiler.one_mesh, "searched", lambda *given, **named: mesh)
+    monkeypatch.setattr(compiler.one_mesh, "finished", finished)
+    monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
+    monkeypatch.setattr(compiler, "pipeline", pipeline)
+    monkeypatch.setattr(compiler, "noted", lambda staged, *notes: staged)
+    monkeypatch.setattr(compiler, "beside", lambda staged, name, other: beside.append((name, other)) or staged)
+    monkeypatch.setattr(promise, "is_hoped_for", lambda *_: hoped)
+    asked = Asked(Options(method=alpa_lite.Auto()), MACHINES, lambda *given: None, deadline=Deadline(60.0))  # type: ignore[arg-type]
+    found = compiler.best(RUN, SimpleNamespace(), asked)  # type: ignore[arg-type]
+    assert given == [pytest.approx(60.0 if hoped else 5.0, abs=1.0)]
+    assert found.seconds == min(1.0, seconds or math.inf) and len(made) == (seconds != 0.5)
+    ((name, other),) = beside
+    assert (name, other) == ("one mesh", "known") if seconds == 0.5 else name == "pipeline"
+
+
+def test_figures_of_one_mesh_are_those_of_its_program() -> None:
+    """They stand beside a faster pipeline, for which the program is not made."""
+    step, args = mlp(64, 64, layers=2)
+    seen: list[Any] = []
+    original = compiler.one_mesh.finished
+
+    def finished(run: Any, asked: Any, mesh: Any) -> Any:
+        staged = original(run, asked, mesh)
+        seen.append((mesh.figures, staged))
+        return staged
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler.one_mesh, "finished", finished)
+        patch.setattr(compiler, "worth_a_pipeline", lambda *_: False)
+        for overlap in (False, True):
+            cluster = replace(MACHINES, overlap=overlap)
+            alpa_lite.make_plan(step, *args, cluster=cluster, method=alpa_lite.Auto(), verify="off")
+    assert len(seen) == 2
+    for figures, staged in seen:
+        assert figures.name == "one mesh" and figures.mesh_shape == staged.stages[0].found.mesh.shape
+        assert (figures.step_seconds, figures.bytes_per_device) == (pytest.approx(staged.seconds), staged.needed)
+
+
+@pytest.mark.parametrize(("number", "left", "enough"), [(16, 0.6, True), (16, 0.4, False), (8, 60.0, False)])
+def test_a_number_of_micro_batches_is_priced_at_once_where_there_is_time_and_it_is_another(
+    monkeypatch, number: int, left: float, enough: bool
+) -> None:
+    """Costs are of 8 micro-batches, and pricing another number takes 1 s. Comparing with others is never a must."""
+    musts: list[bool] = []
+    said: list[bool] = []
+
+    def sliced(run: Any, costs: Any, asked: Any, counts: Any, room: float, limit: float, **named: Any) -> Any:
+        musts.append(named["must"])
+        if "enough" in named:
+            said.append(named["enough"](SimpleNamespace(slices=slices_of(0.5, microbatches=number)), left))
+        return SimpleNamespace()
+
+    def best(
+        counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float, roughly: Any
+    ) -> Any:  # fmt: skip
+        roughly(Counted(), counts, below, 1.0)
+        choose(Counted(), counts, below)
+        choose(Counted(), counts, 0.9)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(pipelining, "sliced", sliced)
+    monkeypatch.setattr(stages, "best", best)
+    layers = pipelining.Layered((8, 16), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
+    pipelining.Chooser(RUN, asked_of(60.0), layers, must=True).best(1.0, {})
+    assert musts == [True, True, False] and said == [enough]
+
+
+@dataclass(frozen=True)
+class Counted(Costs):
+    """Costs of a number of micro-batches."""
+
+    num_microbatches: int = 8
+
+
 @pytest.mark.parametrize(
     ("little", "status"), [(True, "not searched: it could save too little"), (False, "not searched in time")]
 )

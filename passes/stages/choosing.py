@@ -162,7 +162,7 @@ def best(
             continue
         tried += 1
         if found is None or exact.seconds < found.seconds:
-            found = exact if exact is rough else _beside(exact, rough)
+            found = exact if found is None and exact is rough else _beside(exact, found or rough)
         if compared and exact.seconds <= (1 + CERTAIN) * rough.seconds:
             break
     if found is None:

@@ -184,6 +184,32 @@ def test_what_is_kept_for_elsewhere_is_spent_where_nothing_is_hoped_for_there(ho
     assert asked and all(computing == 0.75 for _, computing in asked)
 
 
+@pytest.mark.parametrize(("enough", "tried"), [(True, [1, 2]), (False, [1, 2, 4, 8])])
+def test_one_way_is_enough_where_something_much_faster_is_likely_elsewhere(enough: bool, tried: list[int]) -> None:
+    """Of 5.5 s, 1 s is kept. Two fit; their other meshes and other ways are tried when the search goes on."""
+    model = Model(budget=20.0, missing=35.0)
+    asked: list[float] = []
+    given: list[float] = []
+
+    def is_enough(seconds: float, computing: float) -> bool:
+        asked.append(seconds)
+        return enough
+
+    best_of = functools.partial(
+        best, with_rest(model, given), ("none",), None, floor=10.0, budget=20.0, elsewhere=lambda *_: True,
+        enough=is_enough,
+    )  # fmt: skip
+    chosen = best_of(deadline=Deadline(5.5, clock=lambda: model.now), kept=1.0)
+    assert model.tried == list(map(Way, tried)) and asked
+    assert bool(given) != enough and (chosen.rest is not None) == enough
+    if chosen.rest is not None:
+        chosen.rest(Deadline(100.0, clock=lambda: model.now), math.inf)
+        assert model.tried == list(map(Way, [1, 2, 4, 8])) and given
+    asked.clear()
+    best_of(deadline=Deadline(100.0, clock=lambda: model.now))  # nothing is kept for what is elsewhere
+    assert not asked
+
+
 def with_rest(model: Model, given: list[float], *, lasting: bool = False) -> Any:
     """`model` with other meshes, which note the seconds that they are given; `lasting` ones take them."""
 

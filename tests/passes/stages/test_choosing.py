@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from alpa_lite.errors import InfeasibleError
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages.choosing import Sliced, best
 
 KINDS = (1, 2, 4, 8)
@@ -92,3 +93,82 @@ def test_the_best_number_is_priced_itself_if_there_is_time_for_it(seconds, price
     found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline)
     assert found.slices.num_microbatches == found.priced.num_microbatches == 8
     assert search.priced == priced
+
+
+class Rough(Search):
+    """The same, where the first number is found roughly. By all schedules and submeshes one of `faster` takes less."""
+
+    def __init__(self, seconds: dict[int, float], faster: dict[int, float], late: bool = False) -> None:
+        super().__init__({})
+        self.known, self.faster, self.late = seconds, faster, late
+        self.limits: list[float] = []
+        self.spare: list[float] = []
+
+    def choose(self, priced: Any, counts: Sequence[int], limit: float) -> Sliced:
+        if len(counts) > 1:
+            self.limits.append(limit)
+            if self.late:
+                raise OutOfTime
+        return replace(super().choose(priced, counts, limit), bound=0.9)
+
+    def roughly(self, priced: Any, counts: Sequence[int], limit: float, took: float) -> Sliced:
+        self.spare.append(took)
+        best = min(counts, key=self.known.__getitem__)
+        slices: Any = SimpleNamespace(num_microbatches=best, devices=(4,), seconds=self.known[best])
+        weighed: Any = tuple(SimpleNamespace(num_microbatches=other) for other in counts)
+        return Sliced(priced, slices, weighed, 0.0, rough=best != priced.num_microbatches)
+
+    def seconds(self, priced: int, count: int) -> float:
+        return self.faster.get(count, self.known[count])
+
+
+@pytest.mark.parametrize(
+    ("faster", "chosen", "priced"),
+    [
+        ({}, 8, [4, 8]),
+        ({2: 0.99}, 8, [4, 8]),  # no more than an estimate may be off
+        ({2: 0.5}, 2, [4, 8, 2]),
+        ({4: 0.5}, 4, [4, 8]),
+    ],
+)
+def test_the_best_number_by_a_rough_search_is_priced_before_all_are_compared(faster, chosen, priced) -> None:
+    """It takes 1 s: what others are compared with is 2 % less, and none of them is left out."""
+    search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, faster)
+    deadline = Deadline(100.0, lambda: search.now)
+    found = best(
+        [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
+    )  # fmt: skip
+    assert found.slices.num_microbatches == chosen and [count for count, _ in search.priced] == priced
+    assert search.spare == [4.0] and search.limits[0] == pytest.approx(0.98)  # pricing takes 4 s
+    assert not found.unfinished
+    assert sorted(row.num_microbatches for row in found.weighed) == [1, 2, 4, 8]
+
+
+def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answer_and_says_so() -> None:
+    for late, seconds in ((True, 100.0), (False, 8.0)):  # that ends while they are compared, or before
+        search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {2: 0.5}, late)
+        search.price = lambda count, kinds, search=search: priced_at(search, count, kinds)  # type: ignore[method-assign]
+        deadline = Deadline(seconds, lambda search=search: search.now)
+        found = best(
+            [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
+        )  # fmt: skip
+        assert found.slices.num_microbatches == 8 and found.unfinished and found.bound == 0.25
+        assert len(search.limits) == late
+
+
+def test_a_number_that_a_rough_search_finds_is_all_there_is_where_no_other_fits() -> None:
+    """It was compared with all of them then."""
+    search = Rough({4: 2.0, 8: 1.0}, {})
+
+    def choose(priced: Any, counts: Sequence[int], limit: float) -> Sliced:
+        if 8 not in counts:
+            raise InfeasibleError("too much")
+        return search.choose(priced, counts, limit)
+
+    found = best([4, 8], KINDS, search.price, choose, search.cut, Deadline(), roughly=search.roughly)
+    assert found.slices.num_microbatches == 8 and not found.unfinished
+
+
+def priced_at(search: Rough, count: int, kinds: Any) -> Any:
+    """Costs that say what no pipeline undercuts."""
+    return SimpleNamespace(**vars(Search.price(search, count, kinds)), least_seconds=0.25)

@@ -187,3 +187,42 @@ def test_where_the_time_is_over_stages_whose_transfers_hide_are_compared() -> No
         if found.seconds < without.seconds:
             assert found.slices.schedule == "eager-1f1b"
     assert faster
+
+
+def test_a_rough_search_ends_where_it_is_all_that_is_asked_for() -> None:
+    """Its stages are worked out; it says that others were not searched, and is asked with the time that is left."""
+    asked: list[tuple[float, float]] = []
+
+    def enough(found: Sliced, left: float) -> bool:
+        asked.append((found.seconds, left))
+        return True
+
+    for seed in (1, 2, 11):
+        found = settle(seed, Deadline(60.0), enough=enough)
+        assert found.rough and found.bound == 1e-3 and not found.unfinished
+        assert found.slices.schedule == "1f1b" and not found.priced.unknown(found.slices.stages)
+        assert asked.pop() == (found.seconds, pytest.approx(60.0, abs=5.0))
+        all_of_them = settle(seed, Deadline(60.0), enough=lambda found, left: False)
+        assert not all_of_them.rough and all_of_them.seconds <= found.seconds
+        limit = 0.9 * found.seconds  # of stages that are not of interest it is not asked
+        assert not settle(seed, Deadline(60.0), enough=enough, limit=limit).rough and not asked
+
+
+def test_a_part_of_the_time_is_for_all_schedules() -> None:
+    """Of 10 s, 7 are for a rough search: working out costs takes 4 s each time, and two are enough of it."""
+    now, calls = [0.0], []
+
+    def choose_in_time(priced: Any, rough: bool) -> Sliced:
+        calls.append(rough)
+        return choose(priced, rough)
+
+    def work_out(costs: Any, keys: Sequence[Any], until: Deadline | None) -> Any:
+        now[0] += 4.0
+        return costs.worked_out(keys)
+
+    bounds: Any = Bounded(5)
+    settled(bounds, choose_in_time, work_out, BUDGET, Deadline(1000.0, lambda: now[0]))
+    unhurried, calls[:], now[0] = calls.count(True), [], 0.0
+    assert unhurried > 2
+    settled(bounds, choose_in_time, work_out, BUDGET, Deadline(10.0, lambda: now[0]))
+    assert calls == [True, True, False]
