@@ -8,7 +8,7 @@ with the CPU compiler, which is the one that is here. Of a stage the executable 
 stage needs memory for one at a time; of one mesh the peak. A step that cannot be cut into four has no stages. Nothing
 runs.
 
-Writes benchmarks/results/stage_memory.json and stage_memory.md.
+Writes benchmarks/results/stage_memory.json and stage_memory.md, which have a section for each version of JAX.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +86,40 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
+def within(pairs: Iterable[Sequence[int]]) -> int:
+    """How many predictions are near what was compiled."""
+    return sum(abs(predicted / compiled - 1) <= WITHIN for predicted, compiled in pairs)
+
+
+def section(version: str, run: dict[str, Any]) -> list[str]:
+    """What was measured with a version of JAX, in Markdown."""
+    rows = run["rows"]
+    pairs = [pair for row in rows for pair in row["stages"]]
+    return [
+        f"## JAX {version}", "", f"{run['date']}, Python {run['python']}.", "", *table(rows), "",
+        f"{within(pairs)} of {len(pairs)} stages and {within(row['mesh'] for row in rows)} of {len(rows)} steps on one "
+        "mesh are within 25 %.", "",
+    ]  # fmt: skip
+
+
 def main() -> None:
     file = RESULTS / "stage_memory.json"
-    known = {row["model"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    runs = json.loads(file.read_text()) if file.exists() else {}
+    known = {row["model"]: row for row in runs.get(jax.__version__, {"rows": []})["rows"]}
     for name in sys.argv[1:] or CASES:
         known[name] = row = measured(name)
         print(name, row["stages"], row["mesh"], flush=True)
     rows = [known[name] for name in CASES if name in known]
-    made = {"date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "python": platform.python_version()}
-    file.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    pairs = [pair for row in rows for pair in row["stages"]]
-    near = sum(abs(predicted / compiled - 1) <= WITHIN for predicted, compiled in pairs)
-    whole = sum(abs(row["mesh"][0] / row["mesh"][1] - 1) <= WITHIN for row in rows)
+    runs[jax.__version__] = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "rows": rows}
+    file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     lines = [
         "# Memory of executables, predicted and compiled", "",
-        f"`python benchmarks/stage_memory.py`, {made['date']}, JAX {made['jax']}, Python {made['python']}; "
-        "two devices, CPU compiler.", "",
+        "`python benchmarks/stage_memory.py`; two devices, CPU compiler.", "",
         "The temporaries of a stage are those of its executable that needs most: bytes per device beyond inputs and "
         "outputs. Those of one mesh are all bytes of its step at the peak.", "",
-        *table(rows), "",
-        f"{near} of {len(pairs)} stages and {whole} of {len(rows)} steps on one mesh are within 25 %.",
+        *(line for version in sorted(runs, reverse=True) for line in section(version, runs[version])),
     ]  # fmt: skip
-    (RESULTS / "stage_memory.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (RESULTS / "stage_memory.md").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
