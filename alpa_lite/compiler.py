@@ -239,20 +239,21 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
 
     A pipeline can be faster only by communicating less, since all devices together compute as much either way: where
     what one mesh computes is nearly all that it costs, or the rest is less than it takes to dispatch a pipeline, or too
-    little to repay the search, none is searched, and all of the time is for one mesh. Where one is hoped for, a plan of
-    one mesh is enough before it. After pipelines some time is for one mesh again (`LONGER`), and all that is left where
-    none could be compared, or one was hoped for and takes longer than one mesh still may.
+    little to repay the search, none is searched, and all of the time is for one mesh. Where one is hoped for and the
+    time is short (`pipelining.AMPLE`), a plan of one mesh is enough before it. After pipelines some time is for one
+    mesh again (`LONGER`), and all that is left where none could be compared, or one mesh gave way to them.
 
     On one node one mesh is searched until something fits, without time, too. All of its links are fast, so that a
     pipeline wins little; and one on all devices, in a single stage, takes longer to plan than the mesh that it is.
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
-    mesh, reason = None, None
+    mesh, reason, hurried = None, None, not pipelining.is_ample(run, asked.deadline.left)
     if asked.one_mesh:
         try:
             time, kept = (ONE_MESH * seconds for seconds in (asked.deadline.left, pipelining.reserve(run)))
-            mesh = one_mesh.searched(run, step, asked.within(time), must=asked.cluster.nodes == 1, kept=kept)
+            must = asked.cluster.nodes == 1
+            mesh = one_mesh.searched(run, step, asked.within(time), must=must, kept=kept, first=hurried)
         except InfeasibleError as error:
             reason = error
     if mesh is not None and mesh.whole is not None and not worth_a_pipeline(mesh.whole, mesh.seconds):
@@ -276,7 +277,7 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     if mesh is None:
         assert found is not None
         return found if reason is None else beside(found, "one mesh", does_not_fit(reason))
-    searched = mesh.whole is not None and not note and not promise.is_hoped_for(mesh.whole, mesh.seconds)
+    searched = mesh.whole is not None and not note and not (hurried and promise.is_hoped_for(mesh.whole, mesh.seconds))
     end = asked.within(LONGER * asked.options.search_time_limit).deadline if searched else asked.deadline
     mesh = mesh.longer(end, math.inf if found is None else found.seconds)
     if mesh.chosen is None:

@@ -128,12 +128,15 @@ def finished(run: Passes, asked: Asked, mesh: OneMesh) -> Staged:
     return lowered(run, asked, mesh.chosen)
 
 
-def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: float = 0.0) -> OneMesh:
+def searched(
+    run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: float = 0.0, first: bool = False
+) -> OneMesh:  # fmt: skip
     """The best way, not lowered yet, and what the time did not allow.
 
     Args:
       must: whether to go on without time until something fits.
       kept: seconds of the time that are for pipelines, unless none is hoped for beside what is found.
+      first: whether the first plan is enough, where one is hoped for.
 
     Raises:
       InfeasibleError: nothing fits.
@@ -186,7 +189,8 @@ def searched(run: Passes, step: Step, asked: Asked, *, must: bool = True, kept: 
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
             must=must, start=start, ready=ready.__contains__,
-            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere, enough=elsewhere, kept=kept,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
+            enough=lambda seconds, computing: first and elsewhere(seconds, computing), kept=kept,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

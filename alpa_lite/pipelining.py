@@ -40,9 +40,16 @@ REALISING = 2.1
 """How long planning the chosen stages takes, as a multiple of tracing: 1.1 to 2.4 for six models of 24 to 53 layers. It
 is longest where no two stages are alike."""
 
+CHOOSING = 1.0
+"""How long choosing stages takes at least, as a multiple of tracing: 1.0 to 1.3 for four models of 28 to 53 layers."""
+
 SHORTEST = 2.7
-"""How long choosing stages and planning them takes at least, as a multiple of tracing: choosing 1.0 to 1.3 for four
-models of 28 to 53 layers, planning as little as 1.1 where most stages are alike."""
+"""How long choosing stages and planning them takes at least, as a multiple of tracing: planning takes as little as 1.1
+where most stages are alike."""
+
+AMPLE = 12.0
+"""How long both one mesh and pipelines take at most, as a multiple of tracing: with so much time neither is to be short
+for the sake of the other. Of five models with pipelines, of 24 to 53 layers, none took less than 9."""
 
 LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
@@ -100,8 +107,8 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       OutOfTime: without `must`, no pipeline that fits could be evaluated in the time; says if one was that does not.
       Slower: none is faster than one mesh.
     """
-    if not must and asked.deadline.left <= shortest(run):
-        raise OutOfTime  # there is no time to choose stages and to plan them
+    if not must and asked.deadline.left <= reserve(run) + CHOOSING * run.seconds["tracing"]:
+        raise OutOfTime  # there is no time to choose stages, beside what is kept for planning them
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if math.isfinite(below):
         kinds = tuple(size for size in kinds if size < asked.cluster.num_devices)
@@ -341,6 +348,11 @@ def learned(
 def shortest(run: Passes) -> float:
     """Seconds that choosing stages and planning them takes at least."""
     return SHORTEST * run.seconds["tracing"]
+
+
+def is_ample(run: Passes, seconds: float) -> bool:
+    """Whether so many seconds are enough for one mesh and for pipelines, so that neither need wait for the other."""
+    return seconds > AMPLE * run.seconds["tracing"]
 
 
 def reserve(run: Passes) -> float:

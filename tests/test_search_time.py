@@ -15,6 +15,7 @@ from alpa_lite.asked import Asked
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Options
 from alpa_lite.passes import stages
+from alpa_lite.passes.programs import ways
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.stages import promise, submeshes
 from alpa_lite.passes.stages.slices import StageChoice
@@ -281,10 +282,13 @@ def test_a_pipeline_that_is_not_searched_says_whether_it_is_for_want_of_time(mon
     assert late.value.little == (gain < 1.0)
 
 
-@pytest.mark.parametrize("hoped", [True, False])
+@pytest.mark.parametrize(("left", "hoped", "again"), [(60.0, True, 5.0), (11.0, False, 5.0), (11.0, True, 11.0)])
 @pytest.mark.parametrize("seconds", [0.5, 2.0, None])
-def test_what_one_mesh_has_after_pipelines(monkeypatch, hoped: bool, seconds: float | None) -> None:
-    """Of 60 s that are left, 5 s; all where it was not searched on since a pipeline was hoped for. It takes 1 s a step.
+def test_what_one_mesh_has_after_pipelines(
+    monkeypatch, left: float, hoped: bool, again: float, seconds: float | None
+) -> None:
+    """5 s of what is left; all where it gave way to a pipeline that was hoped for, since the time was less than twelve
+    times what tracing took. It takes 1 s a step.
 
     Its program is made where it is chosen alone: beside a faster pipeline its figures are known.
     """
@@ -307,19 +311,62 @@ def test_what_one_mesh_has_after_pipelines(monkeypatch, hoped: bool, seconds: fl
         return SimpleNamespace(seconds=1.0)
 
     mesh: Any = SimpleNamespace(chosen=object(), whole=object(), seconds=1.0, figures="known", longer=longer)
-    monkeypatch.setattr(compiler.one_mesh, "searched", lambda *given, **named: mesh)
+
+    def searched(*given: Any, **named: Any) -> Any:
+        assert named["first"] == (left == 11.0)
+        return mesh
+
+    monkeypatch.setattr(compiler.one_mesh, "searched", searched)
     monkeypatch.setattr(compiler.one_mesh, "finished", finished)
     monkeypatch.setattr(compiler, "worth_a_pipeline", lambda *_: True)
     monkeypatch.setattr(compiler, "pipeline", pipeline)
     monkeypatch.setattr(compiler, "noted", lambda staged, *notes: staged)
     monkeypatch.setattr(compiler, "beside", lambda staged, name, other: beside.append((name, other)) or staged)
     monkeypatch.setattr(promise, "is_hoped_for", lambda *_: hoped)
-    asked = Asked(Options(method=alpa_lite.Auto()), MACHINES, lambda *given: None, deadline=Deadline(60.0))  # type: ignore[arg-type]
+    asked = Asked(Options(method=alpa_lite.Auto()), MACHINES, lambda *given: None, deadline=Deadline(left))  # type: ignore[arg-type]
     found = compiler.best(RUN, SimpleNamespace(), asked)  # type: ignore[arg-type]
-    assert given == [pytest.approx(60.0 if hoped else 5.0, abs=1.0)]
+    assert given == [pytest.approx(again, abs=1.0)]
     assert found.seconds == min(1.0, seconds or math.inf) and len(made) == (seconds != 0.5)
     ((name, other),) = beside
     assert (name, other) == ("one mesh", "known") if seconds == 0.5 else name == "pipeline"
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hoped", [True, False])
+def test_one_plan_of_one_mesh_is_enough_where_it_is_to_be_and_a_pipeline_is_hoped_for(
+    monkeypatch, first: bool, hoped: bool
+) -> None:
+    """A pipeline is hoped for where a plan of one mesh computes for less than half of its seconds."""
+    asked: list[bool] = []
+    original = ways.best
+
+    def best(*given: Any, **named: Any) -> Any:
+        seconds = 1e9 if hoped else 1e-9
+        assert named["elsewhere"](seconds, 0.0) == hoped
+        asked.append(named["enough"](seconds, 0.0))
+        return original(*given, **named)
+
+    searched = compiler.one_mesh.searched
+    monkeypatch.setattr(ways, "best", best)
+    monkeypatch.setattr(
+        compiler.one_mesh, "searched", lambda *given, **named: searched(*given, **named | {"first": first})
+    )
+    step, args = mlp(64, 64, layers=2)
+    alpa_lite.make_plan(step, *args, cluster=MACHINES, method=alpa_lite.Auto(), verify="off")
+    assert asked == [first and hoped]
+
+
+@pytest.mark.parametrize(("left", "searched"), [(3.0, False), (3.2, True)])
+def test_no_pipeline_is_begun_without_time_to_choose_stages_beside_what_is_kept(monkeypatch, left, searched) -> None:
+    """Tracing took 1 s: choosing takes as long at least, and planning the stages has 2.1 times that."""
+
+    def kinds(*given: Any) -> Any:
+        raise KeyError("searched")
+
+    monkeypatch.setattr(submeshes, "kinds", kinds)
+    asked = Asked(Options(method=alpa_lite.Auto()), MACHINES, lambda *given: None, deadline=Deadline(left, lambda: 0.0))  # type: ignore[arg-type]
+    with pytest.raises(KeyError if searched else OutOfTime):
+        pipelining.pipeline(RUN, SimpleNamespace(), asked, must=False)  # type: ignore[arg-type]
 
 
 def test_figures_of_one_mesh_are_those_of_its_program() -> None:
