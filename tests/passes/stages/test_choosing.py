@@ -158,14 +158,14 @@ def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answe
 
 def test_a_number_that_a_rough_search_finds_is_all_there_is_where_no_other_fits() -> None:
     """It was compared with all of them then."""
-    search = Rough({4: 2.0, 8: 1.0}, {})
+    search = Rough({2: 3.0, 4: 2.0, 8: 1.0}, {})
 
     def choose(priced: Any, counts: Sequence[int], limit: float) -> Sliced:
         if 8 not in counts:
             raise InfeasibleError("too much")
         return search.choose(priced, counts, limit)
 
-    found = best([4, 8], KINDS, search.price, choose, search.cut, Deadline(), roughly=search.roughly)
+    found = best([2, 4, 8], KINDS, search.price, choose, search.cut, Deadline(), roughly=search.roughly)
     assert found.slices.num_microbatches == 8 and not found.unfinished
 
 
