@@ -115,8 +115,8 @@ def best(
       cut: the step in layers with a number of micro-batches.
       deadline: until when numbers are priced.
       below: seconds; only stages that take less are of interest.
-      roughly: as `choose`, for a number alone: it may stop there, where as many seconds are left as are given last, which
-        pricing that takes.
+      roughly: as `choose`, where the number is all that is asked for, if there is time to price it, which takes as many
+        seconds as are given last.
 
     Raises:
       InfeasibleError: none of the numbers fits.
