@@ -150,7 +150,7 @@ def best(
                 break
         count, scaled = rough.slices.num_microbatches, rough.priced
         left.remove(count)
-        if took > deadline.left and count != reference:
+        if took > deadline.left and count != reference and not rough.rough:
             if found is not None:
                 compared = False
                 break

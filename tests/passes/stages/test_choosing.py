@@ -145,7 +145,7 @@ def test_the_best_number_by_a_rough_search_is_priced_before_all_are_compared(fas
 
 
 def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answer_and_says_so() -> None:
-    for late, seconds in ((True, 100.0), (False, 8.0)):  # that ends while they are compared, or before
+    for late, seconds in ((True, 100.0), (False, 8.0), (False, 6.0)):  # it ends while they are compared, or before
         search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {2: 0.5}, late)
         search.price = lambda count, kinds, search=search: priced_at(search, count, kinds)  # type: ignore[method-assign]
         deadline = Deadline(seconds, lambda search=search: search.now)
@@ -153,7 +153,7 @@ def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answe
             [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
         )  # fmt: skip
         assert found.slices.num_microbatches == 8 and found.unfinished and found.bound == 0.25
-        assert len(search.limits) == late
+        assert len(search.limits) == late and [count for count, _ in search.priced] == [4, 8]
 
 
 def test_a_number_that_a_rough_search_finds_is_all_there_is_where_no_other_fits() -> None:
