@@ -248,7 +248,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     """
     if not asked.pipelines:
         return one_mesh.best(run, step, asked)
-    mesh, reason, hurried = None, None, not pipelining.is_ample(run, asked.deadline.left)
+    mesh, reason = None, None
+    hurried = not pipelining.is_ample(run, asked.deadline.left)
     if asked.one_mesh:
         try:
             time, kept = (ONE_MESH * seconds for seconds in (asked.deadline.left, pipelining.reserve(run)))

@@ -189,8 +189,7 @@ def searched(
         chosen = ways.best(
             solve, asked.remat, asked.num_microbatches, floor=floor, budget=asked.budget, deadline=asked.deadline,
             must=must, start=start, ready=ready.__contains__,
-            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere,
-            enough=lambda seconds, computing: first and elsewhere(seconds, computing), kept=kept,
+            analysing=lambda: max(took, default=0.0), elsewhere=elsewhere, kept=kept, first=first,
         )  # fmt: skip
     except Unfinished as error:
         return OneMesh(None, error.rest, textbook)

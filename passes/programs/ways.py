@@ -91,8 +91,8 @@ def best(
     ready: Callable[[Way], bool] = lambda way: False,
     analysing: Callable[[], float] = lambda: 0.0,
     elsewhere: Callable[[float, float], bool] = lambda seconds, computing: False,
-    enough: Callable[[float, float], bool] = lambda seconds, computing: False,
     kept: float = 0.0,
+    first: bool = False,
 ) -> Chosen[T]:
     """The fastest way that fits.
 
@@ -108,8 +108,8 @@ def best(
       analysing: seconds that analysing another way takes at least.
       elsewhere: whether something faster than all ways is likely to be found elsewhere, where none takes less than so
         many seconds, and the best computes for so many (0 if none is known).
-      enough: whether what is elsewhere is so much faster, by the same, that all of the time is for it once a way fits.
       kept: seconds before the end that are for what is elsewhere, unless that is not likely to be faster.
+      first: whether, where it is likely, all of the time is for that once a way fits.
 
     Raises:
       InfeasibleError: no way fits. MicrobatchError: the step cannot be cut into the given number.
@@ -117,7 +117,7 @@ def best(
     """
     search = _Search(solve, given, floor, budget, [Remat(remat) for remat in remats])
     search.best = search.start = start
-    search.ready, search.analysing, search.elsewhere, search.enough = ready, analysing, elsewhere, enough
+    search.ready, search.analysing, search.elsewhere, search.one_is_enough = ready, analysing, elsewhere, first
     return search.until(deadline, must=must, kept=kept)
 
 
@@ -184,7 +184,7 @@ class _Search(Generic[T]):
         self.ready: Callable[[Way], bool] = lambda way: False
         self.analysing: Callable[[], float] = lambda: 0.0
         self.elsewhere: Callable[[float, float], bool] = lambda seconds, computing: False
-        self.enough: Callable[[float, float], bool] = lambda seconds, computing: False
+        self.one_is_enough = False  # where something faster is likely elsewhere
         self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
         self.refused: MicrobatchError | None = None
@@ -320,7 +320,7 @@ class _Search(Generic[T]):
                 self.begun = self.deadline = self.deadline.search()
             if self.kept and not self.elsewhere(found.seconds, found.computing):
                 self.deadline, self.kept = self.end.search(self.begun), 0.0
-            elif self.kept and self.enough(found.seconds, found.computing):
+            elif self.kept and self.one_is_enough:
                 self.deadline = self.deadline.within(0.0)
             found = self.on_all(found, self.part(self.deadline, self.slowest[False]))
             self.first = self.first or (way, found)

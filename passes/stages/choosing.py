@@ -103,8 +103,8 @@ def best(
 
     Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself, if
     there is time; if that is worse than was estimated, another may be better, and is priced too, `PRICED` at most. The
-    first number is found roughly (`roughly`): one number is searched ten times as fast as all of them, and its best
-    stages are a low limit for these.
+    first number is found roughly (`roughly`): one number is searched some twenty times as fast as all of them, and its
+    best stages are a low limit for these.
 
     Args:
       counts: the numbers, rising.

@@ -191,13 +191,13 @@ def test_one_way_is_enough_where_something_much_faster_is_likely_elsewhere(enoug
     asked: list[float] = []
     given: list[float] = []
 
-    def is_enough(seconds: float, computing: float) -> bool:
+    def elsewhere(seconds: float, computing: float) -> bool:
         asked.append(seconds)
-        return enough
+        return True
 
     best_of = functools.partial(
-        best, with_rest(model, given), ("none",), None, floor=10.0, budget=20.0, elsewhere=lambda *_: True,
-        enough=is_enough,
+        best, with_rest(model, given), ("none",), None, floor=10.0, budget=20.0, elsewhere=elsewhere,
+        first=enough,
     )  # fmt: skip
     chosen = best_of(deadline=Deadline(5.5, clock=lambda: model.now), kept=1.0)
     assert model.tried == list(map(Way, tried)) and asked
