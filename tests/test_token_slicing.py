@@ -14,9 +14,16 @@ import pytest
 import alpa_lite
 from alpa_lite import token_slicing
 from alpa_lite.methods import Pipeline
+from alpa_lite.passes.sharding import deadline
 from alpa_lite.passes.sharding.deadline import Deadline
 from tests.comparing import compare
 from tests.test_token_pipelines import TOKENS, language_model
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """What a slow machine cannot win back in `deadline.STEPS` of so short steps is searched, too."""
+    monkeypatch.setattr(deadline, "FEW", 1e4)
 
 
 def cluster(devices: int, dispatch: float = 1e-6) -> alpa_lite.Cluster:
