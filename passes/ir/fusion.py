@@ -160,25 +160,25 @@ def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Tra
     return _Fusion(items, nbytes, frozenset(outputs)).traffic()
 
 
-def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> dict[int, tuple[int, int]]:
+def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> dict[int, tuple[float, float]]:
     """Value -> the items at which its buffer is first and last in use, for every value that items store.
 
     A kernel runs where its stored result is in program order, so what a chain of loops reads lives until its end. A
-    kernel of loops whose results nobody here reads, such as what adds to a sum of gradients, runs next but one after
-    what it needs: compilers order kernels so that buffers live shortly, and start products first. The buffer of an
-    output lives on, which is said as one place after the last item.
+    kernel of loops whose results nobody here reads, such as what adds to a sum of gradients, runs as soon as it can,
+    half a place before the next kernel: compilers order kernels so that buffers live shortly. The buffer of an output
+    lives on, which is said as one place after the last item.
     """
     fusion = _Fusion(items, nbytes, frozenset(outputs))
     kernels = fusion.kernels()
     roots = [kernel.root for kernel in kernels]
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[float, float]] = {}
     for kernel in kernels:
         read = {v for v, _ in kernel.reads}.union(fusion.operands[kernel.root])
         made = [v for v in items[kernel.root].results if v in fusion.stored]
-        place = kernel.root
+        place: float = kernel.root
         if fusion.loops[place] and not any(fusion.users.get(v) for v in made):
             ready = max((found[v][0] for v in read if v in found), default=place)
-            place = min(place, roots[min(bisect.bisect_right(roots, ready), len(roots) - 1)])
+            place = min(place, roots[min(bisect.bisect_right(roots, ready), len(roots) - 1)] - 0.5)
         for v in read & found.keys():
             found[v] = found[v][0], max(place, found[v][1])
         found.update((v, (place, place)) for v in made)

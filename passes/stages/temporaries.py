@@ -2,11 +2,12 @@
 
 Registers live from where they are written to where they are last read. Those that the compiled program holds in memory
 (`ir.fusion`) take it: what products, collectives and loops read, what reductions and products make, and what several
-kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The buffers of
-outputs hold other values until they are written, but for those that are given as inputs and added to.
+kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The buffer of an
+output holds one other value at a time until it is written, but for those that are given as inputs and added to.
 
-What goes out in a pack is made apart and joined at the end, when the pack and all its members are there; so are sums
-that are added to in a pack.
+What goes out in a pack is joined when all its members are there. On CPUs that is the end of the program, and a library
+call, to which each member is given. On GPUs it is a loop, which takes in the loops that make the members; where the
+pack is given, it is joined apart from it and copied. A GPU's product adds to a sum where that is.
 
 On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; what is copied
 out of a pack is copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
@@ -15,6 +16,7 @@ out of a pack is copied first; and the gradient of a maximum over windows finds 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Mapping, Sequence
 
 import numpy as np
@@ -22,7 +24,7 @@ import numpy as np
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.fusion import Item
-from alpa_lite.passes.ir.primitives import PRODUCTS
+from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -49,14 +51,14 @@ def temporary_bytes(
       again: instructions that are done first, whose results are no inputs then.
     """
     given = set(segment.inputs)
-    members = {wire for pack in segments.packs for wire in pack.members}
     outputs = [(r, w) for r, w in zip(segment.reads, segment.outputs, strict=True) if not isinstance(r, Lit)]
+    packs = [(tuple(r for r, w in outputs if w in pack.members), pack.members[0] in given) for pack in segments.packs]
+    packs = [pack for pack in packs if pack[0]]
+    members = {register for pack, _ in packs for register in pack}
+    kept = {register for register, wire in outputs if wire in given and register not in members}
     sizes = _Sizes(segments, platform, of)
-    packed = {register: wire in given for register, wire in outputs if wire in members}
-    kept = {register for register, wire in outputs if wire in given and wire not in members}
-    apart = _copied(segments, segment)
     instructions = (*again, *segment.instructions)
-    return int(sizes.peak(instructions, {register for register, _ in outputs}, kept, packed, apart))
+    return int(sizes.peak(instructions, {r for r, _ in outputs} - members, kept, packs, _copied(segments, segment)))
 
 
 def _copied(segments: Segments, segment: Segment) -> set[int]:
@@ -81,6 +83,73 @@ def _turned(op: Op, ranks: Sequence[int]) -> set[int]:
     images, kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
     asked = zip(numbers, (images, kernel, images), strict=True)
     return {n for n, (given, wanted) in enumerate(asked) if tuple(given) != wanted}
+
+
+def _slots(
+    items: Sequence[Item], lives: Mapping[int, tuple[float, float]], sizes: Mapping[int, int], free: Collection[int],
+    *, in_place: bool,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """When buffers are in use, in two slots for each item, of which kernels that run early have the first.
+
+    Args:
+      free: registers whose buffers are not counted.
+      in_place: whether updates write over their operand, as loops do.
+
+    Returns:
+      Rows (first slot, last slot, bytes): of temporaries, and of outputs, which are written in their first.
+    """
+    ending: dict[float, list[int]] = {}
+    for register, (start, end) in lives.items():
+        if start < end < len(items):
+            ending.setdefault(end, []).append(sizes[register])
+    temporaries, outputs = [(0, 0, 0)], [(0, 0, 0)]
+    for register, (start, end) in lives.items():
+        if register in free:
+            continue
+        first, last, size = int(2 * start) + 1, int(2 * end) + 1, sizes[register]
+        over = ending.get(start, ())
+        kind = items[math.ceil(start)].kind
+        if (start % 1 or kind == "loop" or (in_place and kind == "update")) and size in over:
+            ending[start].remove(size)
+            first += 1
+        if end == len(items):
+            outputs.append((first, last, size))
+        elif first <= last:
+            temporaries.append((first, last, size))
+    return np.array(temporaries), np.array(outputs)
+
+
+def _fullest(temporaries: np.ndarray, outputs: np.ndarray, inner: np.ndarray) -> float:
+    """The most bytes of temporaries that are in use at once, beyond the buffers of outputs.
+
+    The buffer of an output holds one other value at a time until it is written: compilers do not divide it.
+
+    Args:
+      temporaries, outputs: as `_slots` returns them.
+      inner: bytes that are needed in each slot besides.
+    """
+    change = np.zeros(len(inner) + 1)
+    np.add.at(change, temporaries[:, 0], temporaries[:, 2])
+    np.add.at(change, temporaries[:, 1] + 1, -temporaries[:, 2])
+    full = np.cumsum(change)[:-1] + inner
+    found = 0.0
+    for slot in np.argsort(-full, kind="stable"):
+        if full[slot] <= found:
+            break
+        here = (temporaries[:, 0] <= slot) & (slot <= temporaries[:, 1])
+        own = sorted(temporaries[here, 2].tolist(), reverse=True)
+        rooms = sorted(outputs[outputs[:, 0] > slot, 2].tolist(), reverse=True)
+        found = max(found, float(full[slot]) - _placed(own, rooms))
+    return found
+
+
+def _placed(values: Sequence[int], rooms: Sequence[int]) -> int:
+    """The bytes of values that find a room of their own, the largest first; both are given from the largest."""
+    placed = n = 0
+    for size in values:
+        if n < len(rooms) and size <= rooms[n]:
+            placed, n = placed + size, n + 1
+    return placed
 
 
 class _Sizes:
@@ -114,45 +183,69 @@ class _Sizes:
         instructions: Sequence[Instruction],
         outputs: set[int],
         kept: set[int],
-        packed: Mapping[int, bool],
+        packs: Sequence[tuple[tuple[int, ...], bool]],
         apart: Collection[int],
     ) -> float:
-        """The most bytes of registers that are written here and in memory, beyond those of the outputs.
+        """The most bytes of registers that are written here and in memory, beyond the buffers of the outputs.
 
         Args:
           outputs: registers that are needed afterwards.
           kept: those of them whose buffers are given, with what is added to.
-          packed: those that are joined at the end, and whether the buffer that they are joined in is given.
+          packs: what is joined, and whether the buffer that it is joined in is given.
           apart: registers that are given as a part of something, and are copied out of it where more than loops read
             them: from the first such instruction, or on CPUs from the start, to the last.
         """
         items = [self.item(instruction) for instruction in instructions]
         sizes = {r: self.bytes(r) for r in {r for i in instructions for r in (*reads(i), *writes(i))} | outputs}
-        change = np.zeros(len(items) + 2)
-        inner = np.array([self.inside(i) for i in instructions] + [0.0, 0.0])
-        lives = fusion.lifetimes(items, sizes, outputs)
+        if not self.on_cpu:
+            items = self.added(items, instructions, kept)
+        buffers: dict[int, bool] = {}  # of packs, and whether they are given
+        for registers, given in packs:
+            buffer = -1 - len(buffers)
+            buffers[buffer] = given
+            sizes.update((r, self.bytes(r)) for r in registers if r not in sizes)
+            sizes[buffer] = sum(sizes[r] for r in registers)
+            elements = sum(self.elements(r) for r in registers)
+            items.append(Item("library" if self.on_cpu else "loop", registers, (buffer,), elements))
+        lives = fusion.lifetimes(items, sizes, outputs | buffers.keys())
+        for buffer, given in buffers.items():
+            if given and buffer in lives:  # what is joined is copied there
+                lives[buffer] = lives[buffer][0], lives[buffer][0]
         for n, item in enumerate(items if apart else ()):
             for register in item.operands:
                 if register in apart and item.kind in ("library", "control"):
                     lives[register] = (0 if self.on_cpu else lives.get(register, (n, n))[0]), n
-        ending: dict[int, list[int]] = {}
-        for register, (_, end) in lives.items():
-            if end < len(items):
-                ending.setdefault(end, []).append(sizes[register])
-        own = sum(sizes[register] for register, given in packed.items() if not given)
-        change[len(items)] += own
-        for register, (start, end) in lives.items():
-            if register in kept:
+        free = kept | ({buffer for buffer, given in buffers.items() if given} if self.on_cpu else set())
+        inner = np.zeros(2 * len(items) + 2)
+        inner[1 : 2 * len(instructions) : 2] = [self.inside(instruction) for instruction in instructions]
+        return _fullest(*_slots(items, lives, sizes, free, in_place=not self.on_cpu), inner)
+
+    def added(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
+        """The items, those products that are added to a sum whose buffer is given with the addition in them.
+
+        Products of GPUs and TPUs write alpha a b + beta c over c, converted or turned on the way.
+        """
+        users: dict[int, list[int]] = {}
+        for n, item in enumerate(items):
+            for register in dict.fromkeys(item.operands):
+                users.setdefault(register, []).append(n)
+        out = list(items)
+        for n, (item, instruction) in enumerate(zip(items, instructions, strict=True)):
+            if item.kind != "library" or not isinstance(instruction, Compute) or instruction.op.name != "dot_general":
                 continue
-            own += sizes[register] * (end == len(items) and register not in packed)
-            change[start] += sizes[register]
-            change[end + 1] -= sizes[register]
-            free = ending.get(start, [])
-            if items[start].kind == "loop" and sizes[register] in free:
-                free.remove(sizes[register])
-                change[start] -= sizes[register]
-                change[start + 1] += sizes[register]
-        return float(max(0.0, np.max(np.cumsum(change) + inner, initial=0.0) - own))
+            register, end = item.results[0], n
+            while len(users.get(register, ())) == 1:
+                (end,) = users[register]
+                if items[end].kind not in ("loop", "view") or len(items[end].operands) != 1:
+                    break
+                (register,) = items[end].results
+            last = instructions[end]
+            whole = self.elements(item.results[0]) == items[end].elements
+            if whole and isinstance(last, Compute) and last.op.name in ADDS and not kept.isdisjoint(items[end].results):
+                more = [r for r in items[end].operands if r != register]
+                out[n] = Item("library", (*item.operands, *more), items[end].results, item.elements)
+                out[end] = Item("view", (), (), 0)
+        return out
 
     def inside(self, instruction: Instruction) -> float:
         """The bytes that an instruction needs for itself while it runs."""
@@ -175,7 +268,7 @@ class _Sizes:
         """The bytes of one trip of a loop: what it makes for the next one is in memory beside what it was given."""
         outputs = {o for o in body.outputs if not isinstance(o, Lit)}
         own = sum(self.bytes(r) for r in outputs & {r for i in body.instructions for r in writes(i)})
-        return own + self.peak(body.instructions, outputs, set(), {}, ())
+        return own + self.peak(body.instructions, outputs, set(), (), ())
 
     def item(self, instruction: Instruction) -> Item:
         """An instruction, for the rule of fusion: blocks in place of whole values."""

@@ -151,6 +151,8 @@ class _Builder:
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
                 results = self._empty(eqn.outvars)
+            elif (same := _operand(name, operands)) is not None:
+                results = [same]
             elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
                 results = self._no_iterations(eqn, operands)
             else:
@@ -343,6 +345,19 @@ def _is_plain_scalar(const: Any, aval: Any) -> bool:
     if not isinstance(const, np.ndarray | np.generic | jax.Array):
         return False
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _operand(name: str, operands: Sequence[Atom]) -> Atom | None:
+    """The operand that an operation returns as it is, whatever the others are; None of any other operation.
+
+    No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
+    each element, by which JAX chooses between an operand of the branches and the same again.
+    """
+    if name == "stop_gradient":
+        return operands[0]
+    if name == "select_n" and len(set(operands[1:])) == 1:
+        return operands[1]
+    return None
 
 
 def _is_empty(eqn: Any) -> bool:

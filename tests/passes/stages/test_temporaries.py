@@ -6,14 +6,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alpa_lite import Pipeline
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
+from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import ahead
 
 WIDTH, BATCH = 256, 512
@@ -178,3 +182,61 @@ def test_what_a_late_round_makes_of_state_waits_for_it():
     assert late.arguments < 5 * leaf + 1000  # parameters, two moments, two gradients
     (early,) = [one.memory for one in found if one.name == "stage 0 update"]
     assert early.outputs < 3 * 3 * WIDTH * WIDTH * 4 + 1000  # of its three layers, not of the embedding
+
+
+def temporary(step, arguments, platform):
+    """Predicted bytes of the segments of the first stage, by kind."""
+    cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform=platform)
+    options = make_options(
+        {"method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 2, "cluster": cluster}
+    )
+    stage = compile_step(step, arguments, {}, options, cluster).staged.stages[0]
+    return {segment.kind: size for segment, size in stage.temporary.items()}
+
+
+def test_products_of_gpus_are_added_to_sums_where_these_are():
+    """A CPU has the gradient of a weight beside the sum that it is added to; a GPU's product adds to the sum."""
+    wide = 1024
+    state = [jax.ShapeDtypeStruct((wide, wide), jnp.float32)] * 4
+    arguments = state, jax.ShapeDtypeStruct((64, wide), jnp.float32)
+    weight, values = 4 * wide * wide, 4 * 32 * wide
+    assert weight <= temporary(step, arguments, "cpu")["backward"] < weight + 8 * values
+    assert temporary(step, arguments, "cuda")["backward"] < 8 * values
+
+
+def test_what_gpus_join_in_a_pack_is_made_where_it_is_joined():
+    """The functions of a layer are written to the pack by one loop, and products alone are there before it."""
+    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
+    arguments = state, jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    block = 256 * 64 * 4
+    on_cpu, on_gpu = (temporary(small_step, arguments, platform)["forward"] for platform in ("cpu", "cuda"))
+    assert on_cpu > 6 * block
+    assert 0 <= on_gpu <= on_cpu - 3 * block
+
+
+def placed_by_trying(values, rooms):
+    """The most bytes of values of which each has a room of its own, or none."""
+    if not values:
+        return 0
+    fits = [n for n, room in enumerate(rooms) if values[0] <= room]
+    put = [values[0] + placed_by_trying(values[1:], [*rooms[:n], *rooms[n + 1 :]]) for n in fits]
+    return max([placed_by_trying(values[1:], rooms), *put])
+
+
+sizes = st.lists(st.integers(1, 9), max_size=5).map(lambda found: sorted(found, reverse=True))
+
+
+@given(sizes, sizes)
+def test_the_most_bytes_find_a_room(values, rooms):
+    assert temporaries._placed(values, rooms) == placed_by_trying(values, rooms)
+
+
+def test_an_output_holds_one_value_at_a_time_until_it_is_written():
+    """Of three values of 4, 3 and 2 bytes an output of 10 holds one until slot 2; one that is written holds none."""
+    inner = np.zeros(6)
+    values = np.array([(0, 3, 4), (1, 3, 3), (1, 2, 2)])
+    assert temporaries._fullest(values, np.array([(0, 0, 0)]), inner) == 9
+    assert temporaries._fullest(values, np.array([(3, 5, 10)]), inner) == 7
+    assert temporaries._fullest(values, np.array([(5, 5, 10)]), inner) == 5
+    assert temporaries._fullest(values, np.array([(5, 5, 10), (5, 5, 3)]), inner) == 2
+    assert temporaries._fullest(values, np.array([(5, 5, 10)]), np.array([0, 0, 0, 0, 0, 8.0])) == 8
