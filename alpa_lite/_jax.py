@@ -509,6 +509,14 @@ def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
         return (("text", op.get_asm().partition("=")[2]),)
 
 
+# --- planning: what compilers do ------------------------------------------------------------------------------------
+
+WIDENS_HALVES = jax.__version_info__ < (0, 12)
+"""Whether XLA's CPU compiler keeps all values of half precision that a program makes in float32 until its end.
+
+Measured by its temporaries (`benchmarks/stage_memory.py`): that of 0.10.2 does, and that of 0.12 does not.
+"""
+
 # --- running: arrays that were donated -------------------------------------------------------------------------------
 
 DIES_OF_DELETED = jax.__version_info__ < (0, 12)

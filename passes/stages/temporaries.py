@@ -11,7 +11,7 @@ pack is given, it is joined apart from it and copied. A GPU's product adds to a 
 
 On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; what is copied
 out of a pack is copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
-(JAX 0.10's CPU compiler also brings all values of half precision to float32, which is not predicted.)
+The CPU compiler of JAX 0.10 also computes in float32 what is in half precision, and brings it back at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.fusion import Item
@@ -37,6 +39,8 @@ from alpa_lite.passes.lowering.program import (
     writes,
 )
 from alpa_lite.passes.stages.segments import Segment, Segments
+
+_HALVES = (np.dtype("float16"), jnp.dtype("bfloat16"))
 
 
 def temporary_bytes(
@@ -162,6 +166,7 @@ class _Sizes:
         self.registers = segments.program.registers
         self.mesh = segments.program.mesh
         self.on_cpu = platform == "cpu"
+        self.widens = self.on_cpu and _jax.WIDENS_HALVES
 
     def bytes(self, register: int) -> int:
         """That are counted."""
@@ -169,14 +174,20 @@ class _Sizes:
 
     def size(self, register: int) -> int:
         layout = self.registers[register]
-        return self.values[self.value_of[register]].nbytes // block_count(layout, self.mesh)
+        size = self.values[self.value_of[register]].nbytes // block_count(layout, self.mesh)
+        return 2 * size if self.widens and self.is_half(register) else size
+
+    def is_half(self, register: int) -> bool:
+        """Whether a register holds floats of two bytes."""
+        return self.values[self.value_of[register]].dtype in _HALVES
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """Of the whole value."""
         return operand.aval.shape if isinstance(operand, Lit) else self.values[self.value_of[operand]].shape
 
     def elements(self, register: int) -> int:
-        return self.size(register) // max(1, self.values[self.value_of[register]].itemsize)
+        value = self.values[self.value_of[register]]
+        return value.nbytes // block_count(self.registers[register], self.mesh) // max(1, value.itemsize)
 
     def peak(
         self,
@@ -196,29 +207,49 @@ class _Sizes:
             them: from the first such instruction, or on CPUs from the start, to the last.
         """
         items = [self.item(instruction) for instruction in instructions]
-        sizes = {r: self.bytes(r) for r in {r for i in instructions for r in (*reads(i), *writes(i))} | outputs}
+        made = {r for instruction in instructions for r in writes(instruction)}
+        sizes = {r: self.bytes(r) for r in {r for i in instructions for r in reads(i)} | made | outputs}
         if not self.on_cpu:
             items = self.added(items, instructions, kept)
-        buffers: dict[int, bool] = {}  # of packs, and whether they are given
-        for registers, given in packs:
-            buffer = -1 - len(buffers)
-            buffers[buffer] = given
-            sizes.update((r, self.bytes(r)) for r in registers if r not in sizes)
-            sizes[buffer] = sum(sizes[r] for r in registers)
-            elements = sum(self.elements(r) for r in registers)
-            items.append(Item("library" if self.on_cpu else "loop", registers, (buffer,), elements))
-        lives = fusion.lifetimes(items, sizes, outputs | buffers.keys())
-        for buffer, given in buffers.items():
-            if given and buffer in lives:  # what is joined is copied there
-                lives[buffer] = lives[buffer][0], lives[buffer][0]
+        joined = self.joined(items, sizes, packs)
+        given = {buffer for buffer, (_, is_given) in zip(joined, packs, strict=True) if is_given}
+        outputs = outputs | set(joined)
+        if self.widens:
+            first = dict(zip(joined, (registers[0] for registers, _ in packs), strict=True))
+            wide = {r for r in outputs - kept - given if self.is_half(first.get(r, r))}
+            outputs = outputs - wide | self.narrowed(items, sizes, wide)
+        lives = fusion.lifetimes(items, sizes, outputs)
+        for buffer in given & lives.keys():  # what is joined is copied there
+            lives[buffer] = lives[buffer][0], lives[buffer][0]
         for n, item in enumerate(items if apart else ()):
             for register in item.operands:
                 if register in apart and item.kind in ("library", "control"):
                     lives[register] = (0 if self.on_cpu else lives.get(register, (n, n))[0]), n
-        free = kept | ({buffer for buffer, given in buffers.items() if given} if self.on_cpu else set())
+        free = kept | (given if self.on_cpu else set())
         inner = np.zeros(2 * len(items) + 2)
-        inner[1 : 2 * len(instructions) : 2] = [self.inside(instruction) for instruction in instructions]
+        inner[1 : 2 * len(instructions) : 2] = [self.inside(instruction, made) for instruction in instructions]
         return _fullest(*_slots(items, lives, sizes, free, in_place=not self.on_cpu), inner)
+
+    def joined(
+        self, items: list[Item], sizes: dict[int, int], packs: Sequence[tuple[tuple[int, ...], bool]]
+    ) -> list[int]:
+        """The buffers that packs are joined in, numbered below all registers; adds the items that join them."""
+        buffers = [-1 - n for n in range(len(packs))]
+        for buffer, (registers, _) in zip(buffers, packs, strict=True):
+            sizes.update((r, self.bytes(r)) for r in registers if r not in sizes)
+            sizes[buffer] = sum(sizes[r] for r in registers)
+            elements = sum(self.elements(r) for r in registers)
+            items.append(Item("library" if self.on_cpu else "loop", registers, (buffer,), elements))
+        return buffers
+
+    def narrowed(self, items: list[Item], sizes: dict[int, int], wide: set[int]) -> set[int]:
+        """What outputs in float32 are brought back to half precision as, at the end; adds the items that do it."""
+        least = min(0, min(sizes, default=0))
+        numbers = range(least - len(wide), least)
+        for number, register in zip(numbers, sorted(wide), strict=True):
+            items.append(Item("loop", (register,), (number,), 0))
+            sizes[number] = sizes[register] // 2
+        return set(numbers)
 
     def added(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
         """The items, those products that are added to a sum whose buffer is given with the addition in them.
@@ -247,8 +278,12 @@ class _Sizes:
                 out[end] = Item("view", (), (), 0)
         return out
 
-    def inside(self, instruction: Instruction) -> float:
-        """The bytes that an instruction needs for itself while it runs."""
+    def inside(self, instruction: Instruction, made: Collection[int]) -> float:
+        """The bytes that an instruction needs for itself while it runs.
+
+        Args:
+          made: the registers that are written here; what is given in half precision is brought to float32.
+        """
         if isinstance(instruction, Loop):
             return max((self.body(body) for body in instruction.bodies), default=0.0)
         if not self.on_cpu or not isinstance(instruction, Compute):
@@ -261,7 +296,8 @@ class _Sizes:
         if op.name in PRODUCTS:
             atoms = (*instruction.operands, *instruction.results)
             turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]
-            return float(sum(self.bytes(atom) for atom in turned if not isinstance(atom, Lit)))
+            wide = [o for o in reads(instruction) if self.widens and o not in made and self.is_half(o)]
+            return float(sum(self.bytes(atom) for atom in (*turned, *wide) if not isinstance(atom, Lit)))
         return 0.0
 
     def body(self, body: Body) -> float:

@@ -107,6 +107,30 @@ def test_a_pack_and_what_it_is_joined_of_are_there_together():
         assert one.predicted == pytest.approx(one.memory.temporaries, rel=0.25)
 
 
+def test_temporaries_of_half_precision_are_the_compilers():
+    """In packs and apart: the CPU compiler of JAX 0.10 keeps all of it in float32 until the end."""
+
+    def step(state, x):
+        def loss(state):
+            y = x
+            for w, scale in state:
+                w, scale = w.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)
+                y = y + jnp.tanh(y @ w) * jnp.exp(scale)
+            return (y * y).mean().astype(jnp.float32)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
+    cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")
+    found = reports(step, (state, jax.ShapeDtypeStruct((2048, 64), jnp.bfloat16)), cluster)
+    forward = [one for one in found if "forward" in one.name]
+    assert len(forward) == 2
+    for one in forward:
+        assert one.memory.temporaries > 8 * 1024 * 64 * 2
+        assert one.predicted == pytest.approx(one.memory.temporaries, rel=0.25)
+
+
 def window_step(state, x):
     """Convolutions, the gradient of a kernel, and of a maximum over windows."""
 
