@@ -41,11 +41,14 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, read_hlo
+from alpa_lite.passes.checks.matching import paired
 from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
 from alpa_lite.passes.checks.replica_groups import normal_axes
 from alpa_lite.records import Collective
 
 _WIDE = ("f32", "f16", "bf16")
+_OTHER_WIDTH = 50.0
+"""What it costs to take a payload of equal bytes for one of items of another width; more than any change."""
 _TILE = 512
 _TILES = 4096
 _LOSING = ("hoisted", "merged duplicates", "reassociated sums", "removed constants", "removed empty")
@@ -137,10 +140,7 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
             missing[(c.kind, axes, c.bytes)] += c.count
     redundancy = None if lowered is None else slices.within(redundant_collectives(lowered, mesh), part)
     match = _Match(missing, found, redundancy)
-    match.equal()
-    for change in _forms():
-        match.other_form(*change)
-    match.equal(any_width=True)
+    match.pair()
     match.joined()
     match.packed()
     crossing = slices.crossing(planned, mesh, part)
@@ -188,7 +188,7 @@ def _forms() -> list[tuple[str, str, str, int, int]]:
         ("dtype narrowed", 1, 4),
     ]
     for kind in KINDS.values():
-        out += [(name, kind, kind, up, down) for name, up, down in scales if name]
+        out += [(name, kind, kind, up, down) for name, up, down in scales]
     for kind, changes in _KIND_CHANGES.items():
         for other, change in changes:
             out += [(f"{change}, {name}" if name else change, kind, other, up, down) for name, up, down in scales]
@@ -216,30 +216,42 @@ class _Match:
         self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
 
-    def equal(self, *, any_width: bool = False) -> None:
-        """Cancels what is equal, leaving wide dtypes and unnamed ops for the rules that change them.
-
-        A payload of equal bytes whose items have not the planned width is that of another collective, of which the
-        width was changed, as long as there is one.
-        """
-        widths = {} if self.redundancy is None or any_width else self.redundancy.item_bits
-        for key in list(self.missing):
-            own = widths.get(key)
-            for form in sorted(self.extra.get(key, Counter()), key=lambda f: (f[0] in _WIDE, not f[1])):
-                if own is None or item_bits(form[0]) in own:
-                    self._take(key, key, form)
-
-    def other_form(self, name: str, kind: str, other: str, up: int, down: int) -> None:
-        """Pairs missing collectives with extra ones of another kind or width."""
-        for key in self._open(kind):
-            if key[2] * up % down:
-                continue
-            at = (other, key[1], key[2] * up // down)
-            for form in sorted(self.extra.get(at, Counter())):
-                if (kind != other and form[1]) or not self._width(key, form[0], up, down):
+    def pair(self) -> None:
+        """Pairs planned collectives with found ones, with as few changes of kind and width as can be."""
+        planned: dict[tuple[Key, int | None], int] = {}
+        for key, n in self.missing.items():
+            planned.update({(key, bits): part for bits, part in self._by_width(key, n)})
+        found = {(at, form): n for at, forms in self.extra.items() for form, n in forms.items()}
+        names: dict[tuple[Any, Any], str] = {}
+        costs: dict[tuple[Any, Any], float] = {}
+        for cost, (name, kind, other, up, down) in enumerate(_forms(), start=1):
+            for key, bits in planned:
+                at = other, key[1], key[2] * up // down
+                if key[0] != kind or key[2] * up % down or not (name == "" or self._is_written(key)):
                     continue
-                if n := self._take(key, at, form):
-                    self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if up != down else "")
+                for form in self.extra.get(at, ()):
+                    if (kind == other or not form[1]) and self._width(key, bits, form[0], up, down):
+                        pair = (key, bits), (at, form)
+                        # An equal payload that is named otherwise, or has other items, is rather a changed one.
+                        own = up == down and bits in (None, item_bits(form[0]))
+                        costs[pair] = cost + 0.1 * (not form[1]) + (0.0 if name or own else _OTHER_WIDTH)
+                        names[pair] = name
+        groups = {one: one[0] for one in planned}
+        for pair, n in paired(planned, found, costs, groups, self._losable()).items():
+            (key, _), (at, form) = pair
+            self._take(key, at, form, n)
+            if names[pair]:
+                self._note(names[pair], n, key, f" as {at[2]} bytes of {form[0]}" if at[2] != key[2] else "")
+
+    def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
+        """The planned executions of a key by the width of their items; None if the lowered module does not say."""
+        known = Counter[int]() if self.redundancy is None else self.redundancy.item_bits.get(key, Counter[int]())
+        return list(known.items()) if known.total() == n else [(None, n)]
+
+    def _losable(self) -> Counter[Key]:
+        """How many executions of each key a compiler may leave out."""
+        r = self.redundancy
+        return Counter[Key]() if r is None else r.hoisted + r.merged + r.reassociated + r.constant
 
     def joined(self) -> None:
         """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
@@ -324,10 +336,13 @@ class _Match:
 
     def _open(self, kind: str) -> list[Key]:
         """Missing collectives of a kind that the lowered module, if it is known, really has."""
-        known = None if self.redundancy is None else self.redundancy.item_bits
-        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and (known is None or k in known)]
+        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and self._is_written(k)]
 
-    def _width(self, key: Key, dtype: str, up: int, down: int) -> bool:
+    def _is_written(self, key: Key) -> bool:
+        """Whether the lowered module, if it is known, has such a collective."""
+        return self.redundancy is None or key in self.redundancy.item_bits
+
+    def _width(self, key: Key, bits: int | None, dtype: str, up: int, down: int) -> bool:
         """Whether `dtype` can be what a compiler made of the planned items by a factor up / down."""
         if up == down:
             return True
@@ -335,7 +350,8 @@ class _Match:
             return False
         if self.redundancy is None:
             return True
-        return any(bits * up == item_bits(dtype) * down for bits in self.redundancy.item_bits[key])
+        widths = self.redundancy.item_bits[key] if bits is None else (bits,)
+        return any(width * up == item_bits(dtype) * down for width in widths)
 
     def _unproven(self) -> None:
         for key in [key for key, n in self.missing.items() if n > 0]:
@@ -346,8 +362,9 @@ class _Match:
             n, self.missing[key] = self.missing[key], 0
             self._note("hoisted" if hoisted else "merged duplicates", n, key, ", unproven")
 
-    def _take(self, key: Key, at: Key, form: tuple[str, bool]) -> int:
+    def _take(self, key: Key, at: Key, form: tuple[str, bool], most: int | None = None) -> int:
         n = min(self.missing[key], self.extra[at][form])
+        n = n if most is None else min(n, most)
         if n > 0:
             self.missing[key] -= n
             self.extra[at][form] -= n

@@ -43,14 +43,14 @@ _BRANCHES = ("stablehlo.case", "stablehlo.if")
 class Redundancy:
     """Executions per step that may go, by (kind, axes, bytes) and by the reason that allows it.
 
-    `item_bits` holds, for every collective of the module, the widths of the items that it sends.
+    `item_bits` holds, for every collective of the module, its executions by the width of the items that it sends.
     """
 
     merged: Counter[Key]
     constant: Counter[Key]
     reassociated: Counter[Key]
     hoisted: Counter[Key]
-    item_bits: dict[Key, frozenset[int]]
+    item_bits: dict[Key, Counter[int]]
 
 
 def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
@@ -71,9 +71,7 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
                 block = op.regions[0].blocks[0]
                 numbering.block(block, [numbering.fresh() for _ in block.arguments], (), {})
     n = numbering
-    return Redundancy(
-        n.merged, n.constant, n.reassociated, n.hoisted, {k: frozenset(v) for k, v in n.item_bits.items()}
-    )
+    return Redundancy(n.merged, n.constant, n.reassociated, n.hoisted, dict(n.item_bits))
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class _Numbering:
         self.constant: Counter[Key] = Counter()
         self.reassociated: Counter[Key] = Counter()
         self.hoisted: Counter[Key] = Counter()
-        self.item_bits: dict[Key, set[int]] = defaultdict(set)
+        self.item_bits: dict[Key, Counter[int]] = defaultdict(Counter)
 
     def fresh(self) -> int:
         """A number that no other value has."""
@@ -268,7 +266,7 @@ class _Numbering:
         found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
         for c, value, operand, number in found:
             key = (c.kind, c.axes, c.bytes)
-            self.item_bits[key].add(item_bits(value.type))
+            self.item_bits[key][item_bits(value.type)] += times
             if is_known:
                 self.merged[key] += times
             elif operand in self.constants:

@@ -33,7 +33,7 @@ SUMS = ("all_reduce", "reduce_scatter")
 """Kinds whose transfers are of what a device of a slice has of the sum, not of its own part."""
 
 _PARTITIONS = re.compile(r"^HloModule [^\n]*\bnum_partitions=(\d+)")
-_Value = TypeVar("_Value", int, frozenset[int])
+_Value = TypeVar("_Value", int, Counter[int])
 
 
 def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
@@ -61,7 +61,7 @@ def within(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
         name: Counter(_joined(getattr(redundancy, name), part, int.__add__))
         for name in ("merged", "constant", "reassociated", "hoisted")
     }
-    return replace(redundancy, **counters, item_bits=_joined(redundancy.item_bits, part, frozenset.union))
+    return replace(redundancy, **counters, item_bits=_joined(redundancy.item_bits, part, Counter.__add__))
 
 
 def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any, Any], Any]) -> dict[Key, _Value]:
