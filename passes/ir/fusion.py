@@ -373,7 +373,8 @@ class _Fusion:
 
     def is_spread(self, n: int) -> bool:
         """Whether an item repeats one operand, or changes it element by element."""
-        return self.items[n].kind == "loop" and len(self.operands[n]) == 1
+        item = self.items[n]
+        return item.kind == "loop" and len(self.operands[n]) == len(item.results) == 1
 
     def shared(self) -> None:
         """Step 2 of the rule: from the end, since what reads a value is decided before it."""

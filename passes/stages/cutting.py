@@ -15,6 +15,7 @@ flight would cost memory for nothing.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import PlanError
@@ -175,6 +176,7 @@ class _Cut:
         """
         stage = self.stage
         of = stage.phases
+        sent = {o for wire, o, _ in self._ends(body, {}, defaultdict(int)) if wire.kind == "crossing"}
         first: dict[int, int] = {}
         out = [0] * len(items)
         for n in range(len(items) - 1, -1, -1):
@@ -186,8 +188,8 @@ class _Cut:
                 index = item.op.index
                 own = of[index] if of else 2 if index in stage.weight else 1 if index in stage.backward else 0
             phase = min([own, *readers])
-            if isinstance(item, Reshard) and not readers:
-                phase = -1  # only an output reads it: as early as its source
+            if isinstance(item, Reshard) and (not readers or item.result in sent):
+                phase = -1  # an output reads it, and other stages may wait for that: as early as its source
             out[n] = phase
             if phase >= 0:
                 for register in reads(item):

@@ -153,6 +153,8 @@ class _Builder:
                 results = self._empty(eqn.outvars)
             elif (same := _operand(name, operands)) is not None:
                 results = [same]
+            elif _is_zero(eqn, operands):
+                results = self.inline(indices.zeros(eqn.outvars[0].aval), (), (), stack, ops)
             elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
                 results = self._no_iterations(eqn, operands)
             else:
@@ -358,6 +360,12 @@ def _operand(name: str, operands: Sequence[Atom]) -> Atom | None:
     if name == "select_n" and len(set(operands[1:])) == 1:
         return operands[1]
     return None
+
+
+def _is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
+    """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
+    zero = any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
+    return zero and eqn.primitive.name == "mul" and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
 
 
 def _is_empty(eqn: Any) -> bool:
