@@ -249,9 +249,11 @@ class _Match:
         return list(known.items()) if known.total() == n else [(None, n)]
 
     def _losable(self) -> Counter[Key]:
-        """How many executions of each key a compiler may leave out."""
+        """How many executions of each key a compiler may leave out; if nothing is known of them, all but one."""
         r = self.redundancy
-        return Counter[Key]() if r is None else r.hoisted + r.merged + r.reassociated + r.constant
+        if r is None:
+            return Counter({key: n - 1 for key, n in self.missing.items() if n > 1})
+        return r.hoisted + r.merged + r.reassociated + r.constant
 
     def joined(self) -> None:
         """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""

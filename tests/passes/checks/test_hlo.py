@@ -100,6 +100,12 @@ def one_twice_the_other(w, x):
     return gather(w, "d", 0), gather(x, "d", 0)
 
 
+def half_beside_twice_the_same(wide, half):
+    """A gather of one value twice, which is merged, and one of half the bytes, which is sent in twice the width."""
+    first, again = gather(wide, "d", 0), gather(wide, "d", 0)
+    return jnp.sin(first) @ again.T, gather(half, "d", 0)
+
+
 def f32(*shapes):
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
 
@@ -132,10 +138,18 @@ REWRITES = {
 }
 
 
+AMBIGUOUS = {
+    "half beside twice the same": (
+        half_beside_twice_the_same, (P("d"), P("d")), (P(), P()), (*f32((32, 32)), *bf16((32, 32)))
+    ),
+}  # fmt: skip
+"""Steps whose compiled program is that of other plans, too."""
+
+
 @functools.cache
 def compiled(name):
     """The lowered module and the optimised HLO of a step on eight CPU devices, and what Shardy finds in it."""
-    fun, in_specs, out_specs, avals = STEPS[name]
+    fun, in_specs, out_specs, avals = {**STEPS, **AMBIGUOUS}[name]
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
     step = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = [
@@ -161,6 +175,19 @@ def test_a_written_step_compiles_to_its_plan_up_to_named_rewrites(name):
     assert unproven.ok
     lost = {"hoisted", "merged duplicates"} & REWRITES[name]
     assert {r.name for r in unproven.rewrites if "unproven" in r.detail} == lost
+
+
+def test_what_is_sent_in_twice_the_width_stands_for_nothing_else():
+    """The two payloads of 4 KiB that are found are one that was planned twice, and one of 2 KiB."""
+    module, text, planned = compiled("half beside twice the same")
+    check_shardy(module, MESH, planned)
+    for lowered in (module, None):
+        report = compare_hlo(text, MESH, planned, lowered)
+        report.raise_if_bad()
+        assert sum(c.count for c in planned) == 3 and sum(c.count for c in report.found) == 2
+        assert {r.name for r in report.rewrites} == {"dtype promoted", "merged duplicates"}
+    twice = [*planned, *(c for c in planned if c.bytes == 2048)]
+    assert not compare_hlo(text, MESH, twice, module).ok
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -134,6 +134,15 @@ def test_a_sum_is_added_to_as_soon_as_its_part_is_there():
     ]  # fmt: skip
 
 
+def test_a_loop_of_several_results_ends_no_softmax():
+    """The norms of rows, split: what follows a reduction and is no part of its kernel."""
+
+    def step(x):
+        return jnp.array_split(jnp.linalg.norm(x, axis=-1), 4)[0]
+
+    assert moved(step, f32(N, M)) == pytest.approx(FULL + N + N // 4, rel=0.02)
+
+
 def test_what_a_chain_reads_lives_until_the_chain_ends():
     """The product is read by what is last, since the elementwise operations between them store nothing."""
 

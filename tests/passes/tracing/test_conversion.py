@@ -301,6 +301,26 @@ def test_dead_code_goes_and_inputs_stay():
     assert len(scan.results) == 1 and scan.params["num_consts"] == 0 and scan.params["num_carry"] == 1
 
 
+def test_what_chooses_between_equal_values_goes():
+    """Of a `switch` under `vmap`, which branch an element takes is asked for each operand; all are the same value."""
+
+    def fun(x, places):
+        branches = [jnp.sin, jnp.negative, lambda row: row * 2]
+        return jax.vmap(lambda row, place: lax.switch(place, branches, row))(x, places)
+
+    graph = assert_same_program(fun, X, jnp.arange(X.shape[0]) % 3)
+    names = [op.name for op in graph.ops()]
+    assert "stop_gradient" not in names
+    assert names.count("select_n") == 1  # of the three results
+
+
+def test_integers_times_zero_are_zeros():
+    graph = assert_same_program(lambda x: (jnp.argsort(x[0]) * 0, x * 0), X)
+    names = [op.name for op in graph.ops()]
+    assert "sort" not in names
+    assert names.count("mul") == 1  # of floats, which may be infinite
+
+
 def test_pruning_twice_changes_nothing():
     graph = graph_for(PROGRAMS["scan_gradient"], X)
     again = pruning.prune(graph)
