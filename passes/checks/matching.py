@@ -50,7 +50,7 @@ def paired(
     pairs = [pair for pair in costs if planned[pair[0]] > 0 and found[pair[1]] > 0]
     if not pairs:
         return {}
-    rows = {one: n for n, one in enumerate(dict.fromkeys(i for i, _ in pairs))}
+    rows = {one: n for n, one in enumerate(i for i, amount in planned.items() if amount > 0)}
     columns = {one: len(rows) + n for n, one in enumerate(dict.fromkeys(j for _, j in pairs))}
     groups = {one: n for n, one in enumerate(dict.fromkeys(group_of[i] for i in rows))}
     count, equations = len(pairs), len(rows) + len(columns)

@@ -3,11 +3,12 @@
 Compilers merge two collectives of one value, fold one of a constant, add first and sum once where two sums are added,
 and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
 which value numbering tells: two values have one number if the same operation with the same attributes makes them from
-values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from, and so is what is
-multiplied or divided by one, what zero is added to or taken from, and what stands behind a barrier, which some
-compilers drop before they merge (XLA:CPU before JAX 0.12). Functions are followed at every call with the numbers of its
-operands; a loop's body sees the number of the initial value for what it carries unchanged, and a new one for what it
-changes; loops and branches without collectives are values like others. With e the executions of a collective per step:
+values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from, and so are what is
+multiplied or divided by one, what zero is added to or taken from, what is chosen between equal values, what is reduced
+over one element, and what stands behind a barrier, which some compilers drop before they merge (XLA:CPU before JAX
+0.12). Functions are followed at every call with the numbers of its operands; a loop's body sees the number of the
+initial value for what it carries unchanged, and a new one for what it changes; loops and branches without collectives
+are values like others. With e the executions of a collective per step:
 
     merged        e, where its number was already made in a block that reaches it
     constant      e, where everything it depends on is a constant, a remainder of a division by one included
@@ -154,10 +155,14 @@ class _Numbering:
             for region in op.regions:
                 self._operations(region.blocks[0], dict(values), loops, dict(known))
             return [self._outside(loops) for _ in op.results]
+        if name == "stablehlo.select" and operands[1] == operands[2]:
+            return operands[1:2]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
         if name == "stablehlo.optimization_barrier" or (name == "stablehlo.reverse" and _moves_nothing(op)):
             return operands
+        if name == "stablehlo.reduce_window" and _is_of_single_elements(op):
+            return operands[: len(op.results)]
         if _only_reshapes(op):
             return [self._reshaped(op, operands[0], known)]
         if (same := self._unchanged(name, operands)) is not None:
@@ -346,12 +351,14 @@ def _attributes(op: Any) -> tuple[Any, ...]:
 
 
 def _only_reshapes(op: Any) -> bool:
-    """Whether an operation is a reshape, be it written as a broadcast that adds dims of one element."""
+    """Whether an operation is a reshape, be it written as a broadcast that adds dims of one element, or reduces them."""
     if op.name == "stablehlo.reshape":
         return True
-    if op.name != "stablehlo.broadcast_in_dim":
+    if op.name not in ("stablehlo.broadcast_in_dim", "stablehlo.reduce") or len(op.results) != 1:
         return False
     before, after = (ir.RankedTensorType(one.type).shape for one in (op.operands[0], op.results[0]))
+    if op.name == "stablehlo.reduce":
+        return math.prod(before) == math.prod(after)
     dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
     return math.prod(before) == math.prod(after) and dims == sorted(dims)
 
@@ -360,6 +367,13 @@ def _moves_nothing(op: Any) -> bool:
     """Whether a reversal is along dims of one element."""
     shape = ir.RankedTensorType(op.operands[0].type).shape
     return all(shape[dim] == 1 for dim in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+
+
+def _is_of_single_elements(op: Any) -> bool:
+    """Whether the windows of an operation have one element each, as those of a running sum over one element."""
+    windows = list(ir.DenseI64ArrayAttr(op.attributes["window_dimensions"]))
+    operands = list(op.operands)[: len(op.results)]
+    return set(windows) == {1} and [o.type for o in operands] == [r.type for r in op.results]
 
 
 def _regions(
