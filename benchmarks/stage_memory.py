@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-_FLAGS = ["--xla_force_host_platform_device_count=2"]
-if "--target" in sys.argv:  # not known to every CPU compiler
-    _FLAGS.append("--xla_gpu_experimental_force_split_k=1")
-os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2" + (
+    " --xla_gpu_experimental_force_split_k=1" if "--target" in sys.argv else ""  # not known to every CPU compiler
+)
 
 import jax
 from bytes_cases import CASES
@@ -132,8 +131,8 @@ def main() -> None:
     file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     lines = [
         "# Memory of executables, predicted and compiled", "",
-        "`python benchmarks/stage_memory.py [--target h100.txtpb]`; two devices. No GPU: JAX's CUDA plugin compiles for "
-        "one that a file describes.", "",
+        "`python benchmarks/stage_memory.py [--target h100.txtpb]`; two devices. No GPU: JAX's CUDA plugin compiles "
+        "for one that a file describes.", "",
         "The temporaries of a stage are those of its executable that needs most: bytes per device beyond inputs and "
         "outputs. Those of one mesh are all bytes of its step at the peak.", "",
         *(line for compiler in sorted(runs, reverse=True) for line in section(compiler, runs[compiler])),
