@@ -351,7 +351,7 @@ def _attributes(op: Any) -> tuple[Any, ...]:
 
 
 def _only_reshapes(op: Any) -> bool:
-    """Whether an operation is a reshape, be it written as a broadcast that adds dims of one element or a sum of such."""
+    """Whether an operation is a reshape, be it written as a broadcast that adds dims of one element, or a sum."""
     if op.name == "stablehlo.reshape":
         return True
     if op.name not in ("stablehlo.broadcast_in_dim", "stablehlo.reduce") or len(op.results) != 1:
