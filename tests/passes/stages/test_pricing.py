@@ -72,12 +72,12 @@ def test_of_the_cuts_between_submeshes_of_a_node_one_crosses_the_network(
     assert slowest[0] == pytest.approx(across if share else within[0])
 
 
-def priced(microbatches: int) -> Priced:
+def priced(microbatches: int, platform: str = "cuda") -> Priced:
     """Layers of a step of 8,192 examples on one device, whose memory is slow."""
     step, args = mlp(1024, 8192, 4)
     traced = tracing.trace(step, args, {})
     loops = loop.accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), microbatches)
-    cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11)
+    cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11, platform=platform)
     return pricing.priced(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
 
 
@@ -164,10 +164,12 @@ def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> No
 
 
 def test_temporary_bytes_that_do_not_depend_on_micro_batches_are_not_scaled() -> None:
-    """Of 8 bytes 2; and of a layer the gradient, before it is added to its sum."""
+    """Of 8 bytes 2; and of a layer the gradient, before it is added to its sum, which GPUs add to where it is."""
     found, _, _ = two_meshes(temporary=8.0, lasting=2.0)
     assert found.costs(8).fixed_bytes[0, 1, 0, 0] == pytest.approx(5.0)
-    few, many = priced(2), priced(16)
+    for costs in (priced(2), priced(16)):
+        assert costs.layers[1].least(costs.cluster).lasting == 0
+    few, many = priced(2, "cpu"), priced(16, "cpu")
     scaled, exact = (costs.costs(16).fixed_bytes[1, 2, 0, 0] for costs in (few, many))
     assert scaled == pytest.approx(exact, rel=0.01)
     least = [costs.layers[1].least(costs.cluster) for costs in (few, many)]
