@@ -267,7 +267,10 @@ class _Sizes:
             register, end = item.results[0], n
             while len(users.get(register, ())) == 1:
                 (end,) = users[register]
-                if items[end].kind not in ("loop", "view") or len(items[end].operands) != 1:
+                if items[end].kind not in ("loop", "view") or (len(items[end].operands), len(items[end].results)) != (
+                    1,
+                    1,
+                ):
                     break
                 (register,) = items[end].results
             last = instructions[end]

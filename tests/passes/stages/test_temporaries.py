@@ -228,6 +228,22 @@ def test_products_of_gpus_are_added_to_sums_where_these_are():
     assert temporary(step, arguments, "cuda")["backward"] < 8 * values
 
 
+def test_a_product_that_is_split_is_added_nowhere():
+    """Queries and keys of one product: a loop of two results follows it."""
+
+    def split_step(state, x):
+        def loss(state):
+            a, b = jnp.split(x @ state[0], 2, axis=1)
+            return ((jnp.tanh(a * b) @ state[1]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
+
+    state = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1024), (512, 64))]
+    found = temporary(split_step, (state, jax.ShapeDtypeStruct((64, 64), jnp.float32)), "cuda")
+    assert found["forward"] >= 32 * 1024 * 4
+
+
 def test_what_gpus_join_in_a_pack_is_made_where_it_is_joined():
     """The functions of a layer are written to the pack by one loop, and products alone are there before it."""
     state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
