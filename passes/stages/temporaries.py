@@ -7,7 +7,8 @@ output holds one other value at a time until it is written, but for those that a
 
 What goes out in a pack is joined when all its members are there. On CPUs that is the end of the program, and a library
 call, to which each member is given. On GPUs it is a loop, which takes in the loops that make the members; where the
-pack is given, it is joined apart from it and copied. A GPU's product adds to a sum where that is.
+pack is given, it is joined apart from it and copied. A GPU's product adds to a sum where that is. TPUs are taken to be
+like GPUs, which was not measured.
 
 On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; what is copied
 out of a pack is copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
@@ -254,7 +255,7 @@ class _Sizes:
     def added(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
         """The items, those products that are added to a sum whose buffer is given with the addition in them.
 
-        Products of GPUs and TPUs write alpha a b + beta c over c, converted or turned on the way.
+        Products of GPUs write alpha a b + beta c over c, converted or turned on the way.
         """
         users: dict[int, list[int]] = {}
         for n, item in enumerate(items):
@@ -267,10 +268,8 @@ class _Sizes:
             register, end = item.results[0], n
             while len(users.get(register, ())) == 1:
                 (end,) = users[register]
-                if items[end].kind not in ("loop", "view") or (len(items[end].operands), len(items[end].results)) != (
-                    1,
-                    1,
-                ):
+                one = len(items[end].operands) == len(items[end].results) == 1
+                if not one or items[end].kind not in ("loop", "view"):
                     break
                 (register,) = items[end].results
             last = instructions[end]
