@@ -17,6 +17,7 @@ from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
+from alpa_lite.passes.ir.fusion import Item
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import ahead
 
@@ -280,3 +281,16 @@ def test_an_output_holds_one_value_at_a_time_until_it_is_written():
     assert temporaries._fullest(values, np.array([(5, 5, 10)]), inner) == 5
     assert temporaries._fullest(values, np.array([(5, 5, 10), (5, 5, 3)]), inner) == 2
     assert temporaries._fullest(values, np.array([(5, 5, 10)]), np.array([0, 0, 0, 0, 0, 8.0])) == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "in_place", "most"),
+    [("loop", 1, False, 8), ("update", 1, True, 8), ("update", 1, False, 16), ("library", 1, True, 16),
+     ("library", 0.5, False, 8)],
+)  # fmt: skip
+def test_what_writes_over_its_operand_takes_no_bytes_beside_it(kind, start, in_place, most):
+    """Value 1 is read by what makes value 3, last; half a place early are loops alone."""
+    items = [Item("library", (), (1,), 2), Item(kind, (1,), (3,), 2), Item("library", (3,), (4,), 2)]
+    lives = {1: (0, start), 3: (start, 2), 4: (2, 3)}
+    slots = temporaries._slots(items, lives, {1: 8, 3: 8, 4: 8}, (4,), in_place=in_place)
+    assert temporaries._fullest(*slots, np.zeros(8)) == most
