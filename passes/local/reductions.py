@@ -97,12 +97,13 @@ def arg_extremum(s: Setting) -> LocalForm | None:
     block, parts = s.local_operand(0)[dim], s.mesh.product(axes)
 
     def run(x: jax.Array) -> list:
+        if block == 1:
+            values = lax.all_gather(lax.squeeze(x, (dim,)), axes, axis=0)
+            return list(bind(s.op, [values], {**s.op.params, "axes": (0,)}))
         (index,) = bind(s.op, [x])
         value = jnp.take_along_axis(x, lax.expand_dims(index, (dim,)), axis=dim, mode="promise_in_bounds")
         values = lax.all_gather(lax.squeeze(value, (dim,)), axes, axis=0)
         (best,) = bind(s.op, [values], {**s.op.params, "axes": (0,)})
-        if block == 1:
-            return [best]
         indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
 
