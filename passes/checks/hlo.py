@@ -1,8 +1,9 @@
 """Whether a compiled program communicates as planned, up to what compilers are known to rewrite.
 
-Let P and F be the executions per step by (kind, axes, bytes), planned and found. What is equal cancels. Each rule
-below explains a part of P - F (missing) or pairs a part of it with a part of F - P (extra); what no rule explains is
-a difference, and the comparison fails. Rules in order, with what was seen to do it (CPU: JAX 0.10.2 and 0.12; TPU:
+Collectives are told apart by (kind, axes, bytes), and counted by their executions per step. Those that are planned and
+found as they are, or differ in kind or width by a rule below, are paired at once, so that as little as can be is left
+(`checks.matching`). Each other rule, in order, explains a part of what is missing or pairs it with what is extra; what
+no rule explains is a difference, and the comparison fails. With what was seen to do it (CPU: JAX 0.10.2 and 0.12; TPU:
 libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
 
     combined                several operands in one op: equal logically, listed only                      CPU, TPU
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,26 +223,31 @@ class _Match:
         for key, n in self.missing.items():
             planned.update({(key, bits): part for bits, part in self._by_width(key, n)})
         found = {(at, form): n for at, forms in self.extra.items() for form, n in forms.items()}
-        names: dict[tuple[Any, Any], str] = {}
-        costs: dict[tuple[Any, Any], float] = {}
-        for cost, (name, kind, other, up, down) in enumerate(_forms(), start=1):
-            for key, bits in planned:
-                at = other, key[1], key[2] * up // down
-                if key[0] != kind or key[2] * up % down or not (name == "" or self._is_written(key)):
-                    continue
-                for form in self.extra.get(at, ()):
-                    if (kind == other or not form[1]) and self._width(key, bits, form[0], up, down):
-                        pair = (key, bits), (at, form)
-                        # An equal payload that is named otherwise, or has other items, is rather a changed one.
-                        own = up == down and bits in (None, item_bits(form[0]))
-                        costs[pair] = cost + 0.1 * (not form[1]) + (0.0 if name or own else _OTHER_WIDTH)
-                        names[pair] = name
+        changes = self._changes(planned)
+        costs = {pair: cost for pair, (cost, _) in changes.items()}
         groups = {one: one[0] for one in planned}
         for pair, n in paired(planned, found, costs, groups, self._losable()).items():
             (key, _), (at, form) = pair
             self._take(key, at, form, n)
-            if names[pair]:
-                self._note(names[pair], n, key, f" as {at[2]} bytes of {form[0]}" if at[2] != key[2] else "")
+            if name := changes[pair][1]:
+                self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if at[2] != key[2] else "")
+
+    def _changes(self, planned: Iterable[tuple[Key, int | None]]) -> dict[tuple[Any, Any], tuple[float, str]]:
+        """Planned and found collective -> what making the one into the other costs, and its name; "" for equal ones."""
+        out: dict[tuple[Any, Any], tuple[float, str]] = {}
+        forms = list(enumerate(_forms(), start=1))
+        for key, bits in planned:
+            for cost, (name, kind, other, up, down) in forms:
+                if key[0] != kind or key[2] * up % down or (name and not self._is_written(key)):
+                    continue
+                at = other, key[1], key[2] * up // down
+                for form in self.extra.get(at, ()):
+                    if (kind != other and form[1]) or not self._width(key, bits, form[0], up, down):
+                        continue
+                    # An equal payload that is named otherwise, or has other items, is rather a changed one.
+                    strange = not name and bits not in (None, item_bits(form[0]))
+                    out[(key, bits), (at, form)] = cost + 0.1 * (not form[1]) + _OTHER_WIDTH * strange, name
+        return out
 
     def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
         """The planned executions of a key by the width of their items; None if the lowered module does not say."""

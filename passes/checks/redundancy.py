@@ -155,8 +155,6 @@ class _Numbering:
             for region in op.regions:
                 self._operations(region.blocks[0], dict(values), loops, dict(known))
             return [self._outside(loops) for _ in op.results]
-        if name == "stablehlo.select" and operands[1] == operands[2]:
-            return operands[1:2]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
         if name == "stablehlo.optimization_barrier" or (name == "stablehlo.reverse" and _moves_nothing(op)):
@@ -187,7 +185,9 @@ class _Numbering:
         return numbers
 
     def _unchanged(self, name: str, operands: list[int]) -> int | None:
-        """The number of what is multiplied or divided by one, or what zero is added to or taken from; else None."""
+        """The number of what is multiplied or divided by one, what zero is added to, or the one choice; else None."""
+        if name == "stablehlo.select":
+            return operands[1] if operands[1] == operands[2] else None
         neutral = self.ones if name in ("stablehlo.multiply", "stablehlo.divide") else self.zeros
         if name in ("stablehlo.multiply", "stablehlo.add") and operands[0] in neutral:
             return operands[1]

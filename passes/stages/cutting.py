@@ -15,7 +15,6 @@ flight would cost memory for nothing.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import PlanError
@@ -176,7 +175,8 @@ class _Cut:
         """
         stage = self.stage
         of = stage.phases
-        sent = {o for wire, o, _ in self._ends(body, {}, defaultdict(int)) if wire.kind == "crossing"}
+        crossing = sum(port.kind == "crossing" for port in stage.outputs)
+        sent = set(body.outputs[len(body.outputs) - crossing :])
         first: dict[int, int] = {}
         out = [0] * len(items)
         for n in range(len(items) - 1, -1, -1):

@@ -245,7 +245,7 @@ class _Sizes:
 
     def narrowed(self, items: list[Item], sizes: dict[int, int], wide: set[int]) -> set[int]:
         """What outputs in float32 are brought back to half precision as, at the end; adds the items that do it."""
-        least = min(0, min(sizes, default=0))
+        least = min([0, *sizes])
         numbers = range(least - len(wide), least)
         for number, register in zip(numbers, sorted(wide), strict=True):
             items.append(Item("loop", (register,), (number,), 0))

@@ -364,8 +364,9 @@ def _operand(name: str, operands: Sequence[Atom]) -> Atom | None:
 
 def _is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
     """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
-    zero = any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
-    return zero and eqn.primitive.name == "mul" and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
+        return False
+    return any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
 
 
 def _is_empty(eqn: Any) -> bool:
