@@ -200,15 +200,15 @@ class Chooser:
         layers, room = self.layers, self.asked.budget
         counts = [count for count in layers.counts if count not in but]
 
-        def choose(costs: Priced, some: Sequence[int], limit: float, **more: Any) -> Sliced:
-            costs, must = replace(costs, beyond=beyond), self.must and limit >= below
+        def choose(costs: Priced, some: Sequence[int], limit: float, must: bool, **more: Any) -> Sliced:
+            costs, must = replace(costs, beyond=beyond), self.must and must
             return sliced(self.run, costs, self.asked, some, room, limit, must=must, **more)
 
         def roughly(costs: Priced, some: Sequence[int], limit: float, pricing: float) -> Sliced:
             def enough(found: Sliced, left: float) -> bool:
                 return left > SPARE * pricing and found.slices.num_microbatches != costs.num_microbatches
 
-            return choose(costs, some, limit, enough=enough)
+            return choose(costs, some, limit, True, enough=enough)
 
         while True:
             try:

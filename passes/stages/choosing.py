@@ -93,7 +93,7 @@ def best(
     counts: Sequence[int],
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
-    choose: Callable[[Priced, Sequence[int], float], Sliced],
+    choose: Callable[[Priced, Sequence[int], float, bool], Sliced],
     cut: Callable[[int], Divisible],
     deadline: Deadline,
     below: float = math.inf,
@@ -102,16 +102,17 @@ def best(
     """The best stages, numbers of micro-batches compared at costs of their own.
 
     Layers are priced at one number, and scaled to the others. The best number by scaled costs is priced itself, if
-    there is time; if that is worse than was estimated, another may be better, and is priced too, `PRICED` at most. The
-    first number is found roughly (`roughly`): one number is searched some twenty times as fast as all of them, and its
-    best stages are a low limit for these.
+    there is time, else its stages at scaled costs are the answer; if that is worse than was estimated, another may be
+    better, and is priced too, `PRICED` at most. The first number is found roughly (`roughly`): one number is searched
+    some twenty times as fast as all of them, and its best stages are a low limit for these.
 
     Args:
       counts: the numbers, rising.
       kinds: the numbers of devices of submeshes.
       price: the costs of layers at a number of micro-batches on some kinds of submeshes.
       choose: the best stages at some costs and with one of some numbers; of those that take a number of seconds or
-        more, any. Raises InfeasibleError if none fits.
+        more, any. Raises InfeasibleError if none fits, and OutOfTime if none was found in the time, unless there must
+        be some, which is what the last argument says.
       cut: the step in layers with a number of micro-batches.
       deadline: until when numbers are priced.
       below: seconds; only stages that take less are of interest.
@@ -135,7 +136,8 @@ def best(
             if found is None and roughly is not None:
                 rough = roughly(scaled, left, below, took)
             else:
-                rough = choose(scaled, left, below if found is None else (1 - CERTAIN) * found.seconds)
+                limit = below if found is None else (1 - CERTAIN) * found.seconds
+                rough = choose(scaled, left, limit, found is None)
         except (InfeasibleError, OutOfTime) as error:
             if found is None:
                 raise
@@ -150,14 +152,18 @@ def best(
                 break
         count, scaled = rough.slices.num_microbatches, rough.priced
         left.remove(count)
-        if took > deadline.left and count != reference and not rough.rough:
+        try:
+            if took > deadline.left and count != reference and not rough.rough:
+                raise OutOfTime
+            exact = rough if count == reference else _exactly(rough, kinds, price, choose, below)
+        except OutOfTime:
             if found is not None:
                 compared = False
                 break
             step = cut(count)
             if len(step.layering.layers) == len(scaled.layers):
-                return replace(rough, priced=scaled.rescaled(step))
-        exact = rough if count == reference else _exactly(rough, kinds, price, choose, below)
+                return _as_scaled(rough, step)
+            exact = _exactly(rough, kinds, price, choose, below, must=True)
         if exact is None:
             continue
         tried += 1
@@ -194,17 +200,29 @@ def _exactly(
     rough: Sliced,
     kinds: tuple[int, ...],
     price: Callable[[int, tuple[int, ...]], Priced],
-    choose: Callable[[Priced, Sequence[int], float], Sliced],
+    choose: Callable[[Priced, Sequence[int], float, bool], Sliced],
     below: float,
+    *,
+    must: bool = False,
 ) -> Sliced | None:
-    """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None."""
+    """Stages with as many micro-batches at their own costs: on the same sizes of submeshes, else on all; or None.
+
+    Raises:
+      OutOfTime: of `choose`.
+    """
     count = rough.slices.num_microbatches
     for sizes in (tuple(sorted(set(rough.slices.devices))), kinds):
         try:
-            return choose(price(count, sizes), [count], below)
-        except (InfeasibleError, OutOfTime):  # what was scaled fitted by little
+            return choose(price(count, sizes), [count], below, must)
+        except InfeasibleError:  # what was scaled fitted by little
             continue
     return None
+
+
+def _as_scaled(rough: Sliced, step: Divisible) -> Sliced:
+    """Stages that were chosen by scaled costs, where the time is over before those at their number are worked out."""
+    priced = rough.priced.rescaled(step)
+    return replace(rough, priced=priced, bound=min(rough.bound, priced.least_seconds), unfinished=True)
 
 
 def settled(

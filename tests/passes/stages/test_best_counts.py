@@ -44,7 +44,7 @@ def found(below: float, counts: Sequence[int] = (1, 2, 4)) -> tuple[Any, list[in
         priced.append(count)
         return count
 
-    def choose(costs: Any, some: Sequence[int], limit: float) -> Any:
+    def choose(costs: Any, some: Sequence[int], limit: float, must: bool) -> Any:
         count = min(some, key=SECONDS.__getitem__)
         return replace(Chosen(Slices(count), SECONDS[count]), priced=costs)
 

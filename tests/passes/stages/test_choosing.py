@@ -30,13 +30,15 @@ class Search:
     def price(self, count: int, kinds: Any) -> Any:
         self.priced.append((count, kinds))
         self.now += 4.0
-        return SimpleNamespace(num_microbatches=count, layers=(), rescaled=lambda step: step)
+        costs = SimpleNamespace(num_microbatches=count, layers=(), least_seconds=0.25)  # what no pipeline undercuts
+        costs.rescaled = lambda step: SimpleNamespace(**{**vars(costs), "num_microbatches": step.num_microbatches})
+        return costs
 
     def cut(self, count: int) -> Any:
         layers: Any = SimpleNamespace(layering=SimpleNamespace(layers=()), num_microbatches=count)
         return layers
 
-    def choose(self, priced: Any, counts: Sequence[int], limit: float) -> Sliced:
+    def choose(self, priced: Any, counts: Sequence[int], limit: float, must: bool) -> Sliced:
         count = priced.num_microbatches
         best = min(counts, key=lambda other: (self.seconds(count, other), -other))
         tried = sum(number == best for number, _ in self.priced)
@@ -104,12 +106,12 @@ class Rough(Search):
         self.limits: list[float] = []
         self.spare: list[float] = []
 
-    def choose(self, priced: Any, counts: Sequence[int], limit: float) -> Sliced:
+    def choose(self, priced: Any, counts: Sequence[int], limit: float, must: bool) -> Sliced:
         if len(counts) > 1:
             self.limits.append(limit)
             if self.late:
                 raise OutOfTime
-        return replace(super().choose(priced, counts, limit), bound=0.9)
+        return replace(super().choose(priced, counts, limit, must), bound=0.9)
 
     def roughly(self, priced: Any, counts: Sequence[int], limit: float, took: float) -> Sliced:
         self.spare.append(took)
@@ -144,10 +146,33 @@ def test_the_best_number_by_a_rough_search_is_priced_before_all_are_compared(fas
     assert sorted(row.num_microbatches for row in found.weighed) == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize(("layers", "musts"), [(0, [True, False]), (1, [True, False, True])])
+def test_where_the_time_ends_while_the_best_number_is_priced_its_stages_at_scaled_costs_are_the_answer(
+    layers, musts
+) -> None:
+    """Where it has other layers costs cannot be scaled, and are worked out after the time."""
+    search, asked = Search({}), []
+
+    def choose(priced: Any, counts: Sequence[int], limit: float, must: bool) -> Sliced:
+        asked.append(must)
+        if priced.num_microbatches == 8 and not must:
+            raise OutOfTime
+        return search.choose(priced, counts, limit, must)
+
+    def cut(count: int) -> Any:
+        step = search.cut(count)
+        step.layering.layers = (0,) * layers
+        return step
+
+    found = best([1, 2, 4, 8], KINDS, search.price, choose, cut, Deadline(100.0, lambda: search.now))
+    assert asked == musts and [count for count, _ in search.priced] == [4, 8, 8][: len(musts)]
+    assert found.slices.num_microbatches == found.priced.num_microbatches == 8
+    assert (found.unfinished, found.bound) == (layers == 0, 0.0)
+
+
 def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answer_and_says_so() -> None:
     for late, seconds in ((True, 100.0), (False, 8.0), (False, 6.0)):  # it ends while they are compared, or before
         search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {2: 0.5}, late)
-        search.price = lambda count, kinds, search=search: priced_at(search, count, kinds)  # type: ignore[method-assign]
         deadline = Deadline(seconds, lambda search=search: search.now)
         found = best(
             [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
@@ -160,15 +185,10 @@ def test_a_number_that_a_rough_search_finds_is_all_there_is_where_no_other_fits(
     """It was compared with all of them then."""
     search = Rough({2: 3.0, 4: 2.0, 8: 1.0}, {})
 
-    def choose(priced: Any, counts: Sequence[int], limit: float) -> Sliced:
+    def choose(priced: Any, counts: Sequence[int], limit: float, must: bool) -> Sliced:
         if 8 not in counts:
             raise InfeasibleError("too much")
-        return search.choose(priced, counts, limit)
+        return search.choose(priced, counts, limit, must)
 
     found = best([2, 4, 8], KINDS, search.price, choose, search.cut, Deadline(), roughly=search.roughly)
     assert found.slices.num_microbatches == 8 and not found.unfinished
-
-
-def priced_at(search: Rough, count: int, kinds: Any) -> Any:
-    """Costs that say what no pipeline undercuts."""
-    return SimpleNamespace(**vars(Search.price(search, count, kinds)), least_seconds=0.25)

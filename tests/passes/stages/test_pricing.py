@@ -50,7 +50,7 @@ def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tup
         asked.append(count)
         return SimpleNamespace(layers=())
 
-    def choose(costs: Any, some: Any, limit: float) -> Any:
+    def choose(costs: Any, some: Any, limit: float, must: bool) -> Any:
         slices = SimpleNamespace(num_microbatches=priced)
         return SimpleNamespace(slices=slices, seconds=1.0, priced=costs, weighed=(), rough=False)
 
