@@ -27,8 +27,9 @@ from alpa_lite.passes.layers.division import Divisible, divisible
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages import Slower, choosing, submeshes
+from alpa_lite.passes.stages import Slower, settling, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, Sliced
+from alpa_lite.passes.stages.counts import Layered
 from alpa_lite.passes.stages.layer_costs import Layer
 from alpa_lite.passes.stages.pricing import Key, Priced
 from alpa_lite.realising import Before, realised
@@ -74,22 +75,6 @@ Estimates may be too high, since a stage has once what each of its layers has. M
 layers of 25,600 on 384 MI250X: 1.41 to 1.63 times the bytes of the planned stages, when all that a layer saves was
 counted where it is computed again.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class Layered:
-    """What stages are chosen from.
-
-    Attributes:
-      counts: numbers of micro-batches, rising. kinds: numbers of devices of submeshes.
-      cut: the step in layers with a number of micro-batches.
-      price: the costs of layers with a number of micro-batches on some kinds of submeshes.
-    """
-
-    counts: Sequence[int]
-    kinds: tuple[int, ...]
-    cut: Callable[[int], Divisible]
-    price: Callable[[int, tuple[int, ...]], Priced]
 
 
 def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, must: bool = True) -> Staged:
@@ -197,8 +182,8 @@ class Chooser:
         Raises:
           InfeasibleError, OutOfTime, Slower: as `stages.best`.
         """
-        layers, room = self.layers, self.asked.budget
-        counts = [count for count in layers.counts if count not in but]
+        room = self.asked.budget
+        layers = replace(self.layers, counts=[count for count in self.layers.counts if count not in but])
 
         def choose(costs: Priced, some: Sequence[int], limit: float, must: bool, **more: Any) -> Sliced:
             costs, must = replace(costs, beyond=beyond), self.must and must
@@ -212,8 +197,7 @@ class Chooser:
 
         while True:
             try:
-                deadline, price = self.asked.deadline, layers.price
-                return stages.best(counts, layers.kinds, price, choose, layers.cut, deadline, below, roughly), room
+                return stages.best(layers, choose, self.asked.deadline, below, roughly), room
             except InfeasibleError as error:
                 room = sparest(error, self.asked)
 
@@ -398,20 +382,20 @@ def sliced(
     """Layers to stages, stages to submeshes, the schedule and what is computed again, within `room` bytes a device.
 
     Costs of layers are worked out as far as the choice depends on them. What may be searched after the end of the time
-    (`choosing.OVERTIME`) is a part of it.
+    (`settling.OVERTIME`) is a part of it.
     """
     late, deadline = asked.pipeline.schedule == "auto", asked.deadline
     if late:
-        deadline = deadline.within(deadline.left / (1 + choosing.OVERTIME))
+        deadline = deadline.within(deadline.left / (1 + settling.OVERTIME))
 
     def choose(costs: Priced, rough: bool) -> Sliced:
-        names = choosing.ROUGHLY if rough else schedules.NAMES
+        names = settling.ROUGHLY if rough else schedules.NAMES
         return run(
             "slicing", stages.choose, costs, asked.pipeline, counts, room, rough=rough, names=names, deadline=deadline
         )
 
     def hiding(costs: Priced) -> Sliced:
-        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=True, names=choosing.HIDING)
+        return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=True, names=settling.HIDING)
 
     def work_out(costs: Priced, wanted: Sequence[Key], until: Deadline | None) -> Priced:
         most = asked.options.solver_time_limit

@@ -4,11 +4,13 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 `PlannedStage`, each stage solved, lowered and cut into the segments that a schedule runs (forward, backward, update).
 """
 
-from alpa_lite.passes.stages.choosing import Slower, best, choose, settled
+from alpa_lite.passes.stages.choosing import choose
+from alpa_lite.passes.stages.counts import Slower, best
 from alpa_lite.passes.stages.owned import owned_graphs
 from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import priced, worked_out
+from alpa_lite.passes.stages.settling import settled
 from alpa_lite.passes.stages.staging import stage_graphs
 from alpa_lite.passes.stages.turns import turns_of
 

@@ -3,7 +3,7 @@
 A distinct layer can be planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
 some prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
 begin as bounds, and only those that the best stages by these bounds use are worked out, until the best stages use no
-bound (`choosing.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
+bound (`settling.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
 numbers of micro-batches are scaled by the size of a micro-batch; where that has fewer examples than devices share them,
 several devices are taken to do the same (`Priced.costs`).
 

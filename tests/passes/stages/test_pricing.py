@@ -16,7 +16,7 @@ from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import pricing
-from alpa_lite.passes.stages.choosing import best
+from alpa_lite.passes.stages.counts import Layered, best
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.pricing import Priced, link_seconds
 from alpa_lite.passes.stages.slices import StageChoice
@@ -54,7 +54,8 @@ def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tup
         slices = SimpleNamespace(num_microbatches=priced)
         return SimpleNamespace(slices=slices, seconds=1.0, priced=costs, weighed=(), rough=False)
 
-    best(counts, (1,), price, choose, lambda count: None, Deadline())  # type: ignore[arg-type,return-value]
+    layers = Layered(counts, (1,), lambda count: None, price)  # type: ignore[arg-type,return-value]
+    best(layers, choose, Deadline())
     assert asked == [priced]
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages.choosing import NEAR, Sliced, settled
+from alpa_lite.passes.stages.choosing import Sliced
 from alpa_lite.passes.stages.ranges import StageCosts, from_layers
+from alpa_lite.passes.stages.settling import NEAR, settled
 from alpa_lite.passes.stages.slices import SliceOptions
 from alpa_lite.passes.stages.slicing import slice_stages
 

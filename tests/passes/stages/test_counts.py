@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
-from alpa_lite.passes.stages.choosing import Sliced, best
+from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.stages.counts import Layered, Slower, best
 
 KINDS = (1, 2, 4, 8)
 
@@ -63,7 +65,7 @@ class Search:
 )
 def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced) -> None:
     search = Search(unfit)
-    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, Deadline())
+    found = best(Layered([1, 2, 4, 8], KINDS, search.cut, search.price), search.choose, Deadline())
     assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
     assert search.priced == priced
     assert {row.num_microbatches for row in found.weighed} >= {1, 2, 4}
@@ -81,7 +83,7 @@ def test_a_number_that_does_not_fit_after_all_gives_way(unfit, chosen, priced) -
 )
 def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, chosen, priced) -> None:
     search = Search({}, worse)
-    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, Deadline())
+    found = best(Layered([1, 2, 4, 8], KINDS, search.cut, search.price), search.choose, Deadline())
     assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
     assert [count for count, _ in search.priced] == priced
 
@@ -92,7 +94,7 @@ def test_a_number_that_is_worse_than_estimated_is_compared_with_others(worse, ch
 def test_the_best_number_is_priced_itself_if_there_is_time_for_it(seconds, priced) -> None:
     search = Search({}, {8: 1.5})
     deadline = Deadline(seconds, lambda: search.now)
-    found = best([1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline)
+    found = best(Layered([1, 2, 4, 8], KINDS, search.cut, search.price), search.choose, deadline)
     assert found.slices.num_microbatches == found.priced.num_microbatches == 8
     assert search.priced == priced
 
@@ -138,7 +140,7 @@ def test_the_best_number_by_a_rough_search_is_priced_before_all_are_compared(fas
     search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, faster)
     deadline = Deadline(100.0, lambda: search.now)
     found = best(
-        [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
+        Layered([1, 2, 4, 8], KINDS, search.cut, search.price), search.choose, deadline, roughly=search.roughly
     )  # fmt: skip
     assert found.slices.num_microbatches == chosen and [count for count, _ in search.priced] == priced
     assert search.spare == [4.0] and search.limits[0] == pytest.approx(0.98)  # pricing takes 4 s
@@ -164,7 +166,7 @@ def test_where_the_time_ends_while_the_best_number_is_priced_its_stages_at_scale
         step.layering.layers = (0,) * layers
         return step
 
-    found = best([1, 2, 4, 8], KINDS, search.price, choose, cut, Deadline(100.0, lambda: search.now))
+    found = best(Layered([1, 2, 4, 8], KINDS, cut, search.price), choose, Deadline(100.0, lambda: search.now))
     assert asked == musts and [count for count, _ in search.priced] == [4, 8, 8][: len(musts)]
     assert found.slices.num_microbatches == found.priced.num_microbatches == 8
     assert (found.unfinished, found.bound) == (layers == 0, 0.0)
@@ -175,7 +177,7 @@ def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answe
         search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {2: 0.5}, late)
         deadline = Deadline(seconds, lambda search=search: search.now)
         found = best(
-            [1, 2, 4, 8], KINDS, search.price, search.choose, search.cut, deadline, roughly=search.roughly
+            Layered([1, 2, 4, 8], KINDS, search.cut, search.price), search.choose, deadline, roughly=search.roughly
         )  # fmt: skip
         assert found.slices.num_microbatches == 8 and found.unfinished and found.bound == 0.25
         assert len(search.limits) == late and [count for count, _ in search.priced] == [4, 8]
@@ -190,5 +192,58 @@ def test_a_number_that_a_rough_search_finds_is_all_there_is_where_no_other_fits(
             raise InfeasibleError("too much")
         return search.choose(priced, counts, limit, must)
 
-    found = best([2, 4, 8], KINDS, search.price, choose, search.cut, Deadline(), roughly=search.roughly)
+    found = best(Layered([2, 4, 8], KINDS, search.cut, search.price), choose, Deadline(), roughly=search.roughly)
     assert found.slices.num_microbatches == 8 and not found.unfinished
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Stands in for `StageSlices`."""
+
+    num_microbatches: int
+    devices: tuple[int, ...] = (2, 2)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Stands in for `Sliced`."""
+
+    slices: Slices
+    seconds: float
+    priced: Any = None
+    weighed: tuple[Any, ...] = ()
+    rough: bool = False
+
+
+SECONDS = {1: 9.0, 2: 7.0, 4: 5.0}
+"""Of the best stages with so many micro-batches."""
+
+
+def found(below: float, counts: Sequence[int] = (1, 2, 4)) -> tuple[Any, list[int]]:
+    """The best, and the numbers that were priced."""
+    priced: list[int] = []
+
+    def price(count: int, kinds: tuple[int, ...]) -> Any:
+        priced.append(count)
+        return count
+
+    def choose(costs: Any, some: Sequence[int], limit: float, must: bool) -> Any:
+        count = min(some, key=SECONDS.__getitem__)
+        return replace(Chosen(Slices(count), SECONDS[count]), priced=costs)
+
+    def cut(count: int) -> Any:
+        raise AssertionError("there is time")
+
+    return best(Layered(counts, (1, 2), cut, price), choose, Deadline(), below), priced
+
+
+def test_the_best_number_is_priced_itself() -> None:
+    chosen, priced = found(math.inf)
+    assert (chosen.slices.num_microbatches, chosen.seconds, priced) == (4, 5.0, [2, 4])
+
+
+def test_what_is_not_faster_is_no_answer() -> None:
+    assert found(5.1)[0].seconds == 5.0
+    with pytest.raises(Slower) as caught:
+        found(5.0)
+    assert caught.value.seconds == 5.0
