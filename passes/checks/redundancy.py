@@ -10,7 +10,8 @@ over one element, and what stands behind a barrier, which some compilers drop be
 initial value for what it carries unchanged, and a new one for what it changes; loops and branches without collectives
 are values like others. With e the executions of a collective per step:
 
-    merged        e, where its number was already made in a block that reaches it
+    merged        e, where its number was already made in a block that reaches it, or in a loop before it: what has the
+                  same number outside does not change in that loop, and can be computed before it
     constant      e, where everything it depends on is a constant, a remainder of a division by one included
     reassociated  e, for each sum of two all-reduces of one kind, or of such sums, also if both are multiplied or
                   divided by the same constants
@@ -297,7 +298,7 @@ class _Numbering:
         self.varies.update((n, n) for n, keep in zip(arguments, kept, strict=True) if not keep)
         inner = (*loops, _Loop(trip_count(op) or 1, first))
         for block in (condition, body):
-            self._region(block, arguments, values, inner, dict(known), None)
+            self._region(block, arguments, values, inner, known, None)
         return [n if keep else self._outside(loops) for n, keep in zip(operands, kept, strict=True)]
 
     def _outside(self, loops: tuple[_Loop, ...]) -> int:
