@@ -36,7 +36,7 @@ from hlo_bytes import accessed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.passes.ir import fusion
+from alpa_lite.passes.ir import moving
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import ahead
 
@@ -49,7 +49,7 @@ def measured(name: str, device: Any) -> dict[str, Any]:
     step, arguments = CASES[name]()
     graph = tracing.trace(step, arguments, {}).graph
     start = time.process_time()
-    predicted = fusion.moved_bytes(graph.block, graph.values)
+    predicted = moving.moved_bytes(graph.block, graph.values)
     seconds = time.process_time() - start
     everywhere = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     jitted = jax.jit(step, in_shardings=everywhere, out_shardings=everywhere)

@@ -33,7 +33,8 @@ from jax.extend.mlir import ir
 
 from alpa_lite import _jax
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.shardy import WRITTEN, item_bits, read_collective, trip_count
+from alpa_lite.passes.checks.reading import item_bits, trip_count
+from alpa_lite.passes.checks.shardy import WRITTEN, read_collective
 
 Key = tuple[str, Axes, int]
 _MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert")

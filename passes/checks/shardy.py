@@ -29,12 +29,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
-from alpa_lite import _jax
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks.hollow import hollow
+from alpa_lite.passes.checks.reading import (
+    dims_of,
+    listed_axes,
+    nbytes,
+    operations,
+    sharding_of,
+    symbol,
+    trip_count,
+    visibility,
+)  # fmt: skip
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, normal_axes
 from alpa_lite.records import Collective
 
@@ -49,7 +58,6 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collectiv
 WRITTEN = {f"stablehlo.{kind}": kind for kind in _KINDS}
 """The collectives of StableHLO by operation."""
 _INSERTED = {f"sdy.{kind}": kind for kind in _KINDS}
-_LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
 _MESH_AXES = re.compile(r'axis_ref<name = "((?:[^"\\]|\\.)*)"(, sub_axis_info[^>]*>)?')
 
 
@@ -123,7 +131,7 @@ def shardy_report(module_or_text: Any, mesh: LogicalMesh) -> ShardyReport:
         written = _Walker(operation, mesh, WRITTEN)
         written.run()
         skeleton = operation.clone()
-        _hollow(skeleton)
+        hollow(skeleton)
         for text in SHARDY_PASSES:
             passmanager.PassManager.parse(text).run(skeleton.operation)
         inserted = _Walker(skeleton, mesh, _INSERTED)
@@ -145,14 +153,14 @@ class _Walker:
     def __init__(self, operation: Any, mesh: LogicalMesh, names: dict[str, str]) -> None:
         self.mesh = mesh
         self.names = names
-        self.functions = {_symbol(op): op for op in _body(operation) if op.name == "func.func"}
+        self.functions = {symbol(op): op for op in operations(operation) if op.name == "func.func"}
         self.memo: dict[str, tuple[tuple[Collective, bool], ...]] = {}
         self.found: tuple[tuple[Collective, bool], ...] = ()
         self.unknown_loops: list[str] = []
 
     def run(self) -> None:
         """Fills `found` from the public functions."""
-        public = [n for n, op in self.functions.items() if _visibility(op) != "private"]
+        public = [n for n, op in self.functions.items() if visibility(op) != "private"]
         self.found = tuple(item for name in public for item in self._function(name))
 
     def _function(self, name: str) -> tuple[tuple[Collective, bool], ...]:
@@ -207,7 +215,7 @@ def read_collective(op: Any, mesh: LogicalMesh, times: int = 1) -> list[Collecti
         return []
     values = op.operands if kind == "reduce_scatter" and written else op.results
     where = _where(op)
-    return [Collective(kind, axes, int(_bytes(value.type) * held), times, 0, where) for value in values]
+    return [Collective(kind, axes, int(nbytes(value.type) * held), times, 0, where) for value in values]
 
 
 def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
@@ -223,16 +231,16 @@ def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
 
 def _inserted(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
     """The axes of an sdy collective, and the part of its global value that counts on one device."""
-    after = _dims(op.attributes.get("out_sharding"))
+    after = dims_of(op.attributes.get("out_sharding"))
     split = tuple(dict.fromkeys(axis for dim in after for axis in dim))
     shards = math.prod(_size(axis, mesh) for axis in split)
     if kind == "collective_permute":
-        before = _dims(_sharding_of(op.operands[0]))
+        before = dims_of(sharding_of(op.operands[0]))
         moved = [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]] or [((), split)]
         axes = tuple(dict.fromkeys(axis for pair in moved for side in pair for axis in side))
     else:
         lists = [str(op.attributes[name]) for name in op.attributes if name != "out_sharding"]
-        axes = tuple(axis for text in lists for axis in _listed_axes(text))
+        axes = tuple(axis for text in lists for axis in listed_axes(text))
     scattered = math.prod(_size(axis, mesh) for axis in axes) if kind == "reduce_scatter" else 1
     return normal_axes(axes, mesh), scattered / shards
 
@@ -241,262 +249,6 @@ def _size(axis: str, mesh: LogicalMesh) -> int:
     """The devices along an axis, or along the part of it that `axis:(before)size` names."""
     name, _, part = axis.partition(":(")
     return int(part.split(")")[1]) if part else mesh.axis_size(name) if name in mesh.axis_names else 1
-
-
-def trip_count(op: Any) -> int | None:
-    """The iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None."""
-    condition, body = (region.blocks[0] for region in op.regions)
-    compare = _owner(_terminator(condition).operands[0])
-    if compare is None or compare.name != "stablehlo.compare":
-        return None
-    direction = re.search(r"comparison_direction (\w+)", str(compare.attributes["comparison_direction"]))
-    left, bound = compare.operands
-    limit = _constant(bound)
-    if direction is None or direction[1] not in ("LT", "LE") or limit is None or not _is_argument_of(left, condition):
-        return None
-    index = ir.BlockArgument(left).arg_number
-    start, step = _constant(op.operands[index]), _step(body, index)
-    if start is None or step is None or step <= 0:
-        return None
-    return max(0, -((start - limit - (direction[1] == "LE")) // step))
-
-
-def _step(body: Any, index: int) -> int | None:
-    """What one iteration adds to the counter, None where it is not a constant."""
-    add = _owner(_terminator(body).operands[index])
-    if add is None or add.name != "stablehlo.add":
-        return None
-    for counter, step in (tuple(add.operands), tuple(add.operands)[::-1]):
-        if _is_argument_of(counter, body) and ir.BlockArgument(counter).arg_number == index:
-            return _constant(step)
-    return None
-
-
-def _terminator(block: Any) -> Any:
-    return block.operations[len(block.operations) - 1].operation
-
-
-def _owner(value: Any) -> Any:
-    """The operation that makes `value`, None for a block's argument."""
-    owner = value.owner
-    return None if isinstance(owner, ir.Block) else owner.operation
-
-
-def _is_argument_of(value: Any, block: Any) -> bool:
-    return isinstance(value.owner, ir.Block) and value.owner == block
-
-
-def _constant(value: Any) -> int | None:
-    """The integer that a scalar constant holds, else None."""
-    op = _owner(value)
-    if op is None or op.name not in ("stablehlo.constant", "sdy.constant"):
-        return None
-    match = re.match(r"dense<(-?\d+)> : tensor<u?i\d+>", str(_jax.constant_of(op)).replace("ui", "i"))
-    return int(match[1]) if match else None
-
-
-def _hollow(module: Any) -> None:
-    """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called."""
-    meshes = {_symbol(op): _mesh_axes(op.attributes["mesh"]) for op in _body(module) if op.name == "sdy.mesh"}
-    functions = {_symbol(op): op for op in _body(module) if op.name == "func.func"}
-    called: set[str] = set()
-    stack = [op for op in functions.values() if _visibility(op) != "private"]
-    while stack:
-        for name in _hollow_blocks(stack.pop(), meshes):
-            if name in functions and name not in called:
-                called.add(name)
-                stack.append(functions[name])
-    for name, op in functions.items():
-        if name not in called and _visibility(op) == "private":
-            op.erase()
-
-
-def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
-    """Hollows the regions within `op`; the functions that what is left calls."""
-    calls: set[str] = set()
-    for region in op.regions:
-        for block in region.blocks:
-            for view in list(block.operations):
-                inner = view.operation
-                if inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
-                    _hollow_region(inner)
-                elif inner.name == "func.call":
-                    calls.add(ir.FlatSymbolRefAttr(inner.attributes["callee"]).value)
-                else:
-                    calls |= _hollow_blocks(inner, meshes)
-    return calls
-
-
-def _is_fully_manual(op: Any, meshes: dict[str, Axes]) -> bool:
-    names = sdy.ManualAxesAttr(op.attributes["manual_axes"])
-    manual = {names[i] for i in range(len(names))}
-    shardings = [
-        sdy.TensorShardingAttr(one)
-        for side in ("in_shardings", "out_shardings")
-        for one in sdy.TensorShardingPerValueAttr(op.attributes[side]).shardings
-    ]
-    used = {one.mesh_or_ref for one in shardings}
-    known = [
-        meshes.get(ir.FlatSymbolRefAttr(mesh).value) if isinstance(mesh, ir.FlatSymbolRefAttr) else _mesh_axes(mesh)
-        for mesh in used
-    ]
-    return bool(known) and all(axes is not None and set(axes) <= manual for axes in known)
-
-
-def _hollow_region(op: Any) -> None:
-    """Replaces a fully manual region by many opaque ones, each of one operand at most and one result at most.
-
-    Every operand is wanted, and every result comes, in the sharding that it had. Nothing is propagated through such a
-    region, so that is all that Shardy sees of it; but it takes time quadratic in the operands of one region.
-
-    What leaves nothing to decide is left out, which in a step is nearly everything and is most of the time of Shardy:
-    arguments of the function that come as they are wanted, and results that it returns as they come.
-    """
-    wanted = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
-    given = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
-    block = op.regions[0].blocks[0]
-    made = [value.type for value in _terminator(block).operands]
-    operands = [
-        (value, sharding, argument.type)
-        for value, sharding, argument in zip(op.operands, wanted, block.arguments, strict=True)
-        if not _comes_in(value, sharding)
-    ]
-    results, returned = [], []
-    for value, sharding, kind in zip(op.results, given, made, strict=True):
-        if _is_returned(value):
-            returned.append(value)
-        else:
-            results.append((value, sharding, kind))
-    if returned:
-        with ir.InsertionPoint(op):
-            _replace(returned, _opaque([value.type for value in returned], []))
-    for i in range(max(len(operands), len(results))):
-        ins, outs = operands[i : i + 1], results[i : i + 1]
-        part = ir.Operation.create(
-            "sdy.manual_computation",
-            results=[value.type for value, _, _ in outs],
-            operands=[value for value, _, _ in ins],
-            attributes={
-                "in_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in ins]),
-                "out_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in outs]),
-                "manual_axes": op.attributes["manual_axes"],
-            },
-            regions=1,
-            ip=ir.InsertionPoint(op),
-        )
-        body = part.regions[0].blocks.append(*[kind for _, _, kind in ins])
-        with ir.InsertionPoint(body):
-            opaque = _opaque([kind for _, _, kind in outs], list(body.arguments))
-            ir.Operation.create("sdy.return", operands=list(opaque.results))
-        _replace([value for value, _, _ in outs], part)
-    op.erase()
-
-
-def _opaque(results: Sequence[Any], operands: Sequence[Any]) -> Any:
-    """An operation that nothing is known of; `results` are types."""
-    attributes = {"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)}
-    return ir.Operation.create("stablehlo.custom_call", results=results, operands=operands, attributes=attributes)
-
-
-def _replace(values: Sequence[Any], op: Any) -> None:
-    for old, new in zip(values, op.results, strict=True):
-        old.replace_all_uses_with(new)
-
-
-def _comes_in(value: Any, sharding: Any) -> bool:
-    """Whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
-    return (
-        isinstance(value.owner, ir.Block)
-        and _sharding_of(value) == sharding
-        and all(sdy.DimensionShardingAttr(d).is_closed for d in sdy.TensorShardingAttr(sharding).dimension_shardings)
-    )
-
-
-def _is_returned(value: Any) -> bool:
-    """Whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
-    for use in value.uses:
-        op = use.owner.operation
-        if op.name != "func.return" or _visibility(op.parent) == "private":
-            return False
-        attributes = op.parent.attributes
-        if "res_attrs" in attributes and "sdy.sharding" in _names(attributes["res_attrs"][use.operand_number]):
-            return False
-    return True
-
-
-def _names(attributes: Any) -> list[str]:
-    """What a dict of attributes names; `get` of JAX's makes one."""
-    return [one.name for one in attributes]
-
-
-def _body(module: Any) -> list[Any]:
-    return [view.operation for view in module.regions[0].blocks[0].operations]
-
-
-def _symbol(op: Any) -> str:
-    return ir.StringAttr(op.attributes["sym_name"]).value
-
-
-def _visibility(op: Any) -> str:
-    return ir.StringAttr(op.attributes["sym_visibility"]).value if "sym_visibility" in op.attributes else "public"
-
-
-def _sharding_of(value: Any) -> Any:
-    """The sharding of a value, as far as its operation or its function carries one, else None."""
-    op = _owner(value)
-    if op is None:
-        owner = value.owner.owner
-        if "arg_attrs" not in owner.attributes:
-            return None
-        attributes = owner.attributes["arg_attrs"][ir.BlockArgument(value).arg_number]
-        return attributes["sdy.sharding"] if "sdy.sharding" in _names(attributes) else None
-    if "out_sharding" in op.attributes:
-        return op.attributes["out_sharding"]
-    if "sdy.sharding" not in op.attributes:
-        return None
-    shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
-    return shardings[ir.OpResult(value).result_number]
-
-
-def _mesh_axes(mesh: Any) -> Axes:
-    return tuple(sdy.MeshAxisAttr(axis).name for axis in sdy.MeshAttr(mesh).axes)
-
-
-def _dims(sharding: Any) -> tuple[Axes, ...]:
-    """The axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
-    if sharding is None:
-        return ()
-    dims = [sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings]
-    return tuple(tuple(_axis_name(sdy.AxisRefAttr(axis)) for axis in dim.axes) for dim in dims)
-
-
-def _axis_name(axis: Any) -> str:
-    if axis.sub_axis_info is None:
-        return axis.name
-    part = sdy.SubAxisInfoAttr(axis.sub_axis_info)
-    return f"{axis.name}:({part.pre_size}){part.size}"
-
-
-def _listed_axes(text: str) -> Axes:
-    """The axes that a printed list names, as `_dims` names them. Lists of axes have no class in Python."""
-    return tuple(dict.fromkeys(name + part for name, part in _LISTED_AXIS.findall(text)))
-
-
-def item_bits(kind: Any) -> int:
-    """Bits of one item of a tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
-    if not isinstance(kind, ir.RankedTensorType):
-        return 0
-    item: Any = kind.element_type
-    if isinstance(item, ir.ComplexType):
-        part: Any = item.element_type
-        return 2 * part.width
-    return 8 if item.width == 1 else item.width
-
-
-def _bytes(kind: Any) -> int:
-    """Bytes of a tensor type, 0 for what is no tensor."""
-    bits = item_bits(kind)
-    return math.prod(kind.shape) * bits // 8 if bits else 0
 
 
 def _where(op: Any) -> str:

@@ -6,15 +6,7 @@ is in memory. The rule is that of XLA's GPU passes (`priority_fusion`, `multi_ou
 in xla/service/gpu/transforms), as seen in programs that they compile for an H100; `benchmarks/bytes_accessed.py`
 compares the bytes.
 
-Operations are of these kinds:
-
-    view      another shape or name of the same bytes; costs nothing
-    barrier   a view of several values, which have to be in memory
-    loop      elementwise operations, broadcasts, slices, transpositions, gathers: may be a part of any kernel
-    reduce    takes what it reduces into its kernel, and ends it
-    update    writes a part of its first operand in place (scatter, dynamic_update_slice), and ends its kernel
-    library   a kernel of its own, which takes in nothing: products, sorts, Fourier transforms, collectives
-    control   its bodies are programs of their own, whose inputs and outputs are in memory
+Operations are of the kinds of `ir.items`.
 
 Rule.
 
@@ -27,26 +19,15 @@ Rule.
    same value (siblings), or if one reads what the other writes.
 5. A reduction of a short last dim whose result is repeated along that dim and meets there what was reduced is within
    one kernel with it, as both of a softmax are.
-
-A product without a depth is a multiplication, one of a vector is a multiplication and a sum (see
-`cost.MeshCost.matmul_efficiency`). Layouts are left out: a transposition before a product may cost a copy or nothing.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from alpa_lite.graph import Atom, Block, Lit, Op, Value
-from alpa_lite.passes.ir import primitives
-
-Kind = Literal["view", "barrier", "loop", "reduce", "update", "library", "control"]
-
-Sizes = Mapping[int, int] | Sequence[int]
-"""Bytes of each value."""
+from alpa_lite.passes.ir.items import Item, Sizes
 
 #: The longest row that a kernel holds whole.
 _ROW = 4096
@@ -62,41 +43,6 @@ _FAR = 4096
 
 
 @dataclass(frozen=True)
-class Item:
-    """An operation for the rule.
-
-    Attributes:
-      kind: what it is.
-      operands, results: values, by any numbers.
-      elements: how many it goes through: those of its result, of a reduction those of its operand.
-      partly: it reads no more of its first operand than its result has.
-      row: the length of the last dim where it reduces that alone, else 0.
-      expensive: a function that takes many instructions.
-      update: of an update the operand that says how much is written, and how often memory is touched for it.
-    """
-
-    kind: Kind
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    elements: int
-    partly: bool = False
-    row: int = 0
-    update: tuple[int, int] = (-1, 0)
-    expensive: bool = False
-
-    def taken(self, nbytes: Sizes) -> float:
-        """The share of its first operand that it reads."""
-        if not self.partly:
-            return 1.0
-        return min(1.0, sum(nbytes[r] for r in self.results) / max(1, nbytes[self.operands[0]]))
-
-    def written_bytes(self, value: int, nbytes: Sizes) -> float:
-        """Bytes that are written of a result, and read in order to write them."""
-        operand, times = self.update
-        return min(nbytes[value], nbytes[operand]) * times if times else nbytes[value]
-
-
-@dataclass(frozen=True)
 class Traffic:
     """What each item reads and writes.
 
@@ -109,44 +55,6 @@ class Traffic:
     reads: tuple[Mapping[int, float], ...]
     writes: tuple[tuple[int, ...], ...]
     stored: frozenset[int]
-
-
-def kind_of(op: Op, values: Sequence[Value]) -> Kind:
-    """The kind of an operation."""
-    name = op.name
-    if name in primitives.CONTROL:
-        return "control"
-    if name == "optimization_barrier":
-        return "barrier"
-    if name in primitives.SAME_BYTES:
-        return "view"
-    if name == "broadcast_in_dim" and not isinstance(op.operands[0], Lit):
-        same = _size(op.operands[0], values) == _size(op.results[0], values)
-        return "view" if same else "loop"
-    if name == "dot_general":
-        m, n, k = _product(op, values)
-        return "loop" if k == 1 else "reduce" if 1 in (m, n) else "library"
-    if name in primitives.SCATTERS or name == "dynamic_update_slice":
-        return "update"
-    return "loop" if name in primitives.IN_LOOPS else "reduce" if name in primitives.FOLDS else "library"
-
-
-def item_of(op: Op, values: Sequence[Value]) -> Item:
-    """An operation of a graph, for the rule."""
-    kind = kind_of(op, values)
-    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
-    elements = max((_size(v, values) for v in op.results), default=0)
-    row, update = 0, (-1, 0)
-    if kind == "reduce" and operands:
-        elements = max(_size(v, values) for v in operands)
-        shape = values[operands[0]].shape
-        if op.params.get("axes") == (len(shape) - 1,):
-            row = shape[-1]
-    elif kind == "update":
-        wrote = op.operands[1 if op.name == "dynamic_update_slice" else -1]
-        update = (-1, 0) if isinstance(wrote, Lit) else (wrote, 1 if op.name == "dynamic_update_slice" else 2)
-    partly = op.name in primitives.SELECTIONS and bool(operands)
-    return Item(kind, operands, op.results, elements, partly, row, update, op.name in primitives.TRANSCENDENTAL)
 
 
 def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Traffic:
@@ -186,91 +94,6 @@ def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> d
         if (v := fusion.of(v)) in found:
             found[v] = found[v][0], len(items)
     return found
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What one operation of a graph moves on one device, each time it runs.
-
-    Attributes:
-      reads: for each operand the bytes that are read of it.
-      writes: for each result the bytes that are written of it.
-    """
-
-    reads: tuple[float, ...]
-    writes: tuple[float, ...]
-
-    @property
-    def bytes(self) -> float:
-        """All of them."""
-        return sum(self.reads) + sum(self.writes)
-
-
-def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
-    """Op index -> what it moves, for all operations of a block and of the bodies in it."""
-    out: dict[int, Moved] = {}
-    sizes = [v.nbytes for v in values]
-    alike: dict[object, Item] = {}
-    nothing: dict[tuple[int, int], Moved] = {}  # most operations are within kernels, and move nothing
-    blocks = [block]
-    while blocks:
-        here = blocks.pop()
-        items = [_item_like(op, values, alike) for op in here.ops]
-        found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
-        for op, item, reads, writes in zip(here.ops, items, found.reads, found.writes, strict=True):
-            if op.bodies:
-                blocks.extend(op.bodies)
-            if not reads and not writes:
-                size = len(op.operands), len(op.results)
-                none = nothing.get(size)
-                if none is None:
-                    none = nothing[size] = Moved((0.0,) * size[0], (0.0,) * size[1])
-                out[op.index] = none
-                continue
-            left = dict(reads)  # an operand that comes twice is read once
-            out[op.index] = Moved(
-                tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
-                tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
-            )
-    return out
-
-
-def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> Item:
-    """`item_of`, by an item of an operation of the same key, which differs in its values alone; notes it."""
-    known = alike.get(op.key)
-    if known is None or known.kind == "update":  # which says what it writes by its value
-        known = alike[op.key] = item_of(op, values)
-        return known
-    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
-    return Item(
-        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive
-    )
-
-
-def moved_bytes(block: Block, values: Sequence[Value]) -> float:
-    """Bytes that a program reads and writes on one device: scans by their trips, the bodies of other loops once."""
-    each = moved(block, values)
-
-    def total(block: Block) -> float:
-        return sum(
-            each[op.index].bytes + op.params.get("length", 1) * sum(total(body) for body in op.bodies)
-            for op in block.ops
-        )
-
-    return total(block)
-
-
-def _size(atom: Atom, values: Sequence[Value]) -> int:
-    return math.prod(atom.aval.shape if isinstance(atom, Lit) else values[atom].shape)
-
-
-def _product(op: Op, values: Sequence[Value]) -> tuple[int, int, int]:
-    """(m, n, k) of a `dot_general`."""
-    (contracted, _), (batched, _) = op.params["dimension_numbers"]
-    left, right = (a.aval.shape if isinstance(a, Lit) else values[a].shape for a in op.operands[:2])
-    k = math.prod(left[d] for d in contracted)
-    batch = math.prod(left[d] for d in batched)
-    return math.prod(left) // max(1, k * batch), math.prod(right) // max(1, k * batch), k
 
 
 @dataclass

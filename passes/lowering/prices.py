@@ -23,7 +23,7 @@ from typing import Any
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Op, Traced
-from alpa_lite.passes.ir.fusion import Moved
+from alpa_lite.passes.ir.moving import Moved
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
 from alpa_lite.passes.sharding.groups import Grouping

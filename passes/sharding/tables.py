@@ -16,7 +16,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
-from alpa_lite.passes.ir import fusion
+from alpa_lite.passes.ir import moving
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
@@ -103,9 +103,9 @@ class Shared:
         return Facts(self.traced, self.grouping)
 
     @functools.cached_property
-    def moved(self) -> dict[int, fusion.Moved]:
+    def moved(self) -> dict[int, moving.Moved]:
         """Op index -> what it reads and writes on one device, with what compilers fuse left out."""
-        return fusion.moved(self.traced.graph.block, self.traced.graph.values)
+        return moving.moved(self.traced.graph.block, self.traced.graph.values)
 
     @functools.cached_property
     def works(self) -> dict[tuple[int, int], Any]:

@@ -26,7 +26,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
-from alpa_lite.passes.ir.fusion import Item
+from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
 from alpa_lite.passes.lowering.program import (
     Body,
@@ -318,7 +318,7 @@ class _Sizes:
             return Item("library" if moves else "loop", operands, results, self.elements(results[0]), partly=not moves)
         if not isinstance(instruction, Compute):
             return Item("library", operands, results, 0)
-        found = fusion.item_of(instruction.op, self.values)
+        found = item_of(instruction.op, self.values)
         kind = "library" if found.kind == "reduce" and self.on_cpu else found.kind
         through = operands if kind == "reduce" else results
         update = found.update

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.passes.ir import fusion
+from alpa_lite.passes.ir import fusion, moving
+from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.tracing import tracing
 
 N, M = 64, 256
@@ -23,7 +24,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def moved(step: Any, *args: Any) -> float:
     graph = tracing.trace(step, args, {}).graph
-    return fusion.moved_bytes(graph.block, graph.values)
+    return moving.moved_bytes(graph.block, graph.values)
 
 
 def shift(x: Any) -> Any:
@@ -96,8 +97,7 @@ def test_kernels_with_one_between_are_two():
 def test_what_a_kernel_needs_is_exact_of_near_ones_and_assumed_of_far_ones(wired, far):
     """Item n reads some of the values before, of which 0 to 3 come in."""
     items = [
-        fusion.Item("reduce", tuple(dict.fromkeys(v % (4 + n) for v in reads)), (4 + n,), 8)
-        for n, reads in enumerate(wired)
+        Item("reduce", tuple(dict.fromkeys(v % (4 + n) for v in reads)), (4 + n,), 8) for n, reads in enumerate(wired)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusion, "_FAR", far)
@@ -116,7 +116,7 @@ def lives(step: Any, *args: Any) -> list[tuple[str, float, float]]:
     graph = tracing.trace(step, args, {}).graph
     ops = graph.block.ops
     made = {v: op for op in ops for v in op.results}
-    items = [fusion.item_of(op, graph.values) for op in ops]
+    items = [item_of(op, graph.values) for op in ops]
     outputs = [a for a in graph.block.outputs if isinstance(a, int)]
     found = fusion.lifetimes(items, [v.nbytes for v in graph.values], outputs)
     return [(made[v].name, *span) for v, span in sorted(found.items(), key=lambda one: one[1])]

@@ -17,7 +17,7 @@ from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
-from alpa_lite.passes.ir.fusion import Item
+from alpa_lite.passes.ir.items import Item
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import ahead
 

@@ -1,0 +1,141 @@
+"""Leaves out of a module what Shardy cannot change: the bodies of fully manual regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+from alpa_lite.layout import Axes
+from alpa_lite.passes.checks.reading import axes_of, names, operations, sharding_of, symbol, terminator, visibility
+
+
+def hollow(module: Any) -> None:
+    """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called."""
+    meshes = {symbol(op): axes_of(op.attributes["mesh"]) for op in operations(module) if op.name == "sdy.mesh"}
+    functions = {symbol(op): op for op in operations(module) if op.name == "func.func"}
+    called: set[str] = set()
+    stack = [op for op in functions.values() if visibility(op) != "private"]
+    while stack:
+        for name in _hollow_blocks(stack.pop(), meshes):
+            if name in functions and name not in called:
+                called.add(name)
+                stack.append(functions[name])
+    for name, op in functions.items():
+        if name not in called and visibility(op) == "private":
+            op.erase()
+
+
+def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
+    """Hollows the regions within `op`; the functions that what is left calls."""
+    calls: set[str] = set()
+    for region in op.regions:
+        for block in region.blocks:
+            for view in list(block.operations):
+                inner = view.operation
+                if inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
+                    _hollow_region(inner)
+                elif inner.name == "func.call":
+                    calls.add(ir.FlatSymbolRefAttr(inner.attributes["callee"]).value)
+                else:
+                    calls |= _hollow_blocks(inner, meshes)
+    return calls
+
+
+def _is_fully_manual(op: Any, meshes: dict[str, Axes]) -> bool:
+    names = sdy.ManualAxesAttr(op.attributes["manual_axes"])
+    manual = {names[i] for i in range(len(names))}
+    shardings = [
+        sdy.TensorShardingAttr(one)
+        for side in ("in_shardings", "out_shardings")
+        for one in sdy.TensorShardingPerValueAttr(op.attributes[side]).shardings
+    ]
+    used = {one.mesh_or_ref for one in shardings}
+    known = [
+        meshes.get(ir.FlatSymbolRefAttr(mesh).value) if isinstance(mesh, ir.FlatSymbolRefAttr) else axes_of(mesh)
+        for mesh in used
+    ]
+    return bool(known) and all(axes is not None and set(axes) <= manual for axes in known)
+
+
+def _hollow_region(op: Any) -> None:
+    """Replaces a fully manual region by many opaque ones, each of one operand at most and one result at most.
+
+    Every operand is wanted, and every result comes, in the sharding that it had. Nothing is propagated through such a
+    region, so that is all that Shardy sees of it; but it takes time quadratic in the operands of one region.
+
+    What leaves nothing to decide is left out, which in a step is nearly everything and is most of the time of Shardy:
+    arguments of the function that come as they are wanted, and results that it returns as they come.
+    """
+    wanted = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
+    given = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
+    block = op.regions[0].blocks[0]
+    made = [value.type for value in terminator(block).operands]
+    operands = [
+        (value, sharding, argument.type)
+        for value, sharding, argument in zip(op.operands, wanted, block.arguments, strict=True)
+        if not _comes_in(value, sharding)
+    ]
+    results, returned = [], []
+    for value, sharding, kind in zip(op.results, given, made, strict=True):
+        if _is_returned(value):
+            returned.append(value)
+        else:
+            results.append((value, sharding, kind))
+    if returned:
+        with ir.InsertionPoint(op):
+            _replace(returned, _opaque([value.type for value in returned], []))
+    for i in range(max(len(operands), len(results))):
+        ins, outs = operands[i : i + 1], results[i : i + 1]
+        part = ir.Operation.create(
+            "sdy.manual_computation",
+            results=[value.type for value, _, _ in outs],
+            operands=[value for value, _, _ in ins],
+            attributes={
+                "in_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in ins]),
+                "out_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in outs]),
+                "manual_axes": op.attributes["manual_axes"],
+            },
+            regions=1,
+            ip=ir.InsertionPoint(op),
+        )
+        body = part.regions[0].blocks.append(*[kind for _, _, kind in ins])
+        with ir.InsertionPoint(body):
+            opaque = _opaque([kind for _, _, kind in outs], list(body.arguments))
+            ir.Operation.create("sdy.return", operands=list(opaque.results))
+        _replace([value for value, _, _ in outs], part)
+    op.erase()
+
+
+def _opaque(results: Sequence[Any], operands: Sequence[Any]) -> Any:
+    """An operation that nothing is known of; `results` are types."""
+    attributes = {"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)}
+    return ir.Operation.create("stablehlo.custom_call", results=results, operands=operands, attributes=attributes)
+
+
+def _replace(values: Sequence[Any], op: Any) -> None:
+    for old, new in zip(values, op.results, strict=True):
+        old.replace_all_uses_with(new)
+
+
+def _comes_in(value: Any, sharding: Any) -> bool:
+    """Whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
+    return (
+        isinstance(value.owner, ir.Block)
+        and sharding_of(value) == sharding
+        and all(sdy.DimensionShardingAttr(d).is_closed for d in sdy.TensorShardingAttr(sharding).dimension_shardings)
+    )
+
+
+def _is_returned(value: Any) -> bool:
+    """Whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
+    for use in value.uses:
+        op = use.owner.operation
+        if op.name != "func.return" or visibility(op.parent) == "private":
+            return False
+        attributes = op.parent.attributes
+        if "res_attrs" in attributes and "sdy.sharding" in names(attributes["res_attrs"][use.operand_number]):
+            return False
+    return True

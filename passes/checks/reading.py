@@ -1,0 +1,148 @@
+"""Reads lowered modules: their functions, constants, trip counts, types and shardings."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+from alpa_lite import _jax
+from alpa_lite.layout import Axes
+
+_LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
+
+
+def names(attributes: Any) -> list[str]:
+    """What a dict of attributes names; `get` of JAX's makes one."""
+    return [one.name for one in attributes]
+
+
+def operations(module: Any) -> list[Any]:
+    """The operations of a module, or of a region of one block."""
+    return [view.operation for view in module.regions[0].blocks[0].operations]
+
+
+def symbol(op: Any) -> str:
+    """The name of a function or a mesh."""
+    return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def visibility(op: Any) -> str:
+    """Of a function: "public" or "private"."""
+    return ir.StringAttr(op.attributes["sym_visibility"]).value if "sym_visibility" in op.attributes else "public"
+
+
+def sharding_of(value: Any) -> Any:
+    """The sharding of a value, as far as its operation or its function carries one, else None."""
+    op = maker(value)
+    if op is None:
+        owner = value.owner.owner
+        if "arg_attrs" not in owner.attributes:
+            return None
+        attributes = owner.attributes["arg_attrs"][ir.BlockArgument(value).arg_number]
+        return attributes["sdy.sharding"] if "sdy.sharding" in names(attributes) else None
+    if "out_sharding" in op.attributes:
+        return op.attributes["out_sharding"]
+    if "sdy.sharding" not in op.attributes:
+        return None
+    shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
+    return shardings[ir.OpResult(value).result_number]
+
+
+def axes_of(mesh: Any) -> Axes:
+    """The names of the axes of a mesh."""
+    return tuple(sdy.MeshAxisAttr(axis).name for axis in sdy.MeshAttr(mesh).axes)
+
+
+def dims_of(sharding: Any) -> tuple[Axes, ...]:
+    """The axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
+    if sharding is None:
+        return ()
+    dims = [sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings]
+    return tuple(tuple(_axis_name(sdy.AxisRefAttr(axis)) for axis in dim.axes) for dim in dims)
+
+
+def _axis_name(axis: Any) -> str:
+    if axis.sub_axis_info is None:
+        return axis.name
+    part = sdy.SubAxisInfoAttr(axis.sub_axis_info)
+    return f"{axis.name}:({part.pre_size}){part.size}"
+
+
+def listed_axes(text: str) -> Axes:
+    """The axes that a printed list names, as `dims_of` names them. Lists of axes have no class in Python."""
+    return tuple(dict.fromkeys(name + part for name, part in _LISTED_AXIS.findall(text)))
+
+
+def trip_count(op: Any) -> int | None:
+    """The iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None."""
+    condition, body = (region.blocks[0] for region in op.regions)
+    compare = maker(terminator(condition).operands[0])
+    if compare is None or compare.name != "stablehlo.compare":
+        return None
+    direction = re.search(r"comparison_direction (\w+)", str(compare.attributes["comparison_direction"]))
+    left, bound = compare.operands
+    limit = constant(bound)
+    if direction is None or direction[1] not in ("LT", "LE") or limit is None or not is_argument_of(left, condition):
+        return None
+    index = ir.BlockArgument(left).arg_number
+    start, step = constant(op.operands[index]), _step(body, index)
+    if start is None or step is None or step <= 0:
+        return None
+    return max(0, -((start - limit - (direction[1] == "LE")) // step))
+
+
+def _step(body: Any, index: int) -> int | None:
+    """What one iteration adds to the counter, None where it is not a constant."""
+    add = maker(terminator(body).operands[index])
+    if add is None or add.name != "stablehlo.add":
+        return None
+    for counter, step in (tuple(add.operands), tuple(add.operands)[::-1]):
+        if is_argument_of(counter, body) and ir.BlockArgument(counter).arg_number == index:
+            return constant(step)
+    return None
+
+
+def terminator(block: Any) -> Any:
+    """The last operation of a block."""
+    return block.operations[len(block.operations) - 1].operation
+
+
+def maker(value: Any) -> Any:
+    """The operation that makes `value`, None for a block's argument."""
+    owner = value.owner
+    return None if isinstance(owner, ir.Block) else owner.operation
+
+
+def is_argument_of(value: Any, block: Any) -> bool:
+    """Whether a value comes into a block."""
+    return isinstance(value.owner, ir.Block) and value.owner == block
+
+
+def constant(value: Any) -> int | None:
+    """The integer that a scalar constant holds, else None."""
+    op = maker(value)
+    if op is None or op.name not in ("stablehlo.constant", "sdy.constant"):
+        return None
+    match = re.match(r"dense<(-?\d+)> : tensor<u?i\d+>", str(_jax.constant_of(op)).replace("ui", "i"))
+    return int(match[1]) if match else None
+
+
+def item_bits(kind: Any) -> int:
+    """Bits of one item of a tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
+    if not isinstance(kind, ir.RankedTensorType):
+        return 0
+    item: Any = kind.element_type
+    if isinstance(item, ir.ComplexType):
+        part: Any = item.element_type
+        return 2 * part.width
+    return 8 if item.width == 1 else item.width
+
+
+def nbytes(kind: Any) -> int:
+    """Bytes of a tensor type, 0 for what is no tensor."""
+    bits = item_bits(kind)
+    return math.prod(kind.shape) * bits // 8 if bits else 0

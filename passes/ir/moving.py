@@ -1,0 +1,82 @@
+"""What the operations of a graph read and write, once a compiler has put several into one kernel (`ir.fusion`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alpa_lite.graph import Block, Lit, Op, Value
+from alpa_lite.passes.ir.fusion import traffic
+from alpa_lite.passes.ir.items import Item, item_of
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one operation of a graph moves on one device, each time it runs.
+
+    Attributes:
+      reads: for each operand the bytes that are read of it.
+      writes: for each result the bytes that are written of it.
+    """
+
+    reads: tuple[float, ...]
+    writes: tuple[float, ...]
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.reads) + sum(self.writes)
+
+
+def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
+    """Op index -> what it moves, for all operations of a block and of the bodies in it."""
+    out: dict[int, Moved] = {}
+    sizes = [v.nbytes for v in values]
+    alike: dict[object, Item] = {}
+    nothing: dict[tuple[int, int], Moved] = {}  # most operations are within kernels, and move nothing
+    blocks = [block]
+    while blocks:
+        here = blocks.pop()
+        items = [_item_like(op, values, alike) for op in here.ops]
+        found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
+        for op, item, reads, writes in zip(here.ops, items, found.reads, found.writes, strict=True):
+            if op.bodies:
+                blocks.extend(op.bodies)
+            if not reads and not writes:
+                size = len(op.operands), len(op.results)
+                none = nothing.get(size)
+                if none is None:
+                    none = nothing[size] = Moved((0.0,) * size[0], (0.0,) * size[1])
+                out[op.index] = none
+                continue
+            left = dict(reads)  # an operand that comes twice is read once
+            out[op.index] = Moved(
+                tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
+                tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
+            )
+    return out
+
+
+def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> Item:
+    """`item_of`, by an item of an operation of the same key, which differs in its values alone; notes it."""
+    known = alike.get(op.key)
+    if known is None or known.kind == "update":  # which says what it writes by its value
+        known = alike[op.key] = item_of(op, values)
+        return known
+    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
+    return Item(
+        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive
+    )
+
+
+def moved_bytes(block: Block, values: Sequence[Value]) -> float:
+    """Bytes that a program reads and writes on one device: scans by their trips, the bodies of other loops once."""
+    each = moved(block, values)
+
+    def total(block: Block) -> float:
+        return sum(
+            each[op.index].bytes + op.params.get("length", 1) * sum(total(body) for body in op.bodies)
+            for op in block.ops
+        )
+
+    return total(block)
