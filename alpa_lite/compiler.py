@@ -62,6 +62,10 @@ ONE_MESH = 0.5
 """The part of the time that one mesh has, where pipelines are searched after it: of the time for searching, without
 what planning their stages takes; of all of it, where no pipeline is hoped for beside what it finds."""
 
+SHORTENED = 0.25
+"""The least part of the time for searching that one mesh has where pipelines have what they take at least: where even
+that is too long, none would be found, and one mesh has `ONE_MESH`."""
+
 LONGER = 1 / 6
 """The part of the time for searching in which one mesh that has a plan is searched on, after pipelines.
 
@@ -252,8 +256,8 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
     hurried = not pipelining.is_ample(run, asked.deadline.left)
     if asked.one_mesh:
         try:
-            time, kept = (ONE_MESH * seconds for seconds in (asked.deadline.left, pipelining.reserve(run)))
             must = asked.cluster.nodes == 1
+            time, kept = for_one_mesh(run, asked.deadline.left, shortened=hurried and not must)
             mesh = one_mesh.searched(run, step, asked.within(time), must=must, kept=kept, first=hurried)
         except InfeasibleError as error:
             reason = error
@@ -292,6 +296,17 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         return beside(noted(staged, *filter(None, [note])), "pipeline", why)
     note = f"the best pipeline found has {len(found.stages)} stages and takes {found.seconds:.4g} s per step"
     return beside(noted(staged, note), "pipeline", found)
+
+
+def for_one_mesh(run: Passes, left: float, *, shortened: bool) -> tuple[float, float]:
+    """Seconds of those left that one mesh has before pipelines; of these, those that are theirs if any is hoped for.
+
+    Args:
+      shortened: whether to leave pipelines what they take at least, and a tenth of the time, which searches exceed.
+    """
+    time, kept = ONE_MESH * left, ONE_MESH * pipelining.reserve(run)
+    short = 0.9 * left - pipelining.time_for_stages(run)
+    return (short, 0.0) if shortened and SHORTENED * left <= short < time else (time, kept)
 
 
 def pipeline(run: Passes, step: Step, asked: Asked, mesh: OneMesh | None) -> Staged:

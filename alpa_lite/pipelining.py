@@ -94,7 +94,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
       OutOfTime: without `must`, no pipeline that fits could be evaluated in the time; says if one was that does not.
       Slower: none is faster than one mesh.
     """
-    if not must and asked.deadline.left <= reserve(run) + CHOOSING * run.seconds["tracing"]:
+    if not must and asked.deadline.left <= time_for_stages(run):
         raise OutOfTime  # there is no time to choose stages, beside what is kept for planning them
     kinds = submeshes.kinds(asked.cluster, asked.pipeline)
     if math.isfinite(below):
@@ -333,6 +333,11 @@ def learned(
 def shortest(run: Passes) -> float:
     """Seconds that choosing stages and planning them takes at least."""
     return SHORTEST * run.seconds["tracing"]
+
+
+def time_for_stages(run: Passes) -> float:
+    """Seconds without which stages are not chosen: there would be no time for it, beside what planning them takes."""
+    return reserve(run) + CHOOSING * run.seconds["tracing"]
 
 
 def is_ample(run: Passes, seconds: float) -> bool:

@@ -128,7 +128,7 @@ def test_stages_that_exceed_the_budget_are_not_chosen_again_without_time(monkeyp
     beyond: list[Any] = []
     monkeypatch.setattr(pipelining, "realised", realised)
     monkeypatch.setattr(pipelining, "sliced", sliced)
-    monkeypatch.setattr(stages, "best", lambda counts, kinds, price, choose, *more: choose(Costs(), counts, 1.0))
+    monkeypatch.setattr(stages, "best", lambda layers, choose, *more: choose(Costs(), layers.counts, 1.0, True))
     layers = pipelining.Layered((1,), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
     if must:
         pipelining.of_whole_sequences(RUN, asked_of(0.0), layers, below=1.0, must=True)
@@ -161,11 +161,9 @@ def test_the_second_best_number_of_micro_batches_is_planned_where_it_may_be_fast
     """16 micro-batches are estimated to take less than 8 really do; not where that is by 1 %, nor without time."""
     counted: list[Any] = []
 
-    def best(
-        counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float, *more: Any
-    ) -> Any:
-        counted.append(tuple(counts))
-        number = 8 if 8 in counts else 16
+    def best(layers: Any, choose: Any, deadline: Any, below: float, *more: Any) -> Any:
+        counted.append(tuple(layers.counts))
+        number = 8 if 8 in layers.counts else 16
         weighed = [
             SimpleNamespace(num_microbatches=16, bound=estimated),
             SimpleNamespace(num_microbatches=8, bound=0.1),
@@ -369,6 +367,17 @@ def test_no_pipeline_is_begun_without_time_to_choose_stages_beside_what_is_kept(
         pipelining.pipeline(RUN, SimpleNamespace(), asked, must=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("left", "shortened", "seconds"),
+    [(12.0, True, 6.0), (7.0, True, 3.2), (7.0, False, 3.5), (5.0, True, 1.4), (4.5, True, 2.25)],
+)
+def test_one_mesh_leaves_pipelines_what_they_take_at_least(left: float, shortened: bool, seconds: float) -> None:
+    """Tracing took 1 s: pipelines take 3.1 s, and a tenth is for what searches exceed their time by."""
+    time, kept = compiler.for_one_mesh(RUN, left, shortened=shortened)
+    assert time == pytest.approx(seconds)
+    assert kept == (0.5 * 2.1 if seconds == 0.5 * left else 0.0)
+
+
 def test_figures_of_one_mesh_are_those_of_its_program() -> None:
     """They stand beside a faster pipeline, for which the program is not made."""
     step, args = mlp(64, 64, layers=2)
@@ -406,12 +415,10 @@ def test_a_number_of_micro_batches_is_priced_at_once_where_there_is_time_and_it_
             said.append(named["enough"](SimpleNamespace(slices=slices_of(0.5, microbatches=number)), left))
         return SimpleNamespace()
 
-    def best(
-        counts: Any, kinds: Any, price: Any, choose: Any, cut: Any, deadline: Any, below: float, roughly: Any
-    ) -> Any:  # fmt: skip
-        roughly(Counted(), counts, below, 1.0)
-        choose(Counted(), counts, below)
-        choose(Counted(), counts, 0.9)
+    def best(layers: Any, choose: Any, deadline: Any, below: float, roughly: Any) -> Any:
+        roughly(Counted(), layers.counts, below, 1.0)
+        choose(Counted(), layers.counts, below, True)
+        choose(Counted(), layers.counts, 0.9, False)
         return SimpleNamespace()
 
     monkeypatch.setattr(pipelining, "sliced", sliced)
