@@ -246,6 +246,25 @@ def test_a_convolution_in_groups_is_not_left_to_the_compiler():
     same(step, args, method=method, cluster=FREE_LINKS, communication="compiler")
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_product_on_a_mesh_of_three_axes_is_not_left_to_the_compiler(scanned):
+    """XLA's partitioner exchanges blocks of the result where one axis is summed over and divides it after."""
+
+    def step(state, batch):
+        def product(x, b):
+            return lax.dot(x, state["w"]) * b, x[0, 0]
+
+        out = lax.scan(product, batch["x"], batch["b"]) if scanned else product(batch["x"], batch["b"])
+        return {"w": state["w"] * 0.9}, out
+
+    names, runs = ("x", "y", "z"), (3,) * scanned
+    specs = {"batch['x']": P(None, "y"), "state['w']": P("y", None), "batch['b']": P(*[None] * scanned, ("z", "x"), "y")}
+    method = alpa_lite.Manual(specs, mesh_shape=(2, 2, 2), axis_names=names)
+    rng = np.random.default_rng(0)
+    x, w, b = (jnp.asarray(rng.normal(size=size), "float32") for size in ((4, 16), (16, 16), (*runs, 4, 16)))
+    same(step, ({"w": w}, {"x": x, "b": b}), 1e-5, method=method, cluster=FREE_LINKS, communication="compiler")
+
+
 def test_indices_into_dims_of_one_element_are_brought_nowhere():
     """They can only mean 0: compilers drop them, and what computes them."""
 

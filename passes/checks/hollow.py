@@ -124,7 +124,8 @@ def _comes_in(value: Any, sharding: Any) -> bool:
     """Whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
     return (
         isinstance(value.owner, ir.Block)
-        and sharding_of(value) == sharding
+        and (own := sharding_of(value)) is not None  # an argument of a loop's body has none
+        and own == sharding
         and all(sdy.DimensionShardingAttr(d).is_closed for d in sdy.TensorShardingAttr(sharding).dimension_shardings)
     )
 

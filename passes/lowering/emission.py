@@ -178,7 +178,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
                     layouts.update(zip(op.results, form.results, strict=False))
                     if op.name == primitives.CONSTRAINT:
                         said.update(op.results)
-                    if op.name in primitives.KERNELS or _misdivided(op):
+                    if op.name in primitives.KERNELS or _misdivided(op, mesh):
                         own[op.index] = _alone(form, mesh)
                 case Loop(op=op, bodies=bodies):
                     for inner in bodies:
@@ -207,12 +207,17 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
     return fun
 
 
-def _misdivided(op: Op) -> bool:
+def _misdivided(op: Op, mesh: AnyMesh) -> bool:
     """Whether XLA's partitioner divides an operation wrongly, or into what its backends do not have.
 
     Seen on JAX 0.10.2 and 0.12.0.1: a convolution in groups whose kernel is sharded over its outputs takes each
-    device's outputs for all groups (silently other numbers); XLA:CPU has no all-reduce of bitwise operations.
+    device's outputs for all groups (silently other numbers); a product or a convolution on a mesh of three axes, one of
+    which is summed over and then divides the result beside the others, exchanges blocks (silently, too: of random
+    shardings of operands and result 40 in 10,000; on meshes of two axes none); XLA:CPU has no all-reduce of bitwise
+    operations.
     """
+    if op.name in ("conv_general_dilated", "dot_general") and sum(size > 1 for size in mesh.shape.values()) > 2:
+        return True
     if op.name == "conv_general_dilated":
         return op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1
     return op.name in ("reduce_and", "reduce_or", "reduce_xor")
