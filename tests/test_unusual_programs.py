@@ -258,7 +258,11 @@ def test_a_product_on_a_mesh_of_three_axes_is_not_left_to_the_compiler(scanned):
         return {"w": state["w"] * 0.9}, out
 
     names, runs = ("x", "y", "z"), (3,) * scanned
-    specs = {"batch['x']": P(None, "y"), "state['w']": P("y", None), "batch['b']": P(*[None] * scanned, ("z", "x"), "y")}
+    specs = {
+        "batch['x']": P(None, "y"),
+        "state['w']": P("y", None),
+        "batch['b']": P(*[None] * scanned, ("z", "x"), "y"),
+    }
     method = alpa_lite.Manual(specs, mesh_shape=(2, 2, 2), axis_names=names)
     rng = np.random.default_rng(0)
     x, w, b = (jnp.asarray(rng.normal(size=size), "float32") for size in ((4, 16), (16, 16), (*runs, 4, 16)))
