@@ -58,8 +58,8 @@ LEAST = 0.3
 """The part of the limit that choosing stages has in any case, where there must be some: tracing may take all of it."""
 
 SPARE = 0.5
-"""Another number of micro-batches is priced before all are compared where such a part of what that takes is left: to
-search all of them takes as long."""
+"""Another number of micro-batches is priced before all are compared where such a part of what that takes is left (to
+bound its costs, and to work out those that its stages use): to search all of them takes as long."""
 
 SLICINGS = 3
 """How often stages are chosen, each time with what the program before exceeded the costs of its layers by."""
@@ -189,8 +189,12 @@ class Chooser:
             costs, must = replace(costs, beyond=beyond), self.must and must
             return sliced(self.run, costs, self.asked, some, room, limit, must=must, **more)
 
-        def roughly(costs: Priced, some: Sequence[int], limit: float, pricing: float) -> Sliced:
+        def roughly(costs: Priced, some: Sequence[int], limit: float, bounding: float) -> Sliced:
+            seconds = self.run.seconds.get("costs", 0.0)
+
             def enough(found: Sliced, left: float) -> bool:
+                working = self.run.seconds.get("costs", 0.0) - seconds
+                pricing = bounding + working * found.priced.part_used(found.slices.stages, costs.known)
                 return left > SPARE * pricing and found.slices.num_microbatches != costs.num_microbatches
 
             return choose(costs, some, limit, True, enough=enough)

@@ -401,18 +401,30 @@ def test_figures_of_one_mesh_are_those_of_its_program() -> None:
         assert (figures.step_seconds, figures.bytes_per_device) == (pytest.approx(staged.seconds), staged.needed)
 
 
-@pytest.mark.parametrize(("number", "left", "enough"), [(16, 0.6, True), (16, 0.4, False), (8, 60.0, False)])
+@pytest.mark.parametrize(
+    ("number", "left", "working", "enough"),
+    [
+        (16, 0.6, 0.0, True), (16, 0.4, 0.0, False), (8, 60.0, 0.0, False),
+        (16, 0.6, 4.0, False), (16, 0.9, 4.0, False), (16, 1.1, 4.0, True),
+    ],
+)  # fmt: skip
 def test_a_number_of_micro_batches_is_priced_at_once_where_there_is_time_and_it_is_another(
-    monkeypatch, number: int, left: float, enough: bool
+    monkeypatch, number: int, left: float, working: float, enough: bool
 ) -> None:
-    """Costs are of 8 micro-batches, and pricing another number takes 1 s. Comparing with others is never a must."""
+    """Costs are of 8 micro-batches, and pricing another number takes 1 s, and a quarter of what working out took.
+
+    Comparing with others is never a must.
+    """
     musts: list[bool] = []
     said: list[bool] = []
+    run: Any = SimpleNamespace(seconds={"tracing": 1.0})
 
     def sliced(run: Any, costs: Any, asked: Any, counts: Any, room: float, limit: float, **named: Any) -> Any:
         musts.append(named["must"])
         if "enough" in named:
-            said.append(named["enough"](SimpleNamespace(slices=slices_of(0.5, microbatches=number)), left))
+            run.seconds["costs"] = working
+            used = SimpleNamespace(part_used=lambda stages, before: 0.25)
+            said.append(named["enough"](SimpleNamespace(slices=slices_of(0.5, microbatches=number), priced=used), left))
         return SimpleNamespace()
 
     def best(layers: Any, choose: Any, deadline: Any, below: float, roughly: Any) -> Any:
@@ -424,7 +436,7 @@ def test_a_number_of_micro_batches_is_priced_at_once_where_there_is_time_and_it_
     monkeypatch.setattr(pipelining, "sliced", sliced)
     monkeypatch.setattr(stages, "best", best)
     layers = pipelining.Layered((8, 16), (1,), lambda count: None, lambda count, kinds: None)  # type: ignore[arg-type]
-    pipelining.Chooser(RUN, asked_of(60.0), layers, must=True).best(1.0, {})
+    pipelining.Chooser(run, asked_of(60.0), layers, must=True).best(1.0, {})
     assert musts == [True, True, False] and said == [enough]
 
 
@@ -433,6 +445,7 @@ class Counted(Costs):
     """Costs of a number of micro-batches."""
 
     num_microbatches: int = 8
+    known: Any = None
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def best(
         be some, which is what the last argument says.
       deadline: until when numbers are priced.
       below: seconds; only stages that take less are of interest.
-      roughly: as `choose`, where the number is all that is asked for, if there is time to price it, which takes as many
-        seconds as are given last.
+      roughly: as `choose`, where the number is all that is asked for, if there is time to price it. The last argument
+        says how many seconds bounding its costs takes.
 
     Raises:
       InfeasibleError: none of the numbers fits.
@@ -110,9 +110,9 @@ def best(
             if found is not None:
                 compared = False
                 break
-            step = layers.cut(count)
-            if len(step.layering.layers) == len(scaled.layers):
-                return _as_scaled(rough, step)
+            late = _late(rough, layers, choose, below)
+            if late is not None:
+                return late
             exact = _exactly(rough, layers, choose, below, must=True)
         if exact is None:
             continue
@@ -168,7 +168,22 @@ def _exactly(
     return None
 
 
-def _as_scaled(rough: Sliced, step: Divisible) -> Sliced:
-    """Stages that were chosen by scaled costs, where the time is over before those at their number are worked out."""
+def _late(
+    rough: Sliced, layers: Layered, choose: Callable[[Priced, Sequence[int], float, bool], Sliced], below: float
+) -> Sliced | None:  # fmt: skip
+    """The best stages by scaled costs, where the time is over before those at their number are worked out.
+
+    Where few schedules were compared, what `choose` has time for is. None if costs cannot be scaled: there are other
+    layers with that number of micro-batches.
+    """
+    if rough.rough:
+        try:
+            other = choose(rough.priced, layers.counts, below, True)
+            rough = other if other.seconds < rough.seconds else rough
+        except (InfeasibleError, OutOfTime):
+            pass
+    step = layers.cut(rough.slices.num_microbatches)
+    if len(step.layering.layers) != len(rough.priced.layers):
+        return None
     priced = rough.priced.rescaled(step)
     return replace(rough, priced=priced, bound=min(rough.bound, priced.least_seconds), unfinished=True)

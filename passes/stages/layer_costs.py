@@ -149,7 +149,8 @@ class Layer:
                 found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
                 sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
                 self._markets[kind] = self._market(cluster, sensible or found, time_limit)
-            self._known[(*kind, price, shape)] = self._cost(cluster, self._markets[kind], PRICES[price], shape)
+            offers = replace(self._markets[kind], time_limit=time_limit)
+            self._known[(*kind, price, shape)] = self._cost(cluster, offers, PRICES[price], shape)
         return self._known[(*kind, price, shape)]
 
     def _market(self, cluster: Cluster, admitted: limits.Admitted, time_limit: float) -> Market:

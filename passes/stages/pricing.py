@@ -28,11 +28,12 @@ from functools import cached_property
 import numpy as np
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import Hosts, StageCosts
@@ -54,6 +55,9 @@ VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(lay
 Key = tuple[Layer, int, int, tuple[int, ...]]
 """A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh; that
 is empty for the one that suits the layer best."""
+
+LATE = 0.5
+"""By how many seconds solving a layer at a price may exceed the time for costs: some choice is mostly found sooner."""
 
 FORMS = 3
 """How many logical meshes are compared for a stage of some devices at some price of memory, at most."""
@@ -146,6 +150,14 @@ class Priced:
         keys = [key for s in stages for key in self._keys(s)]
         keys = keys if any(key not in self.known for key in keys) else [k for s in stages for k in self._on_mesh(s)]
         return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
+
+    def part_used(self, stages: Sequence[StageChoice], before: Mapping[Key, LayerCost]) -> float:
+        """The part of the costs that were worked out since those `before` which some stages use."""
+        prices: dict[int, int] = {}  # by kind of submesh: those below a price were worked out for it
+        for stage in stages:
+            prices[stage.kind] = max(prices.get(stage.kind, 0), VARIANTS[stage.variant][0])
+        found = [key for key in self.known if key not in before]
+        return sum(price <= prices.get(kind, -1) for _, kind, price, _ in found) / max(1, len(found))
 
     @property
     def certain(self) -> Priced:
@@ -317,11 +329,17 @@ def worked_out(
         progress("layers priced", before + n, before + len(wanted))
         if deadline is not None:
             deadline.check()
+            time_limit = min(time_limit, 2 * (deadline.left + LATE))  # of which a price has half
         layer, kind, price, shape = key
         part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
         for number in (price,) if shape else range(price + 1):
             if (layer, kind, number, shape) not in costs.known:
-                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
+                try:
+                    found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
+                except InfeasibleError:
+                    if deadline is None or not deadline.over:
+                        raise
+                    raise OutOfTime from None  # not of `solver_time_limit`
     return _with(costs, {**costs.known, **found}) if found else costs
 
 

@@ -172,6 +172,22 @@ def test_where_the_time_ends_while_the_best_number_is_priced_its_stages_at_scale
     assert (found.unfinished, found.bound) == (layers == 0, 0.0)
 
 
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, 4), (3.0, 8)])
+def test_where_few_schedules_were_compared_others_are_when_the_time_ends(seconds, chosen) -> None:
+    """8 micro-batches take 1 s by the schedule that was compared; 4 take `seconds` by another."""
+    search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {4: seconds})
+
+    def choose(priced: Any, counts: Sequence[int], limit: float, must: bool) -> Sliced:
+        if not must:
+            raise OutOfTime
+        return search.choose(priced, counts, limit, must)
+
+    layers = Layered([1, 2, 4, 8], KINDS, search.cut, search.price)
+    found = best(layers, choose, Deadline(100.0, lambda: search.now), roughly=search.roughly)
+    assert found.slices.num_microbatches == found.priced.num_microbatches == chosen
+    assert found.unfinished and found.bound <= 0.25
+
+
 def test_where_no_time_is_left_to_compare_all_numbers_the_rough_one_is_the_answer_and_says_so() -> None:
     for late, seconds in ((True, 100.0), (False, 8.0), (False, 6.0)):  # it ends while they are compared, or before
         search = Rough({1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0}, {2: 0.5}, late)

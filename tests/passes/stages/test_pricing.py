@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,16 @@ import numpy as np
 import pytest
 
 from alpa_lite.cluster import Cluster, Dispatch
+from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
-from alpa_lite.passes.sharding.deadline import Deadline
+from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import pricing
 from alpa_lite.passes.stages.counts import Layered, best
 from alpa_lite.passes.stages.layer_costs import LayerCost
-from alpa_lite.passes.stages.pricing import Priced, link_seconds
+from alpa_lite.passes.stages.pricing import Priced, link_seconds, worked_out
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.passes.tracing import tracing
 from tests.mlps import mlp, two_machines
@@ -155,6 +157,51 @@ def test_stages_without_costs_of_their_mesh_are_not_certain() -> None:
     assert certain[0, 1, 0, 0] == 3.0 and certain[1, 2, 0, 0] == 4.0 and np.isinf(certain[0, 2, 0, 0])
     found = pricing._with(found, {**found.known, (b, 0, 0, (2, 2)): cost_of((2, 2), 7.0)})
     assert found.certain.costs(4).forward[0, 2, 0, 0] == 10.0
+
+
+def test_the_part_of_the_costs_that_stages_use_is_of_their_submeshes_and_prices() -> None:
+    found, a, b = two_meshes()
+    more = pricing._with(found, {**found.known, (a, 0, 1, ()): cost_of((4,), 4.0), (b, 0, 1, ()): cost_of((4,), 4.0)})
+    dearer = replace(stage_of(0, 3), variant=pricing.VARIANTS.index((1, "none")))
+    assert (more.part_used([stage_of(0, 3)], {}), more.part_used([dearer], {})) == (0.5, 1.0)
+    assert more.part_used([stage_of(0, 3)], found.known) == 0.0
+    assert found.part_used([dearer], found.known) == 0.0  # none was worked out
+
+
+class Timed(Free):
+    """A layer that has no cost in two seconds or less, of which half is for a price."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.limits = clock, []
+
+    def at(self, cluster: Any, method: Any, price: int, shape: Any, *, time_limit: float) -> LayerCost:
+        self.limits.append(time_limit)
+        if time_limit <= 2.0:
+            self.clock[0] += 1.0
+            raise InfeasibleError("no sharding was found")
+        return cost_of((4,), 4.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "given", "error"),
+    [
+        (60.0, None, 60.0, None),
+        (2.0, None, 2.0, InfeasibleError),
+        (60.0, 4.0, 2 * (4.0 + pricing.LATE), None),
+        (2.0, 4.0, 2.0, InfeasibleError),
+        (60.0, 0.25, 2 * (0.25 + pricing.LATE), OutOfTime),  # not for want of memory
+    ],
+)
+def test_a_layer_is_solved_in_the_time_for_costs(limit: float, left: float | None, given: float, error: Any) -> None:
+    clock = [0.0]
+    layer: Any = Timed(clock)
+    found, *_ = two_meshes()
+    costs = replace(found, layers=(layer,) * 3, methods=(None,), known={})
+    deadline = None if left is None else Deadline(left, lambda: clock[0])
+    with nullcontext() if error is None else pytest.raises(error):
+        known = worked_out(costs, [(layer, 0, 0, ())], time_limit=limit, deadline=deadline).known
+        assert known[layer, 0, 0, ()].mesh_shape == (4,)
+    assert layer.limits == [given]
 
 
 def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> None:
