@@ -406,9 +406,11 @@ def sliced(
     def hiding(costs: Priced) -> Sliced:
         return run("slicing", stages.choose, costs, asked.pipeline, counts, room, rough=True, names=settling.HIDING)
 
-    def work_out(costs: Priced, wanted: Sequence[Key], until: Deadline | None) -> Priced:
+    def work_out(costs: Priced, wanted: Sequence[Key], until: Deadline, must: bool) -> Priced:
         most = asked.options.solver_time_limit
-        return run("costs", stages.worked_out, costs, wanted, time_limit=most, deadline=until, progress=run.count)
+        return run(
+            "costs", stages.worked_out, costs, wanted, until, time_limit=most, must=must, progress=run.count
+        )  # fmt: skip
 
     last = hiding if late else None
     return stages.settled(costs, choose, work_out, room, deadline, limit, must=must, hiding=last, enough=enough)

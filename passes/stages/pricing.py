@@ -56,8 +56,9 @@ Key = tuple[Layer, int, int, tuple[int, ...]]
 """A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh; that
 is empty for the one that suits the layer best."""
 
-LATE = 0.5
-"""By how many seconds solving a layer at a price may exceed the time for costs: some choice is mostly found sooner."""
+SOLVING, LATE = 0.25, 0.5
+"""What part of the time for costs solving a layer at a price takes at most, and by how many seconds it may exceed that:
+some choice is mostly found sooner."""
 
 FORMS = 3
 """How many logical meshes are compared for a stage of some devices at some price of memory, at most."""
@@ -307,39 +308,48 @@ def priced(
 def worked_out(
     costs: Priced,
     wanted: Sequence[Key],
+    deadline: Deadline,
     *,
     time_limit: float,
-    deadline: Deadline | None = None,
+    must: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Priced:
     """The same with some costs worked out, in place of bounds.
 
+    No layer is solved at a price for longer than `SOLVING` of the time that is left, and `LATE`: the costs of many are
+    worth more than the best of one. Where that is too short for any choice, it has all of `time_limit`.
+
     Args:
       wanted: of `Priced.unknown`.
-      time_limit: `solver_time_limit` of the options, for one cost.
       deadline: until when; layers keep what was worked out before.
+      time_limit: `solver_time_limit` of the options, for one cost.
+      must: whether to go on after the deadline.
       progress: as of `priced`.
 
     Raises:
+      InfeasibleError: for a layer no choice was found in `time_limit`.
       OutOfTime: the deadline is over, and some are not worked out.
     """
     found: dict[Key, LayerCost] = {}
     before = len(costs.known)
     for n, key in enumerate(wanted):
         progress("layers priced", before + n, before + len(wanted))
-        if deadline is not None:
+        if not must:
             deadline.check()
-            time_limit = min(time_limit, 2 * (deadline.left + LATE))  # of which a price has half
         layer, kind, price, shape = key
         part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
         for number in (price,) if shape else range(price + 1):
-            if (layer, kind, number, shape) not in costs.known:
-                try:
-                    found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
-                except InfeasibleError:
-                    if deadline is None or not deadline.over:
-                        raise
-                    raise OutOfTime from None  # not of `solver_time_limit`
+            if (layer, kind, number, shape) in costs.known:
+                continue
+            brief = min(time_limit, 2 * (SOLVING * deadline.left + LATE))  # of which a price has half
+            try:
+                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=brief)
+            except InfeasibleError:
+                if deadline.over and not must:
+                    raise OutOfTime from None
+                if brief == time_limit:
+                    raise
+                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
     return _with(costs, {**costs.known, **found}) if found else costs
 
 

@@ -31,7 +31,7 @@ NEAR = 1e-2
 def settled(
     priced: Priced,
     choose: Callable[[Priced, bool], Sliced],
-    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
+    work_out: Callable[[Priced, Sequence[Key], Deadline, bool], Priced],
     budget: float,
     deadline: Deadline,
     limit: float = math.inf,
@@ -51,7 +51,8 @@ def settled(
       priced: costs of layers, most of them bounds.
       choose: the best stages at some costs; roughly, if the second argument is true. Raises InfeasibleError if none
         fits.
-      work_out: the costs with some worked out, until a deadline if one is given; then raises OutOfTime.
+      work_out: the costs with some worked out until a deadline, when it raises OutOfTime, unless it must go on, which
+        is what the last argument says.
       deadline: until when to search.
       limit: seconds; of stages that take as many or more, any are returned.
       must: whether to go on without time until some stages are worked out. Then the best of those are taken whose costs
@@ -92,7 +93,7 @@ def settled(
             if not wanted or (best is not None and found.seconds >= (1 - NEAR) * best.seconds):
                 break
             try:
-                priced = _worked_out(priced, found, work_out, None if must and best is None else deadline)
+                priced = _worked_out(priced, found, work_out, deadline, must and best is None)
             except OutOfTime:
                 if best is None:
                     raise
@@ -115,7 +116,7 @@ def _hidden(
     best: Sliced,
     priced: Priced,
     hiding: Callable[[Priced], Sliced],
-    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
+    work_out: Callable[[Priced, Sequence[Key], Deadline, bool], Priced],
     budget: float,
     deadline: Deadline,
 ) -> Sliced:
@@ -129,7 +130,7 @@ def _hidden(
             if found.seconds >= (1 - NEAR) * best.seconds:
                 break
             wanted = priced.unknown(found.slices.stages)
-            priced = _worked_out(priced, found, work_out, deadline)
+            priced = _worked_out(priced, found, work_out, deadline, False)
         except (InfeasibleError, OutOfTime):
             break
         exact = _at(found, priced)
@@ -143,8 +144,9 @@ def _hidden(
 def _worked_out(
     priced: Priced,
     found: Sliced,
-    work_out: Callable[[Priced, Sequence[Key], Deadline | None], Priced],
-    deadline: Deadline | None,
+    work_out: Callable[[Priced, Sequence[Key], Deadline, bool], Priced],
+    deadline: Deadline,
+    must: bool,
 ) -> Priced:
     """The costs with all worked out that some stages use: those of layers tell the meshes of stages, and these others.
 
@@ -152,7 +154,7 @@ def _worked_out(
       OutOfTime: of `work_out`.
     """
     while wanted := priced.unknown(found.slices.stages):
-        priced = work_out(priced, wanted, deadline)
+        priced = work_out(priced, wanted, deadline, must)
     return priced
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -183,25 +184,28 @@ class Timed(Free):
 
 
 @pytest.mark.parametrize(
-    ("limit", "left", "given", "error"),
+    ("limit", "left", "must", "given", "error"),
     [
-        (60.0, None, 60.0, None),
-        (2.0, None, 2.0, InfeasibleError),
-        (60.0, 4.0, 2 * (4.0 + pricing.LATE), None),
-        (2.0, 4.0, 2.0, InfeasibleError),
-        (60.0, 0.25, 2 * (0.25 + pricing.LATE), OutOfTime),  # not for want of memory
+        (60.0, math.inf, False, [60.0], None),
+        (2.0, math.inf, False, [2.0], InfeasibleError),
+        (60.0, 4.0, False, [2 * (1.0 + pricing.LATE)], None),
+        (60.0, 0.25, False, [2 * (0.0625 + pricing.LATE)], OutOfTime),  # not for want of memory
+        (60.0, 0.25, True, [2 * (0.0625 + pricing.LATE), 60.0], None),
+        (2.0, 0.25, True, [2 * (0.0625 + pricing.LATE), 2.0], InfeasibleError),
     ],
 )
-def test_a_layer_is_solved_in_the_time_for_costs(limit: float, left: float | None, given: float, error: Any) -> None:
+def test_a_layer_is_solved_in_a_part_of_the_time_for_costs(
+    limit: float, left: float, must: bool, given: list[float], error: Any
+) -> None:
     clock = [0.0]
     layer: Any = Timed(clock)
     found, *_ = two_meshes()
     costs = replace(found, layers=(layer,) * 3, methods=(None,), known={})
-    deadline = None if left is None else Deadline(left, lambda: clock[0])
+    deadline = Deadline(left, lambda: clock[0])
     with nullcontext() if error is None else pytest.raises(error):
-        known = worked_out(costs, [(layer, 0, 0, ())], time_limit=limit, deadline=deadline).known
+        known = worked_out(costs, [(layer, 0, 0, ())], deadline, time_limit=limit, must=must).known
         assert known[layer, 0, 0, ()].mesh_shape == (4,)
-    assert layer.limits == [given]
+    assert layer.limits == given
 
 
 def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> None:

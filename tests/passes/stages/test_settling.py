@@ -89,9 +89,9 @@ def settle(seed: int, deadline: Deadline, rounds: float = math.inf, kind: Any = 
     bounds: Any = kind(seed)
     left = [rounds]
 
-    def work_out(costs: Any, keys: Sequence[Any], until: Deadline | None) -> Any:
+    def work_out(costs: Any, keys: Sequence[Any], until: Deadline, must: bool) -> Any:
         left[0] -= 1
-        if until is not None and left[0] < 0:
+        if not must and left[0] < 0:
             raise OutOfTime
         return costs.worked_out(keys)
 
@@ -217,7 +217,7 @@ def test_a_part_of_the_time_is_for_all_schedules() -> None:
         calls.append(rough)
         return choose(priced, rough)
 
-    def work_out(costs: Any, keys: Sequence[Any], until: Deadline | None) -> Any:
+    def work_out(costs: Any, keys: Sequence[Any], until: Deadline, must: bool) -> Any:
         now[0] += 4.0
         return costs.worked_out(keys)
 
