@@ -38,7 +38,7 @@ from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 
-REALISING = 2.1
+REALISING = 2.4
 """How long planning the chosen stages takes, as a multiple of tracing: 1.1 to 2.5 for six models of 24 to 53 layers. It
 is longest where no two stages are alike."""
 
