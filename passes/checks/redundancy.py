@@ -33,7 +33,7 @@ from jax.extend.mlir import ir
 
 from alpa_lite import _jax
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.reading import item_bits, trip_count
+from alpa_lite.passes.checks.reading import item_bits, operations, symbol, trip_count, visibility
 from alpa_lite.passes.checks.shardy import WRITTEN, read_collective
 
 Key = tuple[str, Axes, int]
@@ -67,10 +67,7 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
     numbering = _Numbering(operation, mesh)
     with operation.context, ir.Location.unknown():
         for op in numbering.functions.values():
-            if (
-                "sym_visibility" not in op.attributes
-                or ir.StringAttr(op.attributes["sym_visibility"]).value != "private"
-            ):
+            if visibility(op) != "private":
                 block = op.regions[0].blocks[0]
                 numbering.block(block, [numbering.fresh() for _ in block.arguments], (), {})
     n = numbering
@@ -89,8 +86,7 @@ class _Numbering:
     """The walk: numbers for values, and the counters that it fills."""
 
     def __init__(self, operation: Any, mesh: LogicalMesh) -> None:
-        top = [view.operation for view in operation.regions[0].blocks[0].operations]
-        self.functions = {ir.StringAttr(o.attributes["sym_name"]).value: o for o in top if o.name == "func.func"}
+        self.functions = {symbol(op): op for op in operations(operation) if op.name == "func.func"}
         self.mesh = mesh
         self.next = 0
         self.constants: set[int] = set()

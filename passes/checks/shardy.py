@@ -8,7 +8,8 @@ Two sets decide whether the plan is true:
              stablehlo collectives outside any region
 
 and the check is  inside = planned  (as a multiset of kind, axes and bytes, with executions per step)  and  outside =
-{}. `communication="compiler"` plans have no regions: there `outside` *is* the plan's list.
+{}. `communication="compiler"` plans have regions only around what is not left to the compiler
+(`lowering.emission`): there both together *are* the plan's list.
 
 Nothing within a region whose manual axes are all axes of its mesh can be partitioned any more, so before the Shardy
 passes run on a copy of the module such bodies are replaced by one opaque operation: their cost grows with the number

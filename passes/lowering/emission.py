@@ -216,7 +216,7 @@ def _misdivided(op: Op, mesh: AnyMesh) -> bool:
     shardings of operands and result 40 in 10,000; on meshes of two axes none); XLA:CPU has no all-reduce of bitwise
     operations.
     """
-    if op.name in ("conv_general_dilated", "dot_general") and sum(size > 1 for size in mesh.shape.values()) > 2:
+    if op.name in primitives.PRODUCTS and sum(size > 1 for size in mesh.shape.values()) > 2:
         return True
     if op.name == "conv_general_dilated":
         return op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1

@@ -13,16 +13,17 @@ from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.pricing import Key, Priced
 
 ROUGH_SHARE = 0.7
-"""The part of the time that this may take, once some stages are worked out: the rest finds better ones among all."""
+"""The part of the time that a rough search may take, once some stages are worked out: the rest finds better ones among
+all."""
 
 ROUGHLY = ("1f1b",)
-"""The schedules that are searched for that: it keeps the fewest micro-batches in flight."""
+"""The schedules of a rough search: this one keeps the fewest micro-batches in flight."""
 
 HIDING = ("eager-1f1b",)
 """What is searched last where the time is over before all schedules are: transfers hide behind it, for more memory."""
 
 OVERTIME = 0.2
-"""For what share of the time that is over costs are worked out for that."""
+"""For what share of the time that is over costs are worked out for `HIDING`."""
 
 NEAR = 1e-2
 """By what share stages must be faster by their bounds for these to be worked out."""
