@@ -259,7 +259,7 @@ def decided(
     return going_on(
         run(
             "sharding", search.search, about.loop.traced, about.groups, about.rules, asked.cluster, asked.method,
-            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.options.solver_time_limit,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes,
             deadline=deadline, cutoff=cutoff, lessons=lessons, known=plans.get(way, ()), shared=about.shared,
             progress=run.count, settled=about.settled(asked.cluster),
         )

@@ -168,7 +168,7 @@ class Solver:
       status: "optimal", "feasible" (a gap remains), or "replayed", "fixed" where nothing was solved.
       objective, bound: predicted seconds of the choice, and the proven lower bound.
       gap: (objective - bound) / objective.
-      seconds: spent solving.
+      work: spent solving, counted in cells of cost matrices that are visited.
       variables: of the largest program given to the solver.
       model: what `objective` and `bound` are of: "step", the integer program of the whole step on one mesh, or
         "layers", sums over layers, by which stages are chosen. The latter are no bound of the simulated step; where it
@@ -179,7 +179,7 @@ class Solver:
     objective: float
     bound: float
     gap: float
-    seconds: float
+    work: int
     variables: int
     model: str = "step"
 

@@ -132,7 +132,8 @@ class Solution:
       choice: the strategy of each node; empty unless optimal or feasible.
       objective, bound: seconds: of the choice, and the proven lower bound.
       peak: bytes per device at the fullest program point of the choice.
-      seconds: spent solving. variables, constraints: size of the largest program given to the solver.
+      work: spent, in the unit of `sharding.solver.work`: cells of cost matrices that are visited.
+      variables, constraints: size of the largest program given to the solver.
     """
 
     status: Literal["optimal", "feasible", "infeasible", "cutoff"]
@@ -140,7 +141,7 @@ class Solution:
     objective: float
     bound: float
     peak: float
-    seconds: float
+    work: int
     variables: int
     constraints: int
 

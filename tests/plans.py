@@ -237,7 +237,7 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
     loss = Leaf("result[1]['loss']", (), "float32", 4, "other", P())
     memory = Memory(312_840_192, 91_226_112, 170_393_600, 2_905_604_096, 3_389_050_880)
     total = compute + communication
-    solver = Solver("optimal", total, total, 0.0, 0.84, 12_345)
+    solver = Solver("optimal", total, total, 0.0, 84_000_000, 12_345)
     replicated = (
         Replicated("top_k", "gpt.py:101 metrics", "no rule describes it", 412_090_368, 9.1e-4, 1),
         Replicated("sort", "gpt.py:103 metrics", "the sorted dim cannot be sharded", 262_144, 1.2e-5, 1),
@@ -285,7 +285,7 @@ def one_stage(seconds: float, size: int) -> Division:
 def small_plan() -> Plan:
     """Two matrices on two devices, without alternatives, remarks or collectives."""
     leaf = Leaf("params[0]", (8, 8), "float32", 256, "state", P("x"))
-    solver = Solver("fixed", 1e-5, 1e-5, 0.0, 0.0, 0)
+    solver = Solver("fixed", 1e-5, 1e-5, 0.0, 0, 0)
     stage = Stage((2,), ("x",), (leaf,), (leaf,), Memory(128, 128, 0, 64, 320), 1e-5, 1e-5, 0.0, solver)
     return dataclasses.replace(
         gpt_plan(1),

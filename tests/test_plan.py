@@ -69,7 +69,7 @@ decisions = st.builds(
     Decision, texts, texts, texts, sizes, shapes, strategy, times, tuples(alternatives), tuples(texts)
 )
 memories = st.builds(Memory, sizes, sizes, sizes, sizes, sizes)
-solvers = st.builds(Solver, texts, times, times, times, times, sizes, st.sampled_from(["step", "layers"]))
+solvers = st.builds(Solver, texts, times, times, times, sizes, sizes, st.sampled_from(["step", "layers"]))
 replicated = st.builds(Replicated, texts, texts, texts, sizes, times, sizes)
 stages = st.builds(
     Stage, st.just((2, 2, 2)), st.just(AXES), tuples(leaves), tuples(leaves), memories, times, times, times, solvers,

@@ -147,7 +147,7 @@ def _found(found: Found) -> Iterator[str]:
     yield f"mesh {units.mesh(found.mesh.shape, found.mesh.axis_names)}"
     yield f"{solution.status}: objective {solution.objective} s, bound {solution.bound} s"
     yield f"peak {solution.peak:.0f} bytes per device"
-    yield f"{solution.variables} variables, {solution.constraints} constraints, {solution.seconds:.3f} s"
+    yield f"{solution.variables} variables, {solution.constraints} constraints, {solution.work} cells visited"
     for candidate in found.candidates:
         yield f"candidate {candidate.method} {candidate.mesh_shape}: {candidate.status}, {candidate.step_seconds} s"
     for number, node in enumerate(found.space.nodes):

@@ -144,17 +144,17 @@ def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
     bounds = f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}"
     costs = *bounds, gap(solver)
-    spent = f"in {units.seconds(solver.seconds)}"
+    spent = f"{solver.work:,} cells visited"
     if solver.status == "replayed":
-        costs, effort = costs[:1], f"priced {spent}; nothing was searched"
+        costs, effort = costs[:1], "nothing was searched"
     elif solver.status == "fixed":
         effort = "nothing to solve"
     elif solver.variables:
-        effort = f"{solver.variables:,} variables {spent}"
+        effort = f"{solver.variables:,} variables, {spent}"
     elif solver.model == "layers":
-        effort = f"searched {spent}; the stages needed no integer program"
+        effort = f"{spent}; the stages needed no integer program"
     else:
-        effort = f"{'proven' if solver.status == 'optimal' else 'bounded'} by dual bounds {spent} (no LP needed)"
+        effort = f"{'proven' if solver.status == 'optimal' else 'bounded'} by dual bounds, {spent} (no LP needed)"
     lines = _filled(f"{solver.status}:", [*costs, effort])
     if solver.model == "layers":
         lines += _filled(

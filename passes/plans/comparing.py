@@ -33,7 +33,6 @@ from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zer
 from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import limits, race, search, strategies, tables
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
@@ -81,7 +80,7 @@ class Comparing:
         for name, method in TEXTBOOK.items():
             before = time.perf_counter()
             left = SECONDS - (before - started)
-            out.append(_evaluated(name, lambda m=method, s=left: self._textbook(m, groups, shared, s), left > slowest))
+            out.append(_evaluated(name, lambda m=method: self._textbook(m, groups, shared), left > slowest))
             slowest = max(slowest, time.perf_counter() - before)
         if self.one_mesh:
             left = SECONDS - (time.perf_counter() - started)
@@ -89,11 +88,10 @@ class Comparing:
             out.append(_evaluated("one mesh", lambda: self._free(groups, left), left > _FREE * shapes * slowest))
         return tuple(out)
 
-    def _textbook(self, method: Method, groups: Grouping, shared: tables.Shared, seconds: float) -> Comparison:
+    def _textbook(self, method: Method, groups: Grouping, shared: tables.Shared) -> Comparison:
         (mesh,) = limits.meshes(self.cluster, method)
         allowed = limits.limits(self.traced, groups, method, mesh)
         cost = MeshCost(self.cluster, mesh)
-        deadline = Deadline(max(1.0, min(seconds, EACH)))
         spaces: list[Space] = []
         for regather in (False, True) if self.cluster.platform != "cpu" else (False,):  # as the search of one mesh
             space = strategies.build(
@@ -102,14 +100,14 @@ class Comparing:
             )  # fmt: skip
             spaces.append(space)
             if not regather:
-                free = solve.solve(replace(space.program, budget=None), time_limit=deadline.share(4), gap=1e-3)
+                free = solve.solve(replace(space.program, budget=None), gap=1e-3)
                 if not free.choice or free.peak <= self.budget:
                     return self._found(mesh, groups, space, free)
-        within = [solve.solve(s.program, time_limit=deadline.share(4), gap=1e-2, free=free.bound) for s in spaces]
+        within = [solve.solve(s.program, gap=1e-2, free=free.bound) for s in spaces]
         fitting = [self._found(mesh, groups, s, found) for s, found in zip(spaces, within, strict=True) if found.choice]
         if fitting:
             return min(fitting, key=lambda found: found.step_seconds or math.inf)
-        least = min(solve.minimal_budget(s.program, gap=1e-2, time_limit=deadline.share(2))[0] for s in spaces)
+        least = min(solve.minimal_budget(s.program, gap=1e-2)[0] for s in spaces)
         if least <= self.budget or math.isinf(least):
             return Comparison("", mesh.shape, reason="not evaluated: no step within the memory was found in time")
         return Comparison("", mesh.shape, None, math.ceil(least), f"does not fit by {_gib(least - self.budget)}")
@@ -136,9 +134,6 @@ class Comparing:
 def _gib(size: float) -> str:
     return f"{size / 2**30:,.3g} GiB"
 
-
-EACH = 8.0
-"""Seconds of solving for each method."""
 
 _FREE = 3.0
 """What a free program of a mesh of several axes takes at most, as a multiple of one of a textbook method."""

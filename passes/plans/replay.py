@@ -8,7 +8,6 @@ names rather than completed by guessing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +54,6 @@ def replay(
     Raises:
       PlanError: the plan is for other arguments, or another program; says what differs.
     """
-    start = time.perf_counter()
     traced = graph.traced
     rules: Mapping[Any, Rule] = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
@@ -88,7 +86,7 @@ def replay(
     if undecided and stage.ingredients.get("jax") == here["jax"] and stage.ingredients["program"] != here["program"]:
         raise PlanError(f"the plan is for another program: {_differences(stage, here)}. Plan again for this one.")
     objective, peak = evaluate(space.program, tuple(choice))
-    solution = Solution("feasible", tuple(choice), objective, objective, peak, time.perf_counter() - start, 0, 0)
+    solution = Solution("feasible", tuple(choice), objective, objective, peak, 0, 0, 0)
     strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
     candidate = Candidate("replayed", mesh.shape, objective, int(peak), "chosen")
     return DecidedStage(graph, rules, groups, Found(mesh, space, solution, strategies_of, (candidate,)), cluster)

@@ -88,7 +88,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
             verdict.seconds,
             verdict.bound,
             (verdict.seconds - verdict.bound) / verdict.seconds if verdict.seconds else 0.0,
-            sum(stage.solver.seconds for stage in known.values()),
+            sum(stage.solver.work for stage in known.values()),
             max(stage.solver.variables for stage in stages),
             verdict.model,
         ),
@@ -204,7 +204,7 @@ def _stage(
         hidden_seconds=sum(planned.overlap[s].hidden * planned.runs(s) for s in planned.segments.items),
         hideable_seconds=sum(planned.overlap[s].hideable * planned.runs(s) for s in planned.segments.items),
         solver=Solver(
-            solution.status, solution.objective, solution.bound, solution.gap, solution.seconds, solution.variables
+            solution.status, solution.objective, solution.bound, solution.gap, solution.work, solution.variables
         ),
         received=received,
         sent=sent,

@@ -15,7 +15,6 @@ time (`sharding.solver.search`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,13 +27,13 @@ from alpa_lite.errors import InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import Known
+from alpa_lite.passes.sharding.solver.work import SOLVE_WORK
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.records import Candidate
@@ -54,7 +53,7 @@ class Market:
     Attributes:
       known: each program, with what its solves found out for the next. rough: these solutions.
       unit: seconds per byte, of price 1: those of the fastest rough solution, unless others are given.
-      time_limit: seconds for all mesh shapes: half for the rough solutions, half again for each price.
+      time_limit: has no effect.
       gap: at which a choice counts as optimal: of its seconds, so that at a price it is a part of that.
     """
 
@@ -100,8 +99,7 @@ class Market:
             elif rough.objective <= WORTH * fastest:
                 waiting.append(i)
         solutions |= _solved(
-            {i: self.known[i] for i in waiting}, price * self.unit, time_limit=self.time_limit,
-            gap=self.gap / max(1.0, price),
+            {i: self.known[i] for i in waiting}, price * self.unit, gap=self.gap / max(1.0, price)
         )  # fmt: skip
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
@@ -139,12 +137,12 @@ def market(
 
     Args:
       admitted: the meshes of the cluster's devices, and what is allowed on each.
-      time_limit: wall-clock seconds, as for `Market`; building the programs is not counted.
+      time_limit: has no effect.
       gap: (objective - bound) / objective at which a choice counts as optimal.
       shared: what the programs of several meshes have in common, to make it once.
 
     Raises:
-      InfeasibleError: a program has no choice, or none was found in the time.
+      InfeasibleError: a program has no choice, or none was found.
     """
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
@@ -157,25 +155,24 @@ def market(
 def _offered(meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], time_limit: float, gap: float) -> Market:
     """Programs, with what solving them roughly finds out."""
     known = tuple(Known(space.program) for space in spaces)
-    solved = _solved(dict(enumerate(known)), 0.0, time_limit=time_limit, gap=max(gap, ROUGH))
+    solved = _solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH))
     rough = tuple(solved[i] for i in range(len(known)))
     offered = Market(meshes, spaces, known, rough, 1.0, time_limit, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 
 
-def _solved(problems: Mapping[int, Known], price: float, *, time_limit: float, gap: float) -> dict[int, Solution]:
-    """The best choices at a price in seconds per byte, in half the time; objectives include what memory costs."""
-    deadline, out = Deadline(time_limit / 2), {}
-    for number, (i, known) in enumerate(problems.items()):
-        started = time.perf_counter()
+def _solved(problems: Mapping[int, Known], price: float, *, gap: float) -> dict[int, Solution]:
+    """The best choices at a price in seconds per byte; objectives include what memory costs."""
+    out = {}
+    for i, known in problems.items():
         points = len(known.problem.base)
         priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
-        found = Search(priced, np.inf, gap, started + deadline.share(len(problems) - number), messages=known.messages)
+        found = Search(priced, np.inf, gap, SOLVE_WORK, messages=known.messages)
         found.starts = list(known.choices)
         found.run()
         known.note(found)
         if found.choice is None:
-            raise InfeasibleError(f"no sharding was found in solver_time_limit={time_limit:g} seconds; allow more")
-        out[i] = found.solution("optimal" if found.closed else "feasible", started)
+            raise InfeasibleError("no sharding was found: no strategies of the operations go together")
+        out[i] = found.solution("optimal" if found.closed else "feasible")
     return out

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.sharding.deadline import FEW, Deadline
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.lessons import NOTHING_KNOWN, Beaten, Lessons
 from alpa_lite.passes.sharding.race import Found, Race, Rest, choice_of
@@ -64,10 +63,10 @@ class OverlappedRace(Race):
         super()._put(name, mesh, space, found)
         if name != self.method or space is None or not isinstance(found, Solution) or not found.choice:
             return
-        program, deadline = self._hiding.cheaper(space), Deadline(max(FEW, found.seconds))
-        other = solve.solve(replace(program, budget=None), time_limit=deadline.share(2), start=found)
+        program = self._hiding.cheaper(space)
+        other = solve.solve(replace(program, budget=None), start=found)
         if other.choice and other.peak > self.budget:
-            other = solve.solve(program, time_limit=deadline.share(1), start=found)
+            other = solve.solve(program, start=found)
         if other.choice:
             objective, _ = solve.evaluate(space.program, other.choice)
             super()._put(name, mesh, space, replace(other, objective=objective, bound=found.bound))

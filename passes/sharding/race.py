@@ -183,24 +183,23 @@ class Race:
             self.enter(other, several=True)
         statuses: list[str] = []
         for one in sorted(self.tried, key=lambda one: one[0].seconds):
-            statuses.append(self._begin(one, deadline))
+            statuses.append(self._begin(one))
             if self.best is None and statuses[-1] != "cutoff" and len(statuses) == 1:
                 self.weigh([problem for _, problem, _ in self.tried], Deadline(max(deadline.left, _GRACE)))
                 if self.least is not None:
                     break
         return set(statuses) == {"cutoff"}
 
-    def _begin(self, one: tuple[solve.Bound, Problem, Space], deadline: Deadline) -> str:
+    def _begin(self, one: tuple[solve.Bound, Problem, Space]) -> str:
         """Solves a shape that was entered: the status of its solution."""
         bound, problem, space = one
-        seconds = max(deadline.left, _GRACE)
         cutoff = self._cutoff(problem.mesh)
         if bound.seconds >= cutoff:
             self._put(self.method, problem.mesh, None, "cutoff")
             self._note(problem.mesh, bound.seconds, bound.seconds)
             self._solved.add(problem.mesh)
             return "cutoff"
-        mine, solution, least = solved(problem, space, self.budget, cutoff, seconds, bound.known)
+        mine, solution, least = solved(problem, space, self.budget, cutoff, bound.known)
         self._put(self.method, problem.mesh, mine, solution)
         bound.seconds = max(bound.seconds, least)  # without the budget, which may be all that rules a plan out
         self._note(problem.mesh, solution.bound if solution.status != "feasible" else 0.0, bound.seconds)
@@ -215,7 +214,7 @@ class Race:
             if deadline.over:
                 return
             program = problem.build(regather=problem.platform not in strategies.MERGING).program
-            bound, peak = solve.bound_of_peak(program, time_limit=deadline.left)
+            bound, peak = solve.bound_of_peak(program)
             if bound <= self.budget:
                 return
             found.append(Least(bound, peak, problem.mesh))
@@ -265,7 +264,7 @@ class Race:
                 continue
             own = sum(name == self.method for name, _ in self._rows)
             progress("mesh shapes solved", own, len(self.tried))
-            space, solution, least = solved(problem, space, self.budget, cutoff, limit, bound.known)
+            space, solution, least = solved(problem, space, self.budget, cutoff, bound.known)
             self._note(problem.mesh, max(solution.bound, bound.seconds), max(least, bound.seconds))
             self._put(self.method, problem.mesh, space, solution)
             if is_settled(solution):
@@ -377,27 +376,26 @@ class Problem:
 
 
 def solved(
-    problem: Problem, space: Space, budget: float, cutoff: float, time_limit: float, before: solve.Known
+    problem: Problem, space: Space, budget: float, cutoff: float, before: solve.Known
 ) -> tuple[Space, Solution, float]:
-    """The best choice on one mesh within the budget, of up to three attempts that share the time limit.
+    """The best choice on one mesh within the budget, of up to three attempts.
 
     The third value is what no choice undercuts without the budget, in seconds.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether there can be one below the cutoff.
     """
-    deadline, regathers = Deadline(time_limit), problem.platform not in strategies.MERGING
+    regathers = problem.platform not in strategies.MERGING
     program = replace(space.program, budget=None)
-    free = solve.solve(program, cutoff=cutoff, time_limit=deadline.share(2 + regathers), roof=budget, known=before)
+    free = solve.solve(program, cutoff=cutoff, roof=budget, known=before)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
         return space, free, free.bound
     known = free.bound if free.choice and free.peak > budget else None
-    limit = deadline.share(1 + regathers)
-    solution = solve.solve(space.program, cutoff=cutoff, time_limit=limit, free=known, known=before)
+    solution = solve.solve(space.program, cutoff=cutoff, free=known, known=before)
     if free.peak > budget and regathers and solution.objective * (1 - _NEAR) > free.bound:
         again = problem.build(regather=True)
         limit = min(cutoff, solution.objective) if solution.choice else cutoff
         # What is served twice costs no less: the bound without the budget is one here, too.
-        other = solve.solve(again.program, cutoff=limit, time_limit=deadline.share(1), free=known, start=solution)
+        other = solve.solve(again.program, cutoff=limit, free=known, start=solution)
         if other.choice and (not solution.choice or other.objective < solution.objective):
             return again, other, free.bound
     elif solution.choice and regathers and solution.bound > free.bound:

@@ -298,8 +298,7 @@ def _take_least(traced: Traced, race: Race, cluster: Cluster, deadline: Deadline
             if number and deadline.over:
                 break
             own = problem.build(regather=True) if regather else space
-            parts = len(tried) - number + len(tried) * (not regather and len(ways) > 1)
-            peak, solution = solve.minimal_budget(own.program, gap=1e-2, time_limit=deadline.share(parts))
+            peak, solution = solve.minimal_budget(own.program, gap=1e-2)
             if peak <= race.budget:
                 race.take(problem, own, replace(solution, status="feasible", bound=min(solution.bound, race.free)))
                 return

@@ -15,7 +15,6 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import limits, strategies, tables
 from alpa_lite.passes.sharding.bans import bans
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.search import Found
 from alpa_lite.passes.sharding.solver import solve
@@ -27,9 +26,6 @@ STRATEGIES = 3000
 
 SHARDINGS = 6
 """The most shardings that are told apart."""
-
-SECONDS = 5.0
-"""The most seconds of solving again."""
 
 
 def worth(
@@ -43,7 +39,6 @@ def worth(
     budget: float,
     pins: Pins,
     wishes: Wishes,
-    time_limit: float,
 ) -> tuple[str, ...]:
     """A note for each of the user's own shardings; none where there is none, or where telling is expensive.
 
@@ -56,9 +51,9 @@ def worth(
     if len(said) > 1:
         together = [frozenset().union(*parts) for parts in zip(*said.values(), strict=True)]
         said["all of the user's shardings"] = (together[0], together[1])
-    shared, deadline = tables.Shared(traced, grouping), Deadline(min(SECONDS, time_limit))
+    shared = tables.Shared(traced, grouping)
     notes = []
-    for number, (name, (ops, leaves)) in enumerate(said.items()):
+    for name, (ops, leaves) in said.items():
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
         others = Wishes(wishes.mesh, wishes.names, wishes.more, wishes.why, left, wishes.given)
         space = strategies.build(
@@ -66,7 +61,7 @@ def worth(
             allowed=limits.limits(traced, grouping, method, found.mesh, others, pins),
             bans=bans(traced, grouping, wishes.forbidden), unheeded=ops, shared=shared,
         )  # fmt: skip
-        solution = solve.solve(space.program, time_limit=deadline.share(len(said) - number))
+        solution = solve.solve(space.program)
         if solution.status == "optimal":
             with_it, without = found.solution.objective, min(solution.objective, found.solution.objective)
             notes.append(f"{name}: the step takes {with_it:.4g} s with it and {without:.4g} s without, on this mesh")

@@ -15,7 +15,7 @@ def _verdict(chosen: Alternative, other: Alternative) -> str:
     """What explain says of `other`."""
     decision = Decision("k", "matmul", "m.py:1", 1, (8,), chosen.strategy, 1.0, (chosen, other))
     seconds = chosen.step.seconds
-    solver = Solver("optimal", seconds, seconds - 1e-4, 1e-4 / seconds, 0.1, 10)
+    solver = Solver("optimal", seconds, seconds - 1e-4, 1e-4 / seconds, 1000, 10)
     plan = gpt_plan(1)
     stage = dataclasses.replace(plan.stages[0], decisions=(decision,), solver=solver)
     plan = dataclasses.replace(plan, stages=(stage,), step_seconds=seconds, solver=solver)

@@ -60,9 +60,9 @@ class MemoryDual:
         assert self._ascending is not None
         return self._ascending.messages
 
-    def step(self, sweeps: int, deadline: float = np.inf) -> np.ndarray:
+    def step(self, sweeps: int) -> np.ndarray:
         """Try the next price: returns the choice that is good at it."""
-        ascent = self._ascent(self._next, sweeps, deadline)
+        ascent = self._ascent(self._next, sweeps)
         bound = self._bound_of(ascent, self._next)
         self._reach *= WIDER if bound > self.bound else 0.5
         self._stalled = 0 if bound - self.bound > 1e-3 * abs(bound) else self._stalled + 1
@@ -74,9 +74,9 @@ class MemoryDual:
         self._aim()
         return choice
 
-    def answer(self, price: np.ndarray, sweeps: int, deadline: float = np.inf) -> np.ndarray:
+    def answer(self, price: np.ndarray, sweeps: int) -> np.ndarray:
         """A choice that is good at a price, which need not be a better one."""
-        ascent = self._ascent(price, sweeps, deadline)
+        ascent = self._ascent(price, sweeps)
         return descend(ascent.problem, ascent.choice())
 
     def add(self, seconds: float, live: np.ndarray) -> None:
@@ -93,18 +93,18 @@ class MemoryDual:
         bound = self._bound_of(ascent, self.price)
         return bound, ascent.slack()
 
-    def _ascent(self, price: np.ndarray, sweeps: int, deadline: float = np.inf) -> Ascent:
+    def _ascent(self, price: np.ndarray, sweeps: int) -> Ascent:
         """Message passing at a price, beginning with the messages of the last one."""
         priced = price_memory(self.problem, price)
         if self._ascending is None:
             self._ascending = Ascent(priced, self._begin)
         else:
             self._ascending.reprice(priced)
-        self._ascending.sweep(sweeps, deadline)
+        self._ascending.sweep(sweeps)
         return self._ascending
 
     def _bound_of(self, ascent: Ascent, price: np.ndarray) -> float:
-        return ascent.bound + float(price @ (self.problem.base - self.limit))
+        return ascent.bound + float((price * (self.problem.base - self.limit)).sum())
 
     def _aim(self) -> None:
         """The next price, from the lines of the choices so far."""

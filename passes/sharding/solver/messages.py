@@ -18,8 +18,6 @@ sweep is divided again.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from alpa_lite.passes.sharding.solver.decoding import Decoder
@@ -71,8 +69,8 @@ class Ascent:
         self._shared = problem.cells[sharing.cells]
         self._share()
 
-    def sweep(self, times: int, deadline: float = np.inf) -> None:
-        """Pass the messages forward and backward so many times, fewer if the clock passes `deadline`."""
+    def sweep(self, times: int) -> None:
+        """Pass the messages forward and backward some number of times."""
         steps = self.wiring.steps
         for _ in range(times):
             for step in steps:
@@ -80,8 +78,6 @@ class Ascent:
             for step in reversed(steps):
                 self._visit(step, step.backward)
             self._share()
-            if time.perf_counter() > deadline:
-                break
         self.bound = max(self.bound, self._bound())
 
     def _visit(self, step: Step, shares: np.ndarray) -> None:

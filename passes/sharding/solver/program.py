@@ -17,7 +17,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from alpa_lite.passes.sharding.solver.problem import Edge, Problem, timeline
+from alpa_lite.passes.sharding.solver.work import BRANCH_NODES, NODE_ITERATIONS
 
 SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many units make the objective and a memory row
 
@@ -58,6 +59,11 @@ class LinearProgram:
         return len(self.equal_to) + len(self.at_most_to)
 
     @property
+    def nonzeros(self) -> int:
+        """Nonzeros of the rows, those of memory aside."""
+        return self.equal.nnz + self.at_most.nnz
+
+    @property
     def integers(self) -> int:
         """How many x there are."""
         return int(self.first[-1])
@@ -86,12 +92,16 @@ class LinearProgram:
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """Answer of the solver. x: None if there is none. bound: of the program in its own unit; `inf` if infeasible."""
+    """Answer of the solver.
+
+    x: None if there is none. bound: of the program in its own unit; `inf` if infeasible. work: as of `solver.work`.
+    """
 
     x: np.ndarray | None
     bound: float
     reduced_cost: np.ndarray | None = None
     price: np.ndarray | None = None
+    work: int = 0
 
 
 @dataclass
@@ -228,7 +238,7 @@ class _Draft:
             self.items.append((int(start), int(end), variables[size > 0], size[size > 0]))
 
 
-def relax(program: LinearProgram, points: Sequence[int], unit: float, time_limit: float) -> Relaxed:
+def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
     """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
     rows, limits = _memory_rows(program, points)
     scale = SCALE / unit
@@ -240,16 +250,17 @@ def relax(program: LinearProgram, points: Sequence[int], unit: float, time_limit
         b_eq=program.equal_to,
         bounds=_bounds(program),
         method="highs-ds",  # the interior point method is no faster at these sizes, and its threads wait spinning
-        options={"time_limit": max(time_limit, 0.1), "disp": False},
+        options={"disp": False},
     )
+    work = (program.nonzeros + rows.nnz) * max(int(result.nit), 1)
     if result.status == 2:
-        return Relaxed(None, np.inf)
+        return Relaxed(None, np.inf, work=work)
     if result.status != 0:
-        return Relaxed(None, 0.0)
+        return Relaxed(None, 0.0, work=work)
     price = np.zeros(len(program.problem.base))
     dual = -np.asarray(result.ineqlin.marginals)[len(program.at_most_to) :]
     np.add.at(price, np.asarray(points, dtype=int), dual * (_row_scale(program) / scale))
-    return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price)
+    return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price, work)
 
 
 def branch(
@@ -257,7 +268,6 @@ def branch(
     points: Sequence[int],
     covers: Sequence[np.ndarray],
     unit: float,
-    time_limit: float,
     gap: float,
 ) -> Relaxed:
     """The integer program with the memory rows of some program points, and with sets of which not all may be chosen."""
@@ -270,10 +280,10 @@ def branch(
     if covers:
         sets = np.stack(covers)
         constraints.append(_rows(sparse.csr_array(sets), -np.inf, sets.sum(1) - 1.0))
-    return _milp(program, program.cost * (SCALE / unit), constraints, unit / SCALE, time_limit, gap)
+    return _milp(program, program.cost * (SCALE / unit), constraints, unit / SCALE, gap)
 
 
-def flatten(program: LinearProgram, points: Sequence[int], integral: bool, time_limit: float, gap: float) -> Relaxed:
+def flatten(program: LinearProgram, points: Sequence[int], integral: bool, gap: float) -> Relaxed:
     """Minimise the largest of the bytes at some program points; the bound is in bytes."""
     matrix = sparse.csr_array(np.stack([program.memory_row(t) for t in points]))
     base = program.problem.base[list(points)]
@@ -291,8 +301,8 @@ def flatten(program: LinearProgram, points: Sequence[int], integral: bool, time_
         constraints.append(_rows(wider(program.at_most), -np.inf, program.at_most_to))
     cost = np.zeros(width + 1)
     cost[-1] = 1.0
-    result = _milp(program, cost, constraints, 1.0 / scale, time_limit, gap, integral)
-    return Relaxed(None if result.x is None else result.x[:width], result.bound)
+    result = _milp(program, cost, constraints, 1.0 / scale, gap, integral)
+    return replace(result, x=None if result.x is None else result.x[:width])
 
 
 def _milp(
@@ -300,7 +310,6 @@ def _milp(
     cost: np.ndarray,
     constraints: list[LinearConstraint],
     unit: float,
-    time_limit: float,
     gap: float,
     integral: bool = True,
 ) -> Relaxed:
@@ -308,15 +317,18 @@ def _milp(
     integrality[: program.integers] = integral
     upper = np.full(len(cost), np.inf)
     upper[: program.integers] = 1.0
-    options = {"time_limit": max(time_limit, 0.1), "mip_rel_gap": gap, "disp": False}
+    options = {"node_limit": BRANCH_NODES, "mip_rel_gap": gap, "disp": False}
     result = milp(
         cost, integrality=integrality, bounds=Bounds(0.0, cast(float, upper)), constraints=constraints, options=options
     )
+    nonzeros = sum(rows.A.nnz for rows in constraints)
+    iterations = sum(rows.A.shape[0] for rows in constraints) + NODE_ITERATIONS * int(result.mip_node_count or 0)
+    work = nonzeros * iterations
     if result.status == 2:
-        return Relaxed(None, np.inf)
+        return Relaxed(None, np.inf, work=work)
     bound = result.mip_dual_bound if integral or result.status != 0 else result.fun
     bound = float(bound) * unit if bound is not None and np.isfinite(bound) else 0.0
-    return Relaxed(result.x, bound)
+    return Relaxed(result.x, bound, work=work)
 
 
 def _rows(matrix: sparse.csr_array, low: np.ndarray | float, high: np.ndarray | float) -> LinearConstraint:

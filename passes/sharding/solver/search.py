@@ -14,10 +14,10 @@ Every bound reported is one of a relaxation; a choice's seconds and bytes are al
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,15 @@ from alpa_lite.passes.sharding.solver.problem import (
 )
 from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, build, flatten, relax
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
+from alpa_lite.passes.sharding.solver.work import (
+    BUILT_ENTRY_WORK,
+    LARGEST_INTEGER,
+    LARGEST_LINEAR,
+    SIMPLEX_ENTRY_WORK,
+    WorkExhausted,
+    choice_work,
+    sweep_work,
+)
 from alpa_lite.strategy import Solution
 
 Slack = tuple[np.ndarray, np.ndarray]
@@ -44,8 +53,6 @@ SWEEPS, ROUNDS, STEPS = 5, 10, 30  # sweeps in a round, twice as many every seco
 FEW_STEPS = 6  # prices of memory for a quick bound of it
 PRICES, POLISH = 8, (1.0, 0.5, 0.2, 0.0)  # multiples of a price that are tried, and of it for the best choice
 STALLED, PATIENCE = 0.98, 3  # rounds that leave more than this share of the gap, and how many of them end a search
-LARGEST = 30_000  # costs beyond which a linear program is not built: it takes some seconds, and ever more beyond
-RATE = 8_000  # costs per second that is left, for the same reason: the solver does not look at the clock in between
 LOOSE = 5e-3  # the gap at which a bound is good enough, where the choice does not matter
 
 
@@ -55,15 +62,20 @@ class CutoffReached(Exception):
 
 @dataclass
 class Search:
-    """The best choice so far, the bound so far, and the steps that improve them."""
+    """The best choice so far, the bound so far, and the steps that improve them.
+
+    The search ends before the first step that exceeds `max_work` (`solver.work`); nothing else looks at it.
+    """
 
     problem: Problem
     cutoff: float
     gap: float
-    deadline: float
+    max_work: int
+    work: int = 0
     choice: np.ndarray | None = None
     objective: float = math.inf
     bound: float = 0.0
+    peak_bound: float = 0.0  # bytes that no choice undercuts
     ceiling: float = math.inf  # choices at least this expensive may have been forbidden
     roof: float = math.inf  # bytes above which a choice is of no interest but for its bound
     variables: int = 0
@@ -73,16 +85,11 @@ class Search:
     starts: list[Sequence[int] | np.ndarray] = field(default_factory=list)  # choices that are tried first
 
     @property
-    def left(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - time.perf_counter()
-
-    @property
     def closed(self) -> bool:
         """Whether choice and bound have met, within the gap."""
         return self.choice is not None and self._is_close(self.objective, self.bound)
 
-    def solution(self, status: Literal["optimal", "feasible", "infeasible", "cutoff"], started: float) -> Solution:
+    def solution(self, status: Literal["optimal", "feasible", "infeasible", "cutoff"]) -> Solution:
         """What was found, as the caller gets it."""
         found = self.choice is not None and status in ("optimal", "feasible")
         bound = self.bound
@@ -94,7 +101,7 @@ class Search:
             objective=self.objective if found else math.inf,
             bound=bound,
             peak=self.problem.peak(self.choice) if found and self.choice is not None else math.inf,
-            seconds=time.perf_counter() - started,
+            work=self.work,
             variables=self.variables,
             constraints=self.constraints,
         )
@@ -112,6 +119,18 @@ class Search:
                 self._solve_within()
         except Contradiction:
             self._raise_bound(math.inf)
+        except WorkExhausted:
+            pass
+
+    def _charge(self, work: int) -> None:
+        """Count the work of the next step.
+
+        Raises:
+          WorkExhausted: the step exceeds the limit.
+        """
+        if self.work + work > self.max_work:
+            raise WorkExhausted
+        self.work += work
 
     def _solve_free(self) -> None:
         """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
@@ -121,8 +140,9 @@ class Search:
             problem = restriction.problem
             ascent, waited = Ascent(problem, messages), 0
             for turn in range(ROUNDS):
-                before, lower = best - ascent.bound, ascent.bound
-                ascent.sweep(SWEEPS << turn // 2, self.deadline)
+                before, lower, sweeps = best - ascent.bound, ascent.bound, SWEEPS << turn // 2
+                self._charge(sweeps * sweep_work(problem.links) + choice_work(problem.links))
+                ascent.sweep(sweeps)
                 choice = descend(problem, ascent.choice(backward=turn % 2 == 1))
                 if (seconds := problem.seconds(choice)) < best:
                     best, fits = seconds, self._offer(restriction.lift(choice))
@@ -135,8 +155,6 @@ class Search:
                 waited = waited + 1 if best - ascent.bound > STALLED * before else 0
                 if self._is_close(best, ascent.bound) or waited == PATIENCE:
                     break
-                if self.left <= 0:
-                    return
             if self.closed or (self._is_close(best, ascent.bound) and not fits):
                 return
             smaller = self._forbid(restriction, ascent.bound, ascent.slack(), best * (1 + ROUNDING))
@@ -153,8 +171,11 @@ class Search:
         restriction, price, messages = consistent(self.problem), None, self.messages
         if self.choice is None:
             search = replace(self, problem=replace(self.problem, budget=None))
-            least = search._flatten(_for_memory_alone(search.problem), enough=budget)
-            if least > budget * (1 + 1e-6):
+            try:
+                search._flatten(_for_memory_alone(search.problem), enough=budget)
+            finally:
+                self.work = search.work
+            if search.peak_bound > budget * (1 + 1e-6):
                 self._raise_bound(math.inf)
                 return
             if search.choice is not None:
@@ -165,15 +186,16 @@ class Search:
             if self.choice is not None:
                 dual.add(self.objective, self.problem.bytes(self.choice))
             for i in range(STEPS):
-                self._offer(restriction.lift(dual.step(SWEEPS if i == 0 else 2, self.deadline)))
+                self._offer(restriction.lift(self._step(dual, i)))
                 self._raise_bound(dual.bound)
-                if self.closed or dual.finished or self.left <= 0:
+                if self.closed or dual.finished:
                     break
             price = dual.price
-            self._spend(restriction, price, dual)
+            self._bisect_price(restriction, price, dual)
             self._note_peaks()
-            if self.closed or self.left <= 0 or math.isinf(self.objective):
+            if self.closed or math.isinf(self.objective):
                 break
+            self._charge(SWEEPS * sweep_work(problem.links))
             smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
             stuck = smaller.problem.size > 0.7 * problem.size
             restriction, messages = smaller, dual.messages[smaller.messages]
@@ -188,11 +210,12 @@ class Search:
             restriction = _for_memory_alone(self.problem)
         except Contradiction:
             return math.inf, True
-        bound = self._flatten(restriction, -math.inf)
+        with suppress(WorkExhausted):
+            self._flatten(restriction, -math.inf)
         if self.choice is None:
             return math.inf, False
         best = self.problem.peak(self.choice)
-        return best, self._is_close(best, bound)
+        return best, self._is_close(best, self.peak_bound)
 
     def bound_peak(self) -> tuple[float, float]:
         """Bytes that no peak undercuts, and the least peak met on the way; in a few steps, without integer programs."""
@@ -200,65 +223,75 @@ class Search:
             restriction = _for_memory_alone(self.problem)
         except Contradiction:
             return math.inf, math.inf
-        bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
+        self.peak_bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
         dual = MemoryDual(restriction.problem)
-        for i in range(FEW_STEPS):
-            best = self._offer_peak(restriction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
-            bound = max(bound, min(dual.bound, best))
-            if self._is_close(best, bound) or dual.finished or self.left <= 0:
-                break
-        return bound, best
+        with suppress(WorkExhausted):
+            for i in range(FEW_STEPS):
+                best = self._offer_peak(restriction.lift(self._step(dual, i)), best)
+                self.peak_bound = max(self.peak_bound, min(dual.bound, best))
+                if self._is_close(best, self.peak_bound) or dual.finished:
+                    break
+        return self.peak_bound, best
 
-    def _flatten(self, restriction: Restriction, enough: float) -> float:
-        """Look for a choice of the least peak, or one of at most `enough` bytes; returns a lower bound of peaks."""
-        bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
+    def _step(self, dual: MemoryDual, number: int) -> np.ndarray:
+        """The choice of the next step of a dual."""
+        sweeps, links = SWEEPS if number == 0 else 2, dual.problem.links
+        self._charge(sweeps * sweep_work(links) + choice_work(links))
+        return dual.step(sweeps)
+
+    def _flatten(self, restriction: Restriction, enough: float) -> None:
+        """Look for a choice of the least peak, or one of at most `enough` bytes; raises `peak_bound`."""
+        self.peak_bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
         while True:
             problem = restriction.problem
             dual = MemoryDual(problem)
             for i in range(STEPS):
-                best = self._offer_peak(restriction.lift(dual.step(SWEEPS if i == 0 else 2)), best)
-                bound = max(bound, min(dual.bound, best))
-                if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
-                    return bound
-                if dual.finished or self.left <= 0:
+                best = self._offer_peak(restriction.lift(self._step(dual, i)), best)
+                if self._is_flat(dual.bound, best, enough):
+                    return
+                if dual.finished:
                     break
-            if problem.settled or math.isinf(best) or self.left <= 0:
+            if problem.settled or math.isinf(best):
                 break
+            self._charge(SWEEPS * sweep_work(problem.links))
             try:
                 smaller = self._forbid(restriction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
             except Contradiction:
-                return best
+                self.peak_bound = best
+                return
             stuck = smaller.problem.size > 0.7 * problem.size
             restriction = smaller
             if stuck:
                 break
-        return self._flatten_exactly(restriction, enough, best, bound)
+        self._flatten_exactly(restriction, enough, best)
 
-    def _flatten_exactly(self, restriction: Restriction, enough: float, best: float, bound: float) -> float:
+    def _is_flat(self, bound: float, best: float, enough: float) -> bool:
+        """Whether a bound of the peaks, which is noted, ends the search for a peak of at most `enough`."""
+        self.peak_bound = bound = max(self.peak_bound, min(bound, best))
+        return self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0
+
+    def _flatten_exactly(self, restriction: Restriction, enough: float, best: float) -> None:
         """The rest of `_flatten`, by linear and integer programs over ever more program points."""
         problem = restriction.problem
         if problem.settled:
-            return max(bound, self._offer_peak(restriction.lift(np.zeros(len(problem.nodes), dtype=int)), best))
-        if self.left <= 0 or problem.size > LARGEST:
-            return bound
+            peak = self._offer_peak(restriction.lift(np.zeros(len(problem.nodes), dtype=int)), best)
+            self.peak_bound = max(self.peak_bound, peak)
+            return
+        if problem.size > LARGEST_LINEAR:
+            return
         program = self._build(forget_seconds(problem))
         points = peaks(problem.bytes(np.zeros(len(problem.nodes), dtype=int)), -1.0)
-        for integral in (False, True):
-            while self.left > 0:
-                answer = flatten(program, points, integral, self.left, self.gap)
-                bound = max(bound, min(answer.bound, best))
-                if answer.x is None:
-                    return bound
-                choice = program.round(answer.x)
-                best = self._offer_peak(restriction.lift(choice), best)
-                if self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0:
-                    return bound
-                live = problem.bytes(choice) if integral else program.bytes(answer.x)
-                new = [t for t in peaks(live, bound * (1 + ROUNDING)) if t not in points]
+        for integral in (False, True)[: 1 + (problem.size <= LARGEST_INTEGER)]:
+            while True:
+                answer = self._solve_program(flatten, program, points, integral, self.gap)
+                best = best if answer.x is None else self._offer_peak(restriction.lift(program.round(answer.x)), best)
+                if self._is_flat(answer.bound, best, enough) or answer.x is None:
+                    return
+                live = problem.bytes(program.round(answer.x)) if integral else program.bytes(answer.x)
+                new = [t for t in peaks(live, self.peak_bound * (1 + ROUNDING)) if t not in points]
                 if not new:
                     break
                 points += new
-        return bound
 
     def _offer_peak(self, choice: np.ndarray, best: float) -> float:
         """Keep an allowed choice if its peak is below the best peak; returns the new best peak."""
@@ -320,19 +353,19 @@ class Search:
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
             self._raise_bound(problem.lower_bound)
-            if self.left <= 0 or problem.size > min(LARGEST, RATE * self.left):
+            if problem.size > LARGEST_LINEAR:
                 return
             program = self._build(problem)
             relaxed = self._relax(program)
             self._raise_bound(relaxed.bound)
-            if math.isinf(relaxed.bound) or self.left <= 0:
+            if math.isinf(relaxed.bound):
                 return
             if relaxed.x is not None:
                 start = program.round(relaxed.x)
                 self._offer(restriction.lift(start))
                 self._offer(restriction.lift(descend(forget_memory(problem), start)))
             self._polish(restriction, relaxed.price)
-            if self.closed or self.left <= 0:
+            if self.closed:
                 return
             smaller = restriction
             if relaxed.reduced_cost is not None and math.isfinite(self.objective):
@@ -345,10 +378,22 @@ class Search:
                 return
 
     def _build(self, problem: Problem) -> LinearProgram:
+        self._charge(BUILT_ENTRY_WORK * problem.size)
         program = build(problem)
         self.variables = max(self.variables, len(program.cost))
         self.constraints = max(self.constraints, program.height)
         return program
+
+    def _solve_program(self, solver: Callable[..., Relaxed], *args: Any) -> Relaxed:
+        """The answer to a program, whose work is known afterwards.
+
+        Raises:
+          WorkExhausted: the limit was reached before.
+        """
+        self._charge(1)
+        answer = solver(*args)
+        self.work += SIMPLEX_ENTRY_WORK * answer.work
+        return answer
 
     def _unit(self, program: LinearProgram) -> float:
         """Seconds that the objective amounts to, at least roughly."""
@@ -362,8 +407,8 @@ class Search:
         budget = program.problem.budget
         while True:
             points = self.points if budget is not None else []
-            relaxed = relax(program, points, self._unit(program), self.left)
-            if budget is None or relaxed.x is None or self.left <= 0:
+            relaxed = self._solve_program(relax, program, points, self._unit(program))
+            if budget is None or relaxed.x is None:
                 return relaxed
             new = [t for t in peaks(program.bytes(relaxed.x), budget * (1 + 1e-7)) if t not in points]
             if not new:
@@ -375,14 +420,15 @@ class Search:
         if self.choice is not None and self.problem.budget is not None and not self.points:
             self.points = peaks(self.problem.bytes(self.choice), 0.98 * self.problem.budget)
 
-    def _spend(self, restriction: Restriction, price: np.ndarray, dual: MemoryDual) -> None:
+    def _bisect_price(self, restriction: Restriction, price: np.ndarray, dual: MemoryDual) -> None:
         """Offer choices that are good at multiples of a price of memory: the least that fits is the best."""
         low, high = 0.5, math.inf  # too cheap, and expensive enough
         for _ in range(PRICES if price.any() else 0):
             factor = low * 2 if math.isinf(high) else (low + high) / 2
-            fits = self._offer(restriction.lift(dual.answer(factor * price, 2, self.deadline)))
+            self._charge(2 * sweep_work(restriction.problem.links) + choice_work(restriction.problem.links))
+            fits = self._offer(restriction.lift(dual.answer(factor * price, 2)))
             low, high = (low, factor) if fits else (factor, high)
-            if self.closed or high < 1.02 * low or self.left <= 0:
+            if self.closed or high < 1.02 * low:
                 return
         self._polish(restriction, price)
 
@@ -390,25 +436,28 @@ class Search:
         """Offer what descent makes of the best choice, at lower and lower prices of memory."""
         for factor in POLISH if price is not None and price.any() else (0.0,):
             start = None if self.choice is None else restriction.lower(self.choice)
-            if start is None or self.closed or self.left <= 0:
+            if start is None or self.closed:
                 return
             problem = restriction.problem
+            self._charge(choice_work(problem.links))
             priced = problem if price is None else price_memory(problem, factor * price)
             self._offer(restriction.lift(descend(priced, start)))
 
     def _branch(self, restriction: Restriction) -> None:
         """Branch and bound, adding memory rows until the choice fits."""
         problem = restriction.problem
+        if problem.size > LARGEST_INTEGER:
+            return
         program = self._build(problem)
         covers: list[np.ndarray] = []
         while True:
             points = self.points if problem.budget is not None else []
-            answer = branch(program, points, covers, self._unit(program), self.left, self.gap)
+            answer = self._solve_program(branch, program, points, covers, self._unit(program), self.gap)
             self._raise_bound(answer.bound)
             if answer.x is None:
                 return
             choice = program.round(answer.x)
-            if self._offer(restriction.lift(choice)) or self.closed or self.left <= 0 or problem.budget is None:
+            if self._offer(restriction.lift(choice)) or self.closed or problem.budget is None:
                 return
             live = problem.bytes(choice)
             new = [t for t in peaks(live, allowance(problem.budget)) if t not in points]

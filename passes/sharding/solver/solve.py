@@ -14,7 +14,6 @@ The docstring of `sharding.solver.search` says how it is solved.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from alpa_lite.passes.sharding.solver.problem import forget_memory
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
+from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
 from alpa_lite.strategy import Solution, StrategyGraph
 
 
@@ -32,7 +32,7 @@ def solve(
     graph: StrategyGraph,
     *,
     cutoff: float = math.inf,
-    time_limit: float = 60.0,
+    max_work: int = SOLVE_WORK,
     gap: float = 1e-4,
     free: float | None = None,
     roof: float = math.inf,
@@ -44,7 +44,7 @@ def solve(
     Args:
       graph: the problem.
       cutoff: seconds; a problem that is proven to cost at least this is given up, with status "cutoff".
-      time_limit: seconds to spend, approximately.
+      max_work: at which the search ends, in the unit of `solver.work`. More of it never gives a worse choice or bound.
       gap: (objective - bound) / objective at which a choice counts as optimal.
       free: seconds that no choice undercuts even without the budget, where that is known and the best choice without
         it is known not to fit: the search then begins with the budget.
@@ -53,27 +53,26 @@ def solve(
       start: of another problem with the same nodes and strategies: its choice is tried first.
 
     Returns:
-      A Solution. "optimal": the gap is closed. "feasible": time ran out before. "infeasible" with an infinite bound: no
-      choice fits, which is proven; with a finite bound: none was found in the time. "cutoff": see there. Without a
-      choice, `objective` and `peak` are infinite.
+      A Solution. "optimal": the gap is closed. "feasible": it is not. "infeasible" with an infinite bound: no choice
+      fits, which is proven; with a finite bound: none was found. "cutoff": see there. Without a choice, `objective` and
+      `peak` are infinite.
 
     Raises:
       ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
     """
-    started = time.perf_counter()
     known = known or Known(graph)
     problem = replace(known.problem, budget=graph.budget)
-    search = Search(problem, cutoff, gap, started + time_limit, roof=roof, messages=known.messages)
+    search = Search(problem, cutoff, gap, max_work, roof=roof, messages=known.messages)
     search.starts = [*known.choices, *([start.choice] if start and start.choice else [])]
     try:
         search.run(free)
     except CutoffReached:
-        return search.solution("cutoff", started)
+        return search.solution("cutoff")
     finally:
         known.note(search)
     if search.choice is None:
-        return search.solution("infeasible", started)
-    return search.solution("optimal" if search.closed else "feasible", started)
+        return search.solution("infeasible")
+    return search.solution("optimal" if search.closed else "feasible")
 
 
 class Known:
@@ -107,12 +106,12 @@ class Bound:
     Attributes:
       known: for `solve`.
       seconds: the bound; `inf` if every choice uses something forbidden.
-      improved: how often it was improved.
+      improved: how often it was improved. work: of that, in the unit of `solver.work`.
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
         """Raises ValueError as `solve`."""
-        self.improved, self.seconds, self.known = 0, 0.0, Known(graph)
+        self.improved, self.work, self.seconds, self.known = 0, 0, 0.0, Known(graph)
         self._ascent: Ascent | None = None
         try:
             self._restriction = consistent(forget_memory(self.known.problem))
@@ -125,6 +124,7 @@ class Bound:
         self.improved += 1
         if self._ascent is not None:
             self._ascent.sweep(SWEEPS)
+            self.work += SWEEPS * sweep_work(self._restriction.problem.links)
             self.seconds = max(self.seconds, self._ascent.bound)
             self.known.messages = self._ascent.messages
 
@@ -144,7 +144,7 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
     return problem.seconds(choice), problem.peak(choice)
 
 
-def bound_of_peak(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float = 1e-2) -> tuple[float, float]:
+def bound_of_peak(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: float = 1e-2) -> tuple[float, float]:
     """Bytes that no choice undercuts, and the peak of a choice with few; `minimal_budget` takes longer, and is exact.
 
     The budget of the graph is ignored. Without any allowed choice both are infinite.
@@ -153,10 +153,10 @@ def bound_of_peak(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float 
       ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
-    return Search(problem, math.inf, gap, time.perf_counter() + time_limit).bound_peak()
+    return Search(problem, math.inf, gap, max_work).bound_peak()
 
 
-def minimal_budget(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float = 1e-4) -> tuple[float, Solution]:
+def minimal_budget(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: float = 1e-4) -> tuple[float, Solution]:
     """The smallest peak, in bytes, that a choice reaches, and such a choice.
 
     The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
@@ -166,12 +166,11 @@ def minimal_budget(graph: StrategyGraph, *, time_limit: float = 60.0, gap: float
     Raises:
       ValueError: as `solve`.
     """
-    started = time.perf_counter()
     problem = replace(from_graph(graph), budget=None)
-    search = Search(problem, math.inf, gap, started + time_limit)
+    search = Search(problem, math.inf, gap, max_work)
     peak, proven = search.minimise_peak()
     search.bound = problem.lower_bound
     if search.choice is None:
         search.bound = math.inf if proven else search.bound
-        return math.inf, search.solution("infeasible", started)
-    return peak, search.solution("optimal" if proven else "feasible", started)
+        return math.inf, search.solution("infeasible")
+    return peak, search.solution("optimal" if proven else "feasible")

@@ -21,8 +21,8 @@ class Enough(Exception):
 @pytest.mark.parametrize(("seconds", "again"), [(1.001, False), (1.02, True)])
 def test_state_is_gathered_again_only_where_that_may_gain(monkeypatch, seconds: float, again: bool) -> None:
     """No plan of any memory takes less than 1 s: one of 1.001 s within the budget leaves nothing to gain."""
-    free = Solution("feasible", (0,), 1.0, 1.0, 2 * BUDGET, 0.0, 0, 0)
-    within = Solution("optimal", (0,), seconds, seconds, BUDGET, 0.0, 0, 0)
+    free = Solution("feasible", (0,), 1.0, 1.0, 2 * BUDGET, 0, 0, 0)
+    within = Solution("optimal", (0,), seconds, seconds, BUDGET, 0, 0, 0)
     monkeypatch.setattr(race.solve, "solve", lambda graph, **options: free if graph.budget is None else within)
 
     def build(**options: Any) -> Any:
@@ -34,7 +34,7 @@ def test_state_is_gathered_again_only_where_that_may_gain(monkeypatch, seconds: 
         program = StrategyGraph((), (), budget=BUDGET)
 
     def search() -> Any:
-        return race.solved(problem, cast(Any, Space), BUDGET, 2.0, 1.0, cast(Any, None))
+        return race.solved(problem, cast(Any, Space), BUDGET, 2.0, cast(Any, None))
 
     if again:
         with pytest.raises(Enough):

@@ -1,7 +1,9 @@
 """The sharding solver against brute force."""
 
+import ast
 import itertools
 import math
+import pathlib
 import warnings
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
-from alpa_lite.passes.sharding.solver import reading, restrict, solve, wiring
+from alpa_lite.passes.sharding.solver import reading, restrict, solve, wiring, work
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
@@ -426,7 +428,7 @@ def test_a_budget_trades_seconds_for_bytes_monotonically():
     before = free.objective
     for share in (0.9, 0.5, 0.2, 0.0):
         budget = least + share * (free.peak - least)
-        solution = solve.solve(with_budget(graph, budget), time_limit=60.0, gap=1e-2)
+        solution = solve.solve(with_budget(graph, budget), gap=1e-2)
         assert solution.status == "optimal"
         assert solution.peak <= budget * (1 + 1e-9)
         assert solution.bound <= solution.objective
@@ -490,11 +492,86 @@ def price_without_memory(graph, choice):
     return price(StrategyGraph(graph.node_cost, graph.transfers), choice)[0]
 
 
-def test_time_limit_gives_an_honest_gap():
-    graph = transformer(np.random.default_rng(2), layers=2, strategies=12)
+def permuted(graph, nodes, transfers):
+    """The same graph with its nodes and transfers in another order: the new number of each node, and old transfers."""
+    place = np.argsort(nodes)
+    moved = [graph.transfers[t] for t in transfers]
+    sent = tuple(
+        Transfer(int(place[t.src]), t.src_class, tuple((int(place[n]), k) for n, k in t.consumers[::-1]), t.cost)
+        for t in moved
+    )
+    b = graph.buffers
+    number = np.append(np.argsort(transfers), -1)
+    buffers = replace(b, owner=place[b.owner], transfer=number[b.transfer]) if b else None
+    return StrategyGraph(tuple(graph.node_cost[i] for i in nodes), sent, buffers, graph.budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_order_of_nodes_and_transfers_does_not_change_the_optimum(seed):
+    """Costs are whole numbers, so that their sums do not depend on the order either."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True, forbidden=0.05)
+    graph = StrategyGraph(
+        tuple(np.round(cost) for cost in graph.node_cost),
+        tuple(replace(t, cost=np.round(t.cost)) for t in graph.transfers),
+        graph.buffers,
+    )
+    peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
+    graph = with_budget(graph, float(np.quantile(peaks, 0.3)))
+    other = permuted(graph, rng.permutation(len(graph.node_cost)), rng.permutation(len(graph.transfers)))
+    first, second = solve.solve(graph, gap=0.0), solve.solve(other, gap=0.0)
+    assert (first.status, first.objective) == (second.status, second.objective)
+    if first.choice:
+        assert (first.bound, second.bound) == (first.objective, second.objective)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.lists(st.integers(0, 10**7), min_size=1, max_size=4))
+def test_more_work_is_never_worse(seed, limits):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng, memory=True, forbidden=0.05)
+    peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
+    assert_monotone(with_budget(graph, float(np.quantile(peaks, rng.random()))), limits)
+
+
+def assert_monotone(graph, limits):
+    """Limits of work give choices and bounds that get better as they grow; returns the last."""
+    before = None
+    for limit in [*sorted(limits), work.SOLVE_WORK]:
+        solution = solve.solve(graph, max_work=limit, gap=0.0)
+        assert solution.bound <= solution.objective
+        assert before is None or solution.objective <= before.objective
+        assert before is None or solution.bound >= before.bound
+        assert before is None or solution.work >= before.work
+        before = solution
+    return before
+
+
+def test_work_that_is_exhausted_leaves_an_honest_gap():
+    graph = transformer(np.random.default_rng(2), layers=1, strategies=6)
     least, _ = solve.minimal_budget(graph, gap=1e-2)
-    solution = solve.solve(with_budget(graph, 1.1 * least), time_limit=0.2, gap=0.0)
-    assert solution.status in ("optimal", "feasible", "infeasible")
-    assert solution.bound <= solution.objective
-    if solution.choice:
-        assert solution.peak <= 1.1 * least * (1 + 1e-9)
+    budget = 1.1 * least
+    rounds = [10**6, 3 * 10**6, 10**7, 3 * 10**7]
+    solutions = [solve.solve(with_budget(graph, budget), max_work=limit) for limit in rounds]
+    assert {s.status for s in solutions} - {"optimal"}
+    assert all(s.bound <= s.objective and (not s.choice or s.peak <= budget * (1 + 1e-9)) for s in solutions)
+    last = assert_monotone(with_budget(graph, budget), rounds)
+    assert last.status == "optimal"
+
+
+def test_results_do_not_depend_on_earlier_calls():
+    graphs = [random_graph(np.random.default_rng(seed), memory=True, forbidden=0.0) for seed in range(20)]
+    graphs = [with_budget(graph, solve.minimal_budget(graph)[0]) for graph in graphs]
+    first = [solve.solve(graph) for graph in graphs]
+    assert [solve.solve(graph) for graph in reversed(graphs)] == first[::-1]
+
+
+def test_no_module_of_the_solver_reads_a_clock():
+    for path in pathlib.Path(solve.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"time", "datetime", "timeit"} & {name.split(".")[0] for name in names}, path
+            if isinstance(node, ast.Constant):
+                assert node.value != "time_limit", path

@@ -1,0 +1,52 @@
+"""The unit of work of the solver, and the limits of its calls in it.
+
+One unit is one cell of a cost matrix visited by message passing. The other steps are converted by constants. They need
+not be accurate: they move the point at which a call ends, and never the order of what is tried. A call tries the same
+steps in the same order under every limit, so that more work never gives a worse choice or a lower bound.
+"""
+
+from __future__ import annotations
+
+from alpa_lite.passes.sharding.solver.links import Links
+
+SOLVE_WORK = 4_000_000_000
+"""The most work of one call of the solver: some twenty to forty seconds of a core of 2026."""
+
+DESCENT_ENTRY_WORK = 20
+"""Work of coordinate descent, for each strategy of each end of an edge."""
+
+DECODED_NODE_WORK = 6_000
+"""Work of choosing one node's strategy from the messages, in addition to visiting its cells."""
+
+SIMPLEX_ENTRY_WORK = 1
+"""Work of an iteration of the simplex method, for each nonzero of the program."""
+
+BUILT_ENTRY_WORK = 20
+"""Work of building a linear program, for each of its variables."""
+
+LARGEST_LINEAR = 30_000
+"""Costs beyond which a problem is not solved as a linear program: the work of one that is begun is not limited."""
+
+LARGEST_INTEGER = 10_000
+"""The same for integer programs."""
+
+BRANCH_NODES = 500
+"""Nodes of a branch and bound."""
+
+NODE_ITERATIONS = 50
+"""Iterations of the simplex method that a node counts as."""
+
+
+class WorkExhausted(Exception):
+    """The next step exceeds the work that a call may take."""
+
+
+def sweep_work(links: Links) -> int:
+    """Cells visited by a sweep, which visits each part of an edge from both ends, forward and backward."""
+    return 4 * int((links.rows * links.columns)[links.edge[~links.own]].sum())
+
+
+def choice_work(links: Links) -> int:
+    """Work of a choice that messages suggest, and of the descent from it."""
+    entries = len(links.source) + len(links.klass)
+    return sweep_work(links) // 2 + DECODED_NODE_WORK * links.nodes + DESCENT_ENTRY_WORK * entries
