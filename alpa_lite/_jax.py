@@ -42,6 +42,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir as _mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from alpa_lite.errors import OptionError
+
 # --- tracing: reading jaxprs, and emitting their equations again -----------------------------------------------------
 
 # Up to 0.10 closed jaxprs are a class of their own.
@@ -109,7 +111,7 @@ def _traced(eqn: Any, function: Callable[..., Any]) -> Any:
 
 
 _attention: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("attention", default=None)
-_cudnn: contextvars.ContextVar[bool] = contextvars.ContextVar("cudnn", default=False)
+_planned_platform: contextvars.ContextVar[str] = contextvars.ContextVar("planned_platform", default="")
 _SOME_CUDNN = 91300
 """A version of cuDNN that has every form of attention; JAX compares with it and writes it nowhere."""
 
@@ -120,17 +122,17 @@ def attention_given_to(handler: Callable[..., Any], platform: str = "") -> Itera
 
     The function is private, and public names of it may have been imported long ago; so it is replaced once, where JAX
     looks it up at each call, by one that asks whether the caller is within this context. For the platform "cuda" the
-    version of cuDNN is taken as given in the same way where none is installed.
+    version of cuDNN is taken as given in the same way where none is installed; for others cuDNN is refused.
     """
     if not hasattr(_nn._dot_product_attention_xla, "__wrapped__"):
         _nn._dot_product_attention_xla = _asking(_nn._dot_product_attention_xla)
         _cudnn_attention.check_cudnn_version = _version_of(_cudnn_attention.check_cudnn_version)
-    tokens = _attention.set(handler), _cudnn.set(platform in ("cuda", "gpu"))
+    tokens = _attention.set(handler), _planned_platform.set(platform)
     try:
         yield
     finally:
         _attention.reset(tokens[0])
-        _cudnn.reset(tokens[1])
+        _planned_platform.reset(tokens[1])
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +147,13 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 def _version_of(function: Callable[[], int]) -> Callable[[], int]:
     @functools.wraps(function)
     def version() -> int:
-        return _SOME_CUDNN if _cudnn.get() and _cuda_versions is None else function()
+        platform = _planned_platform.get()
+        if platform not in ("", "cuda", "gpu"):
+            raise OptionError(
+                'jax.nn.dot_product_attention(implementation="cudnn") runs on NVIDIA GPUs alone, and the plan is for '
+                f'the platform {platform!r}: use implementation="xla", or None, which lets JAX choose'
+            )
+        return _SOME_CUDNN if platform and _cuda_versions is None else function()
 
     return version
 

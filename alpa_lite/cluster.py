@@ -105,6 +105,9 @@ class Cluster:
       topology: the sizes of the torus dims within a node, major to minor; () where a switch joins the devices.
       wraparound: for each torus dim, whether it is a ring.
       matmul_efficiency: the fraction of the peak that large matrix products reach.
+      attention_efficiency: kernel of fused attention -> the fractions of the peak that its forward and its backward
+        pass reach, such as {"cudnn": (0.55, 0.45)}, or one number for both; None for the kernels that JAX has for the
+        platform (`presets.ATTENTION_EFFICIENCY`). A kernel that is not listed is priced like a large matrix product.
       tile: the elements that the matrix unit handles at once along m and n.
       parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
       dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
@@ -130,6 +133,9 @@ class Cluster:
     platform: str = "cuda"
     reserve: float = DEVICE_RESERVE
     matmul_efficiency: float = 0.8
+    attention_efficiency: (
+        Mapping[str, float | tuple[float, float]] | tuple[tuple[str, tuple[float, float]], ...] | None
+    ) = None
     tile: int = 128
     parallel_units: int = 1
     dispatch: Dispatch = Dispatch(presets.TASK_SECONDS)
@@ -142,6 +148,7 @@ class Cluster:
         peaks = self.peak_flops.items() if isinstance(self.peak_flops, Mapping) else self.peak_flops
         # A tuple in place of the mapping makes clusters hashable, which caches rely on.
         object.__setattr__(self, "peak_flops", tuple(sorted((str(k), float(v)) for k, v in peaks)))
+        object.__setattr__(self, "attention_efficiency", _attention_efficiency(self))
         object.__setattr__(self, "topology", tuple(self.topology))
         object.__setattr__(self, "wraparound", tuple(self.wraparound))
         object.__setattr__(self, "collectives", tuple(self.collectives))
@@ -248,6 +255,11 @@ class Cluster:
         """
         return peak_of(self, str(getattr(dtype, "name", dtype)))
 
+    def attention(self, kernel: str, *, backward: bool) -> float | None:
+        """The fraction of the peak that a pass of an attention kernel reaches; None for an unknown kernel."""
+        shares = dict(self.attention_efficiency or ()).get(kernel)
+        return None if shares is None else shares[backward]
+
     def levels(self, num_devices: int | None = None) -> tuple[Level, ...]:
         """The machine as a tower of levels, outermost first, as far as the first `num_devices` devices use it.
 
@@ -340,6 +352,7 @@ class Cluster:
         """The fields as JSON values."""
         fields = dataclasses.asdict(self)
         fields["peak_flops"] = dict(self.peak_flops)
+        fields["attention_efficiency"] = {kernel: list(shares) for kernel, shares in self.attention_efficiency or ()}
         fields["collectives"] = [dataclasses.asdict(curve) | {"group": list(curve.group)} for curve in self.collectives]
         return fields | {name: list(fields[name]) for name in ("topology", "wraparound", "measured")}
 
@@ -365,7 +378,7 @@ class Cluster:
     @staticmethod
     def _completed(data: Mapping[str, Any]) -> dict[str, Any]:
         """With the fields that data of earlier versions do not have."""
-        return {"overlap": False, **data}
+        return {"overlap": False, "attention_efficiency": None, **data}
 
     def __str__(self) -> str:
         if self.topology:
@@ -390,6 +403,27 @@ def peak_of(cluster: Cluster, dtype: str) -> float:
     if bits <= 16:
         return peaks.get("bf16", peaks["f32"])
     return peaks["f32"] / (1 if bits <= 32 else 2)
+
+
+def _attention_efficiency(cluster: Cluster) -> tuple[tuple[str, tuple[float, float]], ...]:
+    """`Cluster.attention_efficiency` as pairs, with the defaults of the platform."""
+    given: Any = cluster.attention_efficiency
+    if given is None:
+        given = presets.ATTENTION_EFFICIENCY.get(cluster.platform, {})
+    items = given.items() if isinstance(given, Mapping) else given
+    try:
+        pairs = [
+            (str(name), (float(x), float(x)) if isinstance(x, int | float) else tuple(map(float, x)))
+            for name, x in items
+        ]
+    except (TypeError, ValueError):
+        pairs = [("", ())]
+    if not all(len(shares) == 2 and all(0 < share <= 1 for share in shares) for _, shares in pairs):
+        raise OptionError(
+            f"Cluster attention_efficiency={given!r}: give kernel -> (forward, backward), fractions of the peak above "
+            "0, at most 1"
+        )
+    return tuple(sorted(pairs))
 
 
 def _validate(cluster: Cluster) -> None:

@@ -35,6 +35,23 @@ OVERLAPPING: Mapping[str, Mapping[str, Any]] = {
     platform: {"xla_gpu_enable_latency_hiding_scheduler": True} for platform in ("cuda", "rocm")
 }
 
+#: By platform, kernel of fused attention -> the fractions of the bf16 peak that its forward and its backward pass
+#: reach, with FLOPs as `passes.ir.attention` counts them. Presets may state their own.
+#:
+#: cudnn on H100: Shah et al., "FlashAttention-3" (arXiv 2407.08608), figures 5 and 6: causal, heads of 128, sequences
+#: of 2,000 to 16,000 tokens: 480 to 610 TFLOP/s forward, 400 to 530 backward (recalled, not read again).
+#: TPU kernels: no source with both passes is known; assumed to reach as much as cuDNN does on H100.
+#: ROCm: JAX has no kernel of its own there.
+ATTENTION_EFFICIENCY: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "cuda": {"cudnn": (0.55, 0.47)},
+    "tpu": {"flash_attention": (0.55, 0.47), "splash_attention": (0.55, 0.47)},
+}
+
+#: The same of cuDNN on A100, which like FlashAttention-2 uses tensor cores of its generation: Dao, "FlashAttention-2"
+#: (arXiv 2307.08691), figures 4 to 6: causal, heads of 128: 155 to 190 of 312 TFLOP/s both passes together, up to 73 %
+#: forward and 63 % backward (recalled, not read again).
+_A100_ATTENTION = {"cudnn": (0.6, 0.52)}
+
 _ML = "stas00/ml-engineering compute/accelerator/README.md"
 _BOOK = "jax-ml/scaling-book tpus.md"
 _RECALLED = "f32 and f64 peaks from the vendor's data sheet, recalled; latencies are assumptions of the usual order"
@@ -81,6 +98,7 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "node_link": (300e9, 3e-6),
         "network_link": (50e9, 10e-6),
         "matmul_efficiency": 0.869,
+        "attention_efficiency": _A100_ATTENTION,
         "parallel_units": 108,
         "source": f"312 TFLOP/s, 271.2 measured (80 GB card): {_ML}; 1555 GB/s, NVLink3 600 GB/s both ways, p4d "
         "400 Gb/s: "
@@ -97,6 +115,7 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "node_link": (300e9, 3e-6),
         "network_link": (200e9, 10e-6),
         "matmul_efficiency": 0.869,
+        "attention_efficiency": _A100_ATTENTION,
         "parallel_units": 108,
         "source": f"312 TFLOP/s, 271.2 measured, 2000 GB/s: {_ML}; NVLink3 600 GB/s both ways, 8 x 200 Gb/s "
         "HDR: recalled, "

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from alpa_lite import kernels
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.kernels import KERNEL
+from alpa_lite.passes.ir import attention
 from alpa_lite.strategy import Rule
 
 
@@ -140,7 +141,7 @@ LINEAR_IN_ALL = ADDITIONS | JOINING | _names("pad")
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
-CUDNN = _names("dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper")
+CUDNN = attention.CUDNN
 """Attention by cuDNN."""
 
 KERNELS = CUDNN | _names("kernel custom_partitioning ffi_call pallas_call")
@@ -210,14 +211,18 @@ def working_dtype(op: Op, values: Sequence[Value]) -> Any:
 def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
     """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element.
 
-    A kernel's are counted in what it does; any other operation that its user described is taken to be an einsum.
+    Those of fused attention are counted by `ir.attention`, a kernel's in what it does; any other operation that its
+    user described is taken to be an einsum.
     """
     if op.name in PRODUCTS:
         return 2.0 * math.prod(f.size for f in rule.factors)
     if op.primitive is KERNEL:
         operands = [a.aval if isinstance(a, Lit) else values[a] for a in op.operands]
         return kernels.flops_of(op.params["kernel"], kernels.types_of(operands))
-    if rule.source == "registered" or op.name in CUDNN:
+    found = attention.attention_of(op, values)
+    if found is not None:
+        return found.flops
+    if rule.source == "registered":
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
     return float(max((math.prod(values[v].shape) for v in tensors), default=1))

@@ -26,6 +26,7 @@ from alpa_lite.graph import Op, Traced
 from alpa_lite.passes.ir.moving import Moved
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
+from alpa_lite.passes.sharding.computing import attention_efficiency
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.prices import combinable
 from alpa_lite.passes.sharding.search import Found
@@ -155,5 +156,6 @@ def _alone(
     out = {}
     for number, op in grouping.ops.items():
         flops = 0.0 if op.bodies else work(op, rules[op.key], values)
-        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values))
+        share = attention_efficiency(op, values, cost.cluster)
+        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values), share)
     return out

@@ -16,7 +16,8 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Value
+from alpa_lite.graph import Op, Value
+from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices, Reached
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
@@ -31,12 +32,14 @@ class _Work:
 
     Attributes:
       flops: of all its operations. dtype: whose peak bounds them.
+      efficiency: the fraction of the peak that they reach, where it does not depend on sizes; else None.
       moved: dims in the group's factors -> bytes of what has these dims.
       made: values and bytes of what is laid out as `produced` says.
     """
 
     flops: float = 0.0
     dtype: Any = None
+    efficiency: float | None = None
     moved: dict[Dims, float] = field(default_factory=dict)
     made: list[tuple[int, float]] = field(default_factory=list)
 
@@ -90,7 +93,7 @@ class Computing:
         for value, nbytes in found.made:
             made = produced(value, choices)
             moved += (nbytes / made.blocks)[made.klass]
-        rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices)])
+        rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices, found)])
         byte = self.cost.compute(0.0, 1.0, found.dtype)
         return np.array([found.flops / choices.cuts * rate, moved * byte])
 
@@ -102,6 +105,7 @@ class Computing:
             rule = self.rules[op.key]
             out.dtype = working_dtype(op, self.values) or out.dtype
             out.flops += work(op, rule, self.values)
+            out.efficiency = attention_efficiency(op, self.values, self.cost.cluster) or out.efficiency
             for dims, nbytes in zip(rule.operands, moved.reads, strict=True):
                 if nbytes:
                     out.add(dims, factors, nbytes)
@@ -117,11 +121,11 @@ class Computing:
                 out.made.append((value, share * self.values[value].nbytes))
         return out
 
-    def efficiencies(self, group: Group, choices: Choices) -> Sequence[float | None]:
+    def efficiencies(self, group: Group, choices: Choices, found: _Work) -> Sequence[float | None]:
         """The share of the peak that a product reaches at its local sizes, by strategy; None for what is none there."""
         op = self.shared.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
         if op is None or op.name not in PRODUCTS:
-            return [None] * len(choices.strategies) if op else [None]
+            return [found.efficiency] * (len(choices.strategies) if op else 1)
         left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
         out, known = [], {}
         for row in choices.parts.astype(int).tolist():
@@ -134,6 +138,12 @@ class Computing:
                 known[key] = self.cost.matmul_efficiency(**sizes)
             out.append(known[key])
         return out
+
+
+def attention_efficiency(op: Op, values: Sequence[Value], cluster: Cluster) -> float | None:
+    """The fraction of the peak that an operation reaches if it is a pass of attention whose kernel is known."""
+    found = attention_of(op, values)
+    return None if found is None else cluster.attention(found.kernel, backward=found.backward)
 
 
 #: What an argument that is kept costs, as a share of reading it.
@@ -154,7 +164,7 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
         work = shared.works.get((node.group, node.members[len(node.members) // 2]))
         if work is not None:
             runs = shared.grouping.groups[node.group].trips * len(node.members)
-            total += runs * cost.compute(work.flops, work.bytes, work.dtype)
+            total += runs * cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
     return total / cost.cluster.num_devices
 
 

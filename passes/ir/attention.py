@@ -1,0 +1,72 @@
+"""FLOPs of fused attention, whichever kernel computes it.
+
+With b examples, n query heads, t queries, s keys and heads of d features, a pass computes products over the pairs of a
+query and a key that the mask leaves, P of t s:
+
+    forward    q kᵀ and p v                                       4 b n d P
+    backward   q kᵀ again, and the gradients of p, v, q and k    10 b n d P
+
+    P = t s                        without a mask
+    P = t s (1 + 1 / blocks) / 2   causal: a kernel skips whole blocks, and computes those on the diagonal whole
+    P = w t - w² / 2               with a window of the w last keys, which are fewer than that
+
+Source: Dao et al., "FlashAttention" (arXiv 2205.14135) and "FlashAttention-2" (arXiv 2307.08691), section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.graph import Lit, Op, Value
+
+BLOCK = 128
+"""The queries of a block of a kernel: those of cuDNN, of FlashAttention, and of Pallas kernels by default."""
+
+CUDNN = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"})
+"""JAX's operations for cuDNN."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A pass of fused attention.
+
+    Attributes:
+      kernel: as `Cluster.attention_efficiency` names it.
+      backward: whether it computes gradients.
+      flops: as of the module.
+    """
+
+    kernel: str
+    backward: bool
+    flops: float
+
+
+def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> float:
+    """Pairs of a query and a key that a kernel computes."""
+    found = float(queries * keys)
+    if causal:
+        found *= (1 + 1 / math.ceil(queries / BLOCK)) / 2
+    if window is not None and window < keys:
+        found = min(found, window * queries - window**2 / 2)
+    return found
+
+
+def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
+    """What an operation is, if it is a pass of fused attention."""
+    if op.name not in CUDNN:
+        return None
+    query, key, value = (_shape(op, values, i) for i in range(3))
+    length = 2 if op.params["layout"] else 1
+    mask, window = getattr(op.params["mask_type"], "name", ""), op.params.get("sliding_window_length")
+    seen = pairs(query[length], key[length], causal="CAUSAL" in mask, window=window or None)
+    backward = len(op.results) >= 3
+    heads = query[0] * query[3 - length]
+    return Attention("cudnn", backward, (10 if backward else 4) * heads * seen * (query[3] + value[3]) / 2)
+
+
+def _shape(op: Op, values: Sequence[Value], number: int) -> tuple[Any, ...]:
+    operand = op.operands[number]
+    return operand.aval.shape if isinstance(operand, Lit) else values[operand].shape
