@@ -104,10 +104,14 @@ class Cluster:
       devices_per_card: 1 where there are no such cards.
       topology: the sizes of the torus dims within a node, major to minor; () where a switch joins the devices.
       wraparound: for each torus dim, whether it is a ring.
-      matmul_efficiency: the fraction of the peak that large matrix products reach.
+      matmul_efficiency: the fraction of the peak that large matrix products reach by themselves.
+      sustained_efficiency: the fraction of that rate that they keep within whole steps, where power limits the clock.
       attention_efficiency: kernel of fused attention -> the fractions of the peak that its forward and its backward
         pass reach, such as {"cudnn": (0.55, 0.45)}, or one number for both; None for the kernels that JAX has for the
         platform (`presets.ATTENTION_EFFICIENCY`). A kernel that is not listed is priced like a large matrix product.
+      memory_efficiency: the fraction of `memory_bandwidth` that operations bound by memory reach within whole steps.
+      kernel_start: seconds that each kernel takes to start within a compiled step.
+      kernel_start_alone: the same of a kernel by itself, as products are measured by.
       tile: the elements that the matrix unit handles at once along m and n.
       parallel_units: tiles worked on at once (streaming multiprocessors); 1 where the compiler splits tiles.
       dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
@@ -133,9 +137,13 @@ class Cluster:
     platform: str = "cuda"
     reserve: float = DEVICE_RESERVE
     matmul_efficiency: float = 0.8
+    sustained_efficiency: float = 1.0
     attention_efficiency: (
         Mapping[str, float | tuple[float, float]] | tuple[tuple[str, tuple[float, float]], ...] | None
     ) = None
+    memory_efficiency: float = 1.0
+    kernel_start: float = 0.0
+    kernel_start_alone: float = 0.0
     tile: int = 128
     parallel_units: int = 1
     dispatch: Dispatch = Dispatch(presets.TASK_SECONDS)
@@ -218,7 +226,7 @@ class Cluster:
             if topology is not None:
                 raise OptionError(f"topology={topology!r}: {name!r} has nodes, not a torus; give nodes= instead")
             fields = dict(presets.NODES[key])
-            return cls(**_with_links(fields | {"nodes": fields["nodes"] if nodes is None else nodes}))
+            return cls(**_with_links(_with_rates(key, fields) | {"nodes": fields["nodes"] if nodes is None else nodes}))
         if key in presets.SLICES:
             return _slice(key, 1 if nodes is None else nodes, topology)
         raise OptionError(f"cluster={name!r} is not a known preset; choose one of {', '.join(cls.preset_names())}")
@@ -254,6 +262,11 @@ class Cluster:
         Integers of more than one byte have no matrix unit: an eighth of the f32 rate, unless "int32" is listed.
         """
         return peak_of(self, str(getattr(dtype, "name", dtype)))
+
+    @property
+    def step_efficiency(self) -> float:
+        """The fraction of the peak that large matrix products reach within whole steps."""
+        return self.matmul_efficiency * self.sustained_efficiency
 
     def attention(self, kernel: str, *, backward: bool) -> float | None:
         """The fraction of the peak that a pass of an attention kernel reaches; None for an unknown kernel."""
@@ -378,7 +391,8 @@ class Cluster:
     @staticmethod
     def _completed(data: Mapping[str, Any]) -> dict[str, Any]:
         """With the fields that data of earlier versions do not have."""
-        return {"overlap": False, "attention_efficiency": None, **data}
+        rates = {"sustained_efficiency": 1.0, "memory_efficiency": 1.0, "kernel_start": 0.0, "kernel_start_alone": 0.0}
+        return {"overlap": False, "attention_efficiency": None, **rates, **data}
 
     def __str__(self) -> str:
         if self.topology:
@@ -437,7 +451,10 @@ def _validate(cluster: Cluster) -> None:
         value = getattr(cluster, field)
         require(isinstance(value, int) and value >= 1, field, "give a positive whole number")
     require(0 <= cluster.reserve < 1, "reserve", "give a fraction of the memory, at least 0 and below 1")
-    require(0 < cluster.matmul_efficiency <= 1, "matmul_efficiency", "give a fraction above 0, at most 1")
+    for field in ("matmul_efficiency", "sustained_efficiency", "memory_efficiency"):
+        require(0 < getattr(cluster, field) <= 1, field, "give a fraction above 0, at most 1")
+    for field in ("kernel_start", "kernel_start_alone"):
+        require(getattr(cluster, field) >= 0, field, "give seconds >= 0")
     require(cluster.memory_bandwidth > 0, "memory_bandwidth", "give bytes/s above 0")
     peaks = dict(cluster.peak_flops)
     require("f32" in peaks and min(peaks.values()) > 0, "peak_flops", 'give FLOP/s above 0, for "f32" at least')
@@ -474,6 +491,17 @@ def _with_links(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kinds[key](*value) if key in kinds else value for key, value in fields.items()}
 
 
+def _with_rates(key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a preset with its rates within steps."""
+    sustained, memory = presets.STEP_RATES.get(key, (1.0, 1.0))
+    rates: dict[str, Any] = {"sustained_efficiency": sustained, "memory_efficiency": memory}
+    if fields.get("platform") in ("cuda", "rocm"):
+        rates |= {"kernel_start": presets.KERNEL_START, "kernel_start_alone": presets.KERNEL_START_ALONE}
+    if key in presets.SLICES:
+        rates["matmul_efficiency"] = presets.TPU_MATMUL_EFFICIENCY
+    return rates | dict(fields)
+
+
 def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
     """TPU slices: a torus each, joined by the network of their hosts."""
     fields = dict(presets.SLICES[key])
@@ -487,7 +515,7 @@ def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
     hosts = max(1, chips // _TPU_CHIPS_PER_HOST)
     inner = (cores,) if cores > 1 else ()
     return Cluster(
-        **_with_links(fields),
+        **_with_links(_with_rates(key, fields)),
         platform="tpu",
         devices_per_node=chips * cores,
         devices_per_card=cores,

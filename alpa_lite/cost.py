@@ -23,8 +23,10 @@ links per device where the axis closes a ring and one where it is a line, divide
 interleaved on the same links; a step is a hop. All-to-all is bound by the bisection of the worst dim: with s devices a
 ring carries payload * s / 8 over its fullest link and a line payload * s / 4.
 
-**Compute** is a roofline, the larger of FLOPs over reached peak and bytes over memory bandwidth. See
-`MeshCost.matmul_efficiency` for how small matrix products fall short of the peak.
+**Compute** is a roofline, the larger of FLOPs over reached peak and bytes over reached memory bandwidth. See
+`MeshCost.matmul_efficiency` for how small matrix products fall short of the peak. Rates are those of whole steps
+(`Cluster.sustained_efficiency`, `Cluster.memory_efficiency`), in which each kernel also takes `Cluster.kernel_start`;
+`MeshCost.matmul` prices a product by itself.
 """
 
 from __future__ import annotations
@@ -129,28 +131,33 @@ class MeshCost:
         return found
 
     def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
-        """Seconds of an operation on one device: max(flops / (peak * efficiency), bytes / bandwidth).
+        """Seconds of an operation of a step on one device: max(flops / (peak * efficiency), bytes / bandwidth).
 
         Args:
           flops: of one device.
           bytes_moved: read and written in its memory.
           dtype: of the operands; chooses the peak.
-          efficiency: the fraction of the peak reached; None for that of large matrix products.
+          efficiency: the fraction of the peak reached; None for that of large matrix products in steps.
         """
         peak = self._peaks.get(dtype)
         if peak is None:
             peak = self._peaks[dtype] = self.cluster.peak(dtype)
-        reached = peak * (self.cluster.matmul_efficiency if efficiency is None else efficiency)
-        return max(flops / reached, bytes_moved / self.cluster.memory_bandwidth)
+        reached = peak * (self.cluster.step_efficiency if efficiency is None else efficiency)
+        return max(flops / reached, bytes_moved / self.cluster.memory_bandwidth / self.cluster.memory_efficiency)
 
     def matmul(self, m: int, n: int, k: int, batch: int, dtype: Any, itemsize: int) -> float:
-        """Seconds of `batch` products of [m, k] and [k, n] on one device; each matrix is read or written once."""
-        flops = 2.0 * batch * m * n * k
+        """Seconds of `batch` products of [m, k] and [k, n] by themselves on one device, with the start of the kernel.
+
+        Each matrix is read or written once, at the whole memory bandwidth.
+        """
+        cluster = self.cluster
+        share = self.matmul_efficiency(m, n, k, batch) or cluster.step_efficiency
+        flops = 2.0 * batch * m * n * k / (cluster.peak(dtype) * share / cluster.sustained_efficiency)
         bytes_moved = float(itemsize) * batch * (m * k + k * n + m * n)
-        return self.compute(flops, bytes_moved, dtype, self.matmul_efficiency(m, n, k, batch))
+        return max(flops, bytes_moved / cluster.memory_bandwidth) + cluster.kernel_start_alone
 
     def matmul_efficiency(self, m: int, n: int, k: int, batch: int = 1) -> float | None:
-        """The fraction of the peak that a product of [m, k] and [k, n] reaches; None where it is no matrix product.
+        """The fraction of the peak that a product of [m, k] and [k, n] reaches in a step; None where it is not one.
 
         With tiles of A x B, t = batch * ceil(m / A) * ceil(n / B) of them, and U units that work at once,
 
@@ -167,7 +174,7 @@ class MeshCost:
         still read each matrix once). What bounds it is bytes.
         """
         if 0 in (m, n, k, batch):
-            return self.cluster.matmul_efficiency
+            return self.cluster.step_efficiency
         if 1 in (m, n, k):
             return None
         units = self.cluster.parallel_units
@@ -179,7 +186,7 @@ class MeshCost:
         quantised = (m / (rows * a)) * (n / (columns * b))
         fed = min(1.0, _REUSE * a * b / (self.cluster.tile * (a + b)))
         filled = depth / (depth + longest) * min(1.0, tiles * split / units)
-        return self.cluster.matmul_efficiency * quantised * fed * filled
+        return self.cluster.step_efficiency * quantised * fed * filled
 
     def _tile(self, size: int) -> int:
         """The side of the tile that a side of this length is worked on in."""

@@ -62,6 +62,7 @@ class Spending:
       flops: seconds that their FLOPs take at the rate that they reach.
       bytes: seconds that reading and writing memory takes.
       links, latency: seconds in which they wait for collectives, by whether faster links shorten them.
+      starts: seconds that their kernels take to start.
       count: how many run.
     """
 
@@ -71,12 +72,13 @@ class Spending:
     bytes: float = 0.0
     links: float = 0.0
     latency: float = 0.0
+    starts: float = 0.0
     count: int = 0
 
     @property
     def seconds(self) -> float:
         """Of computing."""
-        return max(self.flops, self.bytes)
+        return max(self.flops, self.bytes) + self.starts
 
     @property
     def total(self) -> float:
@@ -85,8 +87,9 @@ class Spending:
 
     @property
     def bound(self) -> str:
-        """What bounds them: "FLOPs", "bytes", "links" or "latency"."""
-        terms = {"FLOPs": self.flops, "bytes": self.bytes, "links": self.links, "latency": self.latency}
+        """What bounds them: "FLOPs", "bytes", "links" or "latency", that of collectives and of kernels."""
+        waiting = self.latency + self.starts
+        terms = {"FLOPs": self.flops, "bytes": self.bytes, "links": self.links, "latency": waiting}
         return max(terms, key=lambda name: terms[name])
 
 

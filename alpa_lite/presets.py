@@ -3,7 +3,7 @@
 Units: bytes, bytes/s, FLOP/s, seconds. Links count one direction: NVLink figures of data sheets are totals of both and
 are halved here. A memory of "80 GB" is 80 GiB, as such stacks are. The peak named f32 is that of matrix products at
 JAX's default precision: TF32 on A100 and later, bfloat16 passes on TPUs. `matmul_efficiency` is the largest measured
-fraction of the bf16 peak where the source has one, else 0.8.
+fraction of the bf16 peak where the source has one, else 0.8. The rates of whole steps are `STEP_RATES`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,46 @@ ATTENTION_EFFICIENCY: Mapping[str, Mapping[str, tuple[float, float]]] = {
 #: (arXiv 2307.08691), figures 4 to 6: causal, heads of 128: 155 to 190 of 312 TFLOP/s both passes together, up to 73 %
 #: forward and 63 % backward (recalled, not read again).
 _A100_ATTENTION = {"cudnn": (0.6, 0.52)}
+
+#: Seconds that a kernel takes to start on NVIDIA GPUs, by itself and within a compiled step. By itself: with it,
+#: MeshCost.matmul is within 30 % of 93 % of the bf16 products of H100 and 98 % of those of B200 in the tables that XLA
+#: carries (jax-cuda12-pjrt 0.10.2), without it of 49 % and 9 %. Within a step: no source is known, 2 to 3 microseconds
+#: are assumed; the published steps of `STEP_RATES` do not decide between 0 and 5. ROCm is taken to do as CUDA does.
+KERNEL_START_ALONE, KERNEL_START = 4.5e-6, 2.5e-6
+
+#: By preset, rates within whole steps: products over the rate that they reach by themselves, and memory operations over
+#: the bandwidth of the data sheet.
+#:
+#: h100, a100: fitted to the published steps of llm-foundry (mosaicml/llm-foundry, scripts/train/benchmarking; the rows
+#: that benchmarks/published_rows.json marks as fitted; benchmarks/results/published.md scores them with one model size
+#: left out): products reach 0.64 and 0.82 of the data sheet in all, memory operations of that eager PyTorch 0.75 to
+#: 0.85 and 0.55 to 0.6 of the bandwidth. Copies for layouts, which are not counted, are within these.
+#: a100-40gb: as a100. h200, b200, gb200: as h100, assumed.
+#: p3.16xlarge, p3dn: 0.66 of the data sheet for products in steps (Alpa's GPT of 350M on one V100, artifact of OSDI
+#: 2022); memory as a100, assumed.
+#: mi300x, mi250x: no published step was read; memory as h100, assumed.
+#: TPUs: products in steps as `TPU_MATMUL_EFFICIENCY`; memory assumed.
+STEP_RATES: Mapping[str, tuple[float, float]] = {
+    "h100": (0.8, 0.75),
+    "h200": (0.8, 0.75),
+    "b200": (0.8, 0.75),
+    "gb200": (0.8, 0.75),
+    "a100": (0.945, 0.6),
+    "a100-40gb": (0.945, 0.6),
+    "p3.16xlarge": (0.825, 0.6),
+    "p3dn": (0.825, 0.6),
+    "mi300x": (1.0, 0.75),
+    "mi250x": (1.0, 0.75),
+    "v4": (1.0, 0.85),
+    "v5e": (1.0, 0.85),
+    "v5p": (1.0, 0.85),
+    "v6e": (1.0, 0.85),
+    "v7": (1.0, 0.85),
+}
+
+#: `matmul_efficiency` of TPU slices: v5e is fitted to MaxText's published steps of one slice (published_rows.json); the
+#: others are taken to reach as much.
+TPU_MATMUL_EFFICIENCY = 0.93
 
 _ML = "stas00/ml-engineering compute/accelerator/README.md"
 _BOOK = "jax-ml/scaling-book tpus.md"

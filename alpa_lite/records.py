@@ -230,7 +230,8 @@ class Alternative:
       step: the best whole step that descent found with this alternative. It fits the memory budget if `fits` is true;
         otherwise none that fits was found, and it is the fastest of all.
       fits: whether `step` fits the memory budget.
-      flops_seconds, bytes_seconds: what the FLOPs take and what the bytes take; the larger is `compute_seconds`.
+      flops_seconds, bytes_seconds: what the FLOPs take and what the bytes take; the larger, with the starts of kernels,
+        is `compute_seconds`.
       roomy: where `step` fits, a faster one that was found and does not; None if there is none.
       partial: as `Decision.partial`.
     """

@@ -227,3 +227,14 @@ def test_prices_are_values():
     assert one != other
     one.collective("all_reduce", ("a",), 8.0)  # what has been asked makes no difference
     assert one == same
+
+
+def test_rates_of_steps_are_below_those_of_operations_by_themselves():
+    steps = dataclasses.replace(
+        NODE, sustained_efficiency=0.5, memory_efficiency=0.25, kernel_start=1e-6, kernel_start_alone=3e-6
+    )
+    cost = prices(steps, 4)
+    assert cost.compute(1e12, 0, "float32") == pytest.approx(4.0)
+    assert cost.compute(1.0, 1e11, "float32") == pytest.approx(4.0)
+    alone, bare = cost.matmul(512, 512, 512, 1, "float32", 4), prices(NODE, 4).matmul(512, 512, 512, 1, "float32", 4)
+    assert alone == pytest.approx(bare + 3e-6)

@@ -4,7 +4,7 @@ An operation computes for max(FLOPs / rate, bytes / bandwidth) seconds, and wait
 its operands into their layouts, and those that it issues. A collective takes alpha + bytes * beta, its latency and its
 time on links (`alpa_lite.cost`). The largest of the four terms is what bounds the operation; what it takes is
 
-    max(FLOPs, bytes) + links + latency
+    max(FLOPs, bytes) + links + latency    where latency has the starts of kernels
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def heaviest(plan: Plan) -> list[Spending]:
             found[key] = replace(
                 was, flops=was.flops + part * spent.flops, bytes=was.bytes + part * spent.bytes,
                 links=was.links + part * spent.links, latency=was.latency + part * spent.latency,
+                starts=was.starts + part * spent.starts,
                 count=was.count + spent.count,
             )  # fmt: skip
     return sorted(found.values(), key=lambda row: -row.total)
 
 
 def bounds(rows: Iterable[Spending]) -> dict[str, float]:
-    """The seconds that each resource bounds: of computing those of the larger term, of collectives both."""
+    """The seconds that each resource bounds: of computing those of the larger term; starts of kernels are latency."""
     out: dict[str, float] = dict.fromkeys(BOUNDS, 0.0)
     for row in rows:
-        out["FLOPs" if row.flops > row.bytes else "bytes"] += row.seconds
+        out["FLOPs" if row.flops > row.bytes else "bytes"] += row.seconds - row.starts
         out["links"] += row.links
-        out["latency"] += row.latency
+        out["latency"] += row.latency + row.starts
     return out
 
 
@@ -68,7 +69,7 @@ def bounds_text(rows: Iterable[Spending]) -> str:
 
 def terms_text(row: Spending) -> str:
     """The terms, such as "FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
-    terms = zip(BOUNDS, (row.flops, row.bytes, row.links, row.latency), strict=True)
+    terms = zip(BOUNDS, (row.flops, row.bytes, row.links, row.latency + row.starts), strict=True)
     return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms)
 
 
@@ -90,7 +91,7 @@ def renderable(rows: list[Spending]) -> RenderableType:
     columns = ("operation", "", "time", "share", "bound by", "FLOPs", "bytes", "links", "latency")
     out = table(*columns, right=(1, 2, 3, 5, 6, 7, 8), wide=0)
     for row in rows[:LISTED]:
-        terms = (units.seconds(seconds) for seconds in (row.flops, row.bytes, row.links, row.latency))
+        terms = (units.seconds(seconds) for seconds in (row.flops, row.bytes, row.links, row.latency + row.starts))
         share = units.percent(row.total, whole)
         name = Group(Text(row.operation), Padding(Text(row.where), (0, 0, 0, 2)))
         add(out, name, count_text(row), units.seconds(row.total), share, row.bound, *terms)
@@ -104,4 +105,6 @@ def renderable(rows: list[Spending]) -> RenderableType:
 
 def _summed(rows: Iterable[Spending]) -> tuple[float, ...]:
     """The terms of some rows together."""
-    return tuple(map(sum, zip(*((row.flops, row.bytes, row.links, row.latency) for row in rows), strict=True)))
+    return tuple(
+        map(sum, zip(*((row.flops, row.bytes, row.links, row.latency + row.starts) for row in rows), strict=True))
+    )

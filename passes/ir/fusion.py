@@ -50,11 +50,13 @@ class Traffic:
       reads: for each item, operand -> how often it is read there, by all kernels together; of parts their share.
       writes: for each item, the results that it writes.
       stored: the values that are in memory beside the inputs.
+      starts: the items that start a kernel: one of each that several are merged into.
     """
 
     reads: tuple[Mapping[int, float], ...]
     writes: tuple[tuple[int, ...], ...]
     stored: frozenset[int]
+    starts: frozenset[int]
 
 
 def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Traffic:
@@ -244,7 +246,11 @@ class _Fusion:
     def traffic(self) -> Traffic:
         kernels = self.kernels()
         reads: dict[int, dict[int, float]] = {}
+        starts: set[int] = set()
         for group in self.merged(kernels):
+            root = kernels[group[0]].root
+            if self.items[root].kind != "control":
+                starts.add(root)
             own: set[int] = set()
             together = kernels[group[0]].reads
             if len(group) > 1:
@@ -264,7 +270,7 @@ class _Fusion:
             for item in self.items
         ]
         every = tuple([reads.get(n, nothing) for n in range(len(self.items))])
-        return Traffic(every, tuple(writes), frozenset(stored))
+        return Traffic(every, tuple(writes), frozenset(stored), frozenset(starts))
 
     def kernels(self) -> list[_Kernel]:
         """Every kernel before any are merged, in program order."""

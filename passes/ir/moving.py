@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from alpa_lite.graph import Block, Lit, Op, Value
 from alpa_lite.passes.ir.fusion import traffic
 from alpa_lite.passes.ir.items import Item, item_of
+from alpa_lite.passes.ir.primitives import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,12 @@ class Moved:
     Attributes:
       reads: for each operand the bytes that are read of it.
       writes: for each result the bytes that are written of it.
+      starts: how many kernels it starts: none within the kernel of another operation.
     """
 
     reads: tuple[float, ...]
     writes: tuple[float, ...]
+    starts: int = 0
 
     @property
     def bytes(self) -> float:
@@ -39,10 +42,12 @@ def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
         here = blocks.pop()
         items = [_item_like(op, values, alike) for op in here.ops]
         found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
-        for op, item, reads, writes in zip(here.ops, items, found.reads, found.writes, strict=True):
+        each = zip(here.ops, items, found.reads, found.writes, strict=True)
+        for number, (op, item, reads, writes) in enumerate(each):
             if op.bodies:
                 blocks.extend(op.bodies)
-            if not reads and not writes:
+            starts = int(number in found.starts and op.name not in COLLECTIVES)
+            if not reads and not writes and not starts:
                 size = len(op.operands), len(op.results)
                 none = nothing.get(size)
                 if none is None:
@@ -53,6 +58,7 @@ def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
             out[op.index] = Moved(
                 tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
                 tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
+                starts,
             )
     return out
 

@@ -3,8 +3,8 @@
 The integer program prices groups of operations and the passages of values between them. Instructions belong to these:
 
     an operation      its share of the seconds of its group, with the strategy that was chosen. Operations share a group
-                      in proportion to what each would take by itself, max(FLOPs / peak, bytes / bandwidth), where bytes
-                      are those that the compiled program reads and writes for it (`ir.fusion`);
+                      in proportion to what each would take by itself, max(FLOPs / peak, bytes / bandwidth) + starts,
+                      where bytes and starts are those of the compiled program (`ir.fusion`);
     a collective      alpha * share + bytes * beta, where share is what the program charged of the latency: collectives
                       that the compiler combines start together.
 
@@ -40,17 +40,19 @@ class Price:
 
     Attributes:
       flops, bytes: seconds that its FLOPs take at the rate that they reach, and that its bytes take.
+      starts: seconds that its kernels take to start.
       runs: how often it runs.
     """
 
     flops: float = 0.0
     bytes: float = 0.0
+    starts: float = 0.0
     runs: int = 0
 
     @property
     def seconds(self) -> float:
-        """The roofline."""
-        return max(self.flops, self.bytes)
+        """The roofline and the starts of kernels."""
+        return max(self.flops, self.bytes) + self.starts
 
 
 FREE = Price()
@@ -136,15 +138,17 @@ def prices(
     operations: dict[int, Price] = {}
     arguments = 0.0
     for group, node in zip(grouping.groups, found.space.node_of, strict=True):
-        flops, size = (float(term) for term in nodes[node].terms[:, choice[node]])
+        flops, size, starts = (float(term) for term in nodes[node].terms[:, choice[node]])
         if not group.ops:
-            arguments += max(flops, size)
+            arguments += max(flops, size) + starts
             continue
         whole = sum(alone[number] for number in group.ops)
         for number in group.ops:
             share = alone[number] / whole if whole else 1 / len(group.ops)
             before = operations.get(number, FREE)
-            operations[number] = Price(before.flops + flops * share, before.bytes + size * share, group.trips)
+            operations[number] = Price(
+                before.flops + flops * share, before.bytes + size * share, before.starts + starts * share, group.trips
+            )
     return Prices(traced, program, cost, operations, arguments, found.space.shares)
 
 
@@ -157,5 +161,6 @@ def _alone(
     for number, op in grouping.ops.items():
         flops = 0.0 if op.bodies else work(op, rules[op.key], values)
         share = attention_efficiency(op, values, cost.cluster)
-        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values), share)
+        start = moved[number].starts * cost.cluster.kernel_start
+        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values), share) + start
     return out

@@ -57,6 +57,7 @@ class _Spent:
     bytes: float = 0.0
     links: float = 0.0
     latency: float = 0.0
+    starts: float = 0.0
     count: int = 0
 
 
@@ -90,10 +91,11 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
             match item:
                 case Compute(op=op):
                     own = prices.get(op.index, FREE)
-                    if own.flops or own.bytes:
+                    if own.seconds:
                         sums = spent(op, own)
                         sums.flops += own.flops
                         sums.bytes += own.bytes
+                        sums.starts += own.starts
                         sums.count += own.runs
                 case Loop(bodies=bodies):
                     for body in bodies:

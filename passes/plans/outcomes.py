@@ -84,7 +84,8 @@ class Outcomes:
             compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
             latency, sent = self._inside(i, s) if communication else (0.0, 0.0)
             grows = any((i, f) in self._growing for f in range(len(self._grouping.groups[node.group].factors)))
-            batch = compute + communication - latency if grows else 0.0
+            starts = float(node.terms[2, s]) * count
+            batch = compute - starts + communication - latency if grows else 0.0
             found = self._nodes[i, s] = (compute, communication, latency, batch, sent)
         return found
 

@@ -1,8 +1,8 @@
 """Seconds of computing of every strategy of a group of operations.
 
-They are the roofline of the local work, max(FLOPs / peak, bytes / bandwidth). Bytes are those that the compiled program
-moves (`ir.fusion`): of a chain of elementwise operations what it starts with and what it ends with, wherever these are
-in groups.
+They are the roofline of the local work, max(FLOPs / peak, bytes / bandwidth), and the starts of kernels. Bytes are
+those that the compiled program moves (`ir.fusion`): of a chain of elementwise operations what it starts with and what
+it ends with, wherever these are in groups.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Work:
     Attributes:
       flops: of all its operations. dtype: whose peak bounds them.
       efficiency: the fraction of the peak that they reach, where it does not depend on sizes; else None.
+      starts: kernels.
       moved: dims in the group's factors -> bytes of what has these dims.
       made: values and bytes of what is laid out as `produced` says.
     """
@@ -40,6 +41,7 @@ class _Work:
     flops: float = 0.0
     dtype: Any = None
     efficiency: float | None = None
+    starts: int = 0
     moved: dict[Dims, float] = field(default_factory=dict)
     made: list[tuple[int, float]] = field(default_factory=list)
 
@@ -73,9 +75,9 @@ class Computing:
     def terms(
         self, group: Group, choices: Choices, typical: int, produced: Callable[[int, Choices], Reached]
     ) -> np.ndarray:
-        """[2, strategies] seconds that the FLOPs of one group take, and its bytes, each time it runs.
+        """[3, strategies] seconds that the FLOPs of one group take, its bytes, and its kernels to start, for each run.
 
-        The larger of the two are its seconds.
+        The larger of the first two and the third are its seconds.
 
         Args:
           typical: the group that shows what groups of this colour move, since the first and the last of a model's
@@ -95,7 +97,8 @@ class Computing:
             moved += (nbytes / made.blocks)[made.klass]
         rate = np.array([self.cost.compute(1.0, 0.0, found.dtype, e) for e in self.efficiencies(group, choices, found)])
         byte = self.cost.compute(0.0, 1.0, found.dtype)
-        return np.array([found.flops / choices.cuts * rate, moved * byte])
+        starts = np.full(len(moved), found.starts * self.cost.cluster.kernel_start)
+        return np.array([found.flops / choices.cuts * rate, moved * byte, starts])
 
     def work(self, group: Group) -> _Work:
         """What a group does, whatever its strategy."""
@@ -105,6 +108,7 @@ class Computing:
             rule = self.rules[op.key]
             out.dtype = working_dtype(op, self.values) or out.dtype
             out.flops += work(op, rule, self.values)
+            out.starts += moved.starts
             out.efficiency = attention_efficiency(op, self.values, self.cost.cluster) or out.efficiency
             for dims, nbytes in zip(rule.operands, moved.reads, strict=True):
                 if nbytes:
@@ -154,7 +158,8 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
     """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
 
     However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no less than 1 / D of
-    its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh.
+    its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh. Every device starts each
+    kernel.
 
     Args:
       space: of a mesh, whose groups have been priced.
@@ -164,8 +169,9 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
         work = shared.works.get((node.group, node.members[len(node.members) // 2]))
         if work is not None:
             runs = shared.grouping.groups[node.group].trips * len(node.members)
-            total += runs * cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
-    return total / cost.cluster.num_devices
+            computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
+            total += runs * (computed / cost.cluster.num_devices + work.starts * cost.cluster.kernel_start)
+    return total
 
 
 def products_seconds(
@@ -177,5 +183,5 @@ def products_seconds(
         for op in [grouping.ops[number] for number in group.ops]:
             if op.name in PRODUCTS and not _jax.is_computed_again(op.source):
                 flops = work(op, rules[op.key], values) * group.trips
-                total += flops / (cluster.peak(working_dtype(op, values)) * cluster.matmul_efficiency)
+                total += flops / (cluster.peak(working_dtype(op, values)) * cluster.step_efficiency)
     return total / cluster.num_devices

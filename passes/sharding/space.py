@@ -35,7 +35,7 @@ class Node:
     """The strategies of one class of groups, with seconds of each strategy of one group.
 
     Attributes:
-      terms: [2, strategies] what its FLOPs take, and what its bytes take.
+      terms: [3, strategies] what its FLOPs take, what its bytes take, and what its kernels take to start.
       communication: of the collectives that it issues.
     """
 
@@ -47,8 +47,8 @@ class Node:
 
     @cached_property
     def compute(self) -> np.ndarray:
-        """[strategies] the roofline of its work: the larger of the two terms."""
-        return self.terms.max(0)
+        """[strategies] the roofline of its work, the larger of the first two terms, and the starts of its kernels."""
+        return self.terms[:2].max(0) + self.terms[2]
 
 
 @dataclass(frozen=True, eq=False)

@@ -290,7 +290,7 @@ class _Builder:
 
     def priced(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
-        terms, communication = np.zeros((2, len(choices.strategies))), np.zeros(len(choices.strategies))
+        terms, communication = np.zeros((3, len(choices.strategies))), np.zeros(len(choices.strategies))
         if group.kind != "fixed" and not self.is_constraint(group):
             terms = self.computing.terms(group, choices, members[len(members) // 2], self.produced) * group.trips
             communication = self.communication(group, choices) * group.trips

@@ -172,7 +172,7 @@ def _operations(plan: Plan) -> Markup | None:
     whole = sum(row.total for row in rows)
     cells = []
     for row in rows:
-        terms = ((s, units.seconds(s)) for s in (row.flops, row.bytes, row.links, row.latency))
+        terms = ((s, units.seconds(s)) for s in (row.flops, row.bytes, row.links, row.latency + row.starts))
         time, share = (row.total, units.seconds(row.total)), (row.total, units.percent(row.total, whole))
         cells.append((row.operation, (row.count, row.count), time, share, row.bound, *terms, row.where))
     columns = (("operation", False), ("count", True), ("time a step", True), ("share", True), ("bound by", False))

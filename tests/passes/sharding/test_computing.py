@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,14 +15,16 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.tracing import tracing
 
-A100 = MeshCost(Cluster.preset("a100"), LogicalMesh((8,), ("x",)))
+BARE = dataclasses.replace(Cluster.preset("a100"), memory_efficiency=1.0, kernel_start=0.0)
+MESH = LogicalMesh((8,), ("x",))
+A100 = MeshCost(BARE, MESH)
 
 
 def shape(dtype, *dims):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def product_seconds(dims, left, right, preferred=None):
+def product_seconds(dims, left, right, preferred=None, cost=A100):
     """Seconds of the one product of a step, by strategy."""
 
     def step(state, x):
@@ -29,7 +33,7 @@ def product_seconds(dims, left, right, preferred=None):
     traced = tracing.trace(step, (right, left), {})
     rules = dict(factors.rules_of(traced.graph.ops(), traced.graph.values))
     groups = grouping.group(traced, rules)
-    space = strategies.build(traced, groups, rules, A100)
+    space = strategies.build(traced, groups, rules, cost)
     (heavy,) = [g for g in groups.groups if g.kind == "heavy"]
     node = space.nodes[space.node_of[heavy.index]]
     return node.compute
@@ -62,3 +66,16 @@ def test_integers_of_four_bytes_have_no_matrix_unit():
     dims = (((1,), (0,)), ((), ()))
     of = {kind: product_seconds(dims, *[shape(kind, 4096, 4096)] * 2).min() for kind in (jnp.int32, jnp.int8)}
     assert of[jnp.int32] == pytest.approx(16 * of[jnp.int8])
+
+
+def test_steps_are_priced_at_their_own_rates():
+    square = shape(jnp.bfloat16, 4096, 4096)
+    dims = (((1,), (0,)), ((), ()))
+    bare = product_seconds(dims, square, square).min()
+    slower = dataclasses.replace(BARE, sustained_efficiency=BARE.sustained_efficiency / 2, kernel_start=1e-3)
+    assert product_seconds(dims, square, square, cost=MeshCost(slower, MESH)).min() == pytest.approx(2 * bare + 1e-3)
+    vector = [(((1,), (0,)), ((), ())), shape(jnp.float32, 4096, 4096), shape(jnp.float32, 4096)]
+    slower = dataclasses.replace(BARE, memory_efficiency=0.5)
+    assert product_seconds(*vector, cost=MeshCost(slower, MESH)).min() == pytest.approx(
+        2 * product_seconds(*vector).min()
+    )
