@@ -7,7 +7,8 @@ A compiled module is a list of computations, each a list of instructions
 and the entry computation reaches the others through `while` (body and condition, times the trip count), `conditional`
 (each branch), `call`, fusions and asynchronous wrappers. With n(c) the executions of computation c per step, n(entry)
 = 1 and n(c) = sum over the instructions that call c, in a computation d, of n(d) times the trip count of the call; a
-collective in c runs n(c) times. A branch counts as if it were taken, as in a plan.
+collective in c runs n(c) times. A branch counts as if it were taken, and a loop whose trip count the plan does not know
+as if it ran once, as in a plan.
 
 What the backends write differently comes out equal: one op with a tuple of operands (the combiner's work) is one
 `HloCollective` per operand; an all-to-all of k pieces is one; `-start` ops and `async-start` wrappers are the op that
@@ -29,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.checks.reading import UNKNOWN_LOOP
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, parse_groups
 
 _ITEM_BITS = {
@@ -227,7 +229,9 @@ def _loop(line: str, into: _Computation) -> None:
     trips = _TRIPS.search(line)
     if "body" not in parts:
         return
-    if trips is not None:
+    if UNKNOWN_LOOP in line:
+        into.calls += [(name, 1, True) for name in parts.values()]
+    elif trips is not None:
         into.calls.append((parts["body"], int(trips[1]), True))
         into.calls.append((parts.get("condition", ""), int(trips[1]) + 1, True))
     else:

@@ -11,7 +11,10 @@ from jax.extend.mlir.dialects import sdy
 
 from alpa_lite import _jax
 from alpa_lite.layout import Axes
+from alpa_lite.passes.ir.evaluation import UNKNOWN_TRIPS
 
+UNKNOWN_LOOP = f'{UNKNOWN_TRIPS}/while"'
+"""How the quoted name of a loop ends whose trip count plans do not know."""
 _LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
 
 
@@ -78,7 +81,12 @@ def listed_axes(text: str) -> Axes:
 
 
 def trip_count(op: Any) -> int | None:
-    """The iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None."""
+    """The iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None.
+
+    None, too, of one whose trip count plans do not know, as its name says: it is counted once there and here alike.
+    """
+    if UNKNOWN_LOOP in str(op.location):
+        return None
     condition, body = (region.blocks[0] for region in op.regions)
     compare = maker(terminator(condition).operands[0])
     if compare is None or compare.name != "stablehlo.compare":

@@ -16,8 +16,8 @@ passes run on a copy of the module such bodies are replaced by one opaque operat
 of regions, not with the depth of the model. A mesh axis left automatic in a region keeps its body.
 
 Trip counts: a loop that compares a counter with a constant, starts it at a constant and steps it by a constant has
-ceil((bound - start) / step) iterations; any other counts as one, and the report names it. Each branch of a `case`
-counts as taken. The calls of a function are followed.
+ceil((bound - start) / step) iterations; any other, and each that the plan does not know, counts as one, and the report
+names it. Each branch of a `case` counts as taken. The calls of a function are followed.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 from jax import lax
 
 from alpa_lite import _jax
@@ -27,6 +28,9 @@ Place = Callable[[int, Any], Any]
 Own = Mapping[int, Callable[..., Sequence[Any]]]
 """What to call with the operands of some ops, by their index, in place of binding them."""
 NOTHING: Own = MappingProxyType({})
+
+UNKNOWN_TRIPS = "unknown_trips"
+"""The scope of every `while`: plans count its iterations once, and so does who reads the lowered program."""
 
 
 def evaluate(
@@ -94,11 +98,12 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
             return _scan(op, operands, bodies[0])
         case "while":
             cond_consts, body_consts, start = WhileView(op).taken(operands)
-            return lax.while_loop(
-                lambda carry: bodies[0]([*cond_consts, *carry])[0],
-                lambda carry: bodies[1]([*body_consts, *carry]),
-                list(start),
-            )
+            with jax.named_scope(UNKNOWN_TRIPS):
+                return lax.while_loop(
+                    lambda carry: bodies[0]([*cond_consts, *carry])[0],
+                    lambda carry: bodies[1]([*body_consts, *carry]),
+                    list(start),
+                )
         case "cond":
             branches = [lambda *inputs, body=body: body(inputs) for body in bodies]
             platforms = op.params.get("branches_platforms")

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
-from alpa_lite.graph import Atom, Block, Lit, Op, Traced
+from alpa_lite.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import flow, primitives
 
 T = TypeVar("T")
@@ -180,35 +178,6 @@ class WhileView:
 
     op: Op
 
-    @cached_property
-    def trips(self) -> int | None:
-        """The iterations, if a counter that starts, steps and ends at literals alone decides them.
-
-        The form is that of `checks.shardy.trip_count`: the condition compares what is carried with a literal, `<` or
-        `<=`, and the body adds a positive literal to it.
-        """
-        cond, body = self.op.bodies
-        _, asked = self.cond(cond.inputs)
-        _, carried = self.body(body.inputs)
-        compare = _maker(cond, cond.outputs[0])
-        if compare is None or compare.name not in ("lt", "le") or compare.operands[0] not in asked:
-            return None
-        counter = asked.index(compare.operands[0])
-        add = _maker(body, body.outputs[counter])
-        if add is None or add.name != "add" or carried[counter] not in add.operands:
-            return None
-        (step,) = [atom for atom in add.operands if atom != carried[counter]] or [None]
-        start = self.taken(self.op.operands).carry[counter]
-        first, by, limit = _integer(start), _integer(step), _integer(compare.operands[1])
-        if first is None or by is None or limit is None or by <= 0:
-            return None
-        return max(0, -((first - limit - (compare.name == "le")) // by))
-
-    @property
-    def runs(self) -> tuple[int, int]:
-        """How often the condition and the body run; once each where that is not known."""
-        return (1, 1) if self.trips is None else (self.trips + 1, self.trips)
-
     def taken(self, items: Sequence[T]) -> WhileTaken[T]:
         """A sequence that is parallel to the operands, in parts."""
         first = self.op.params["cond_nconsts"]
@@ -226,22 +195,9 @@ class WhileView:
         return tuple(items[:count]), tuple(items[count:])
 
 
-def _maker(block: Block, atom: Atom) -> Op | None:
-    """The op of a block that makes an atom."""
-    return flow.producers(block.ops).get(atom) if isinstance(atom, int) else None
-
-
-def _integer(atom: Any) -> int | None:
-    """The integer that a scalar literal holds."""
-    value = np.asarray(atom.value) if isinstance(atom, Lit) else None
-    return int(value) if value is not None and value.ndim == 0 and value.dtype.kind in "iu" else None
-
-
-def body_runs(op: Op) -> tuple[int, ...]:
-    """How often each body of a scan, while or cond runs for one run of the op; branches count as run once."""
-    if op.name == "scan":
-        return (ScanView(op).length,)
-    return WhileView(op).runs if op.name == "while" else (1,) * len(op.bodies)
+def body_runs(op: Op) -> int:
+    """Runs of each body for one run of an op: a scan's length; one of loops of unknown trip count, and of branches."""
+    return ScanView(op).length if op.name == "scan" else 1
 
 
 def scan_op(traced: Traced, scan: int) -> Op:

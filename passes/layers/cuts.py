@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,8 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tupl
         parts = [_sum(body.ops, rules, values) for body in op.bodies]
         if op.name == "cond":
             return max(parts)
-        times = body_runs(op)
-        return sum(map(mul, times, (s for s, _ in parts))), sum(map(mul, times, (f for _, f in parts)))
+        runs = body_runs(op)
+        return runs * sum(s for s, _ in parts), runs * sum(f for _, f in parts)
     flops = primitives.work(op, rules[op.key], values)
     is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in op.reads) if is_product else 0)

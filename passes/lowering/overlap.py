@@ -78,10 +78,11 @@ class Overlapping:
         for item in self._issued(items):
             at = streams.ready(reads(item))
             if isinstance(item, Loop):
-                parts = list(zip(item.bodies, body_runs(item.op), strict=True))
-                found = [self.of(body.instructions).times(runs) for body, runs in parts]
-                inner = sum(found, inner)
-                compute, sent = (sum(f(b.instructions) * n for b, n in parts) for f in (self._computing, self._sending))
+                runs = body_runs(item.op)
+                inner = sum([self.of(body.instructions).times(runs) for body in item.bodies], inner)
+                compute, sent = (
+                    runs * sum(f(body.instructions) for body in item.bodies) for f in (self._computing, self._sending)
+                )
                 streams.both(item, at, compute + sent) if sent else streams.compute(item, at, compute)
             elif isinstance(item, Reshard) and (sent := self._sending((item,))):
                 streams.serial += sent
@@ -149,9 +150,7 @@ class Overlapping:
                     price = self._prices.operations.get(op.index, FREE)
                     total += price.seconds / max(1, price.runs)
                 case Loop(op=op, bodies=bodies):
-                    total += sum(
-                        self._computing(b.instructions) * n for b, n in zip(bodies, body_runs(op), strict=True)
-                    )
+                    total += body_runs(op) * sum(self._computing(body.instructions) for body in bodies)
         return total
 
     def _sending(self, items: Sequence[Instruction]) -> float:

@@ -134,8 +134,8 @@ def communicated(
                         axes = in_mesh_order(c.axes, program.mesh)
                         yield Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None, op
                 case Loop(op=op, bodies=bodies):
-                    for inner, times in zip(bodies, body_runs(op), strict=True):
-                        yield from visit(inner, trips * times)
+                    for inner in bodies:
+                        yield from visit(inner, trips * body_runs(op))
 
     yield from visit(program.body, 1)
 

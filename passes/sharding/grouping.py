@@ -219,7 +219,6 @@ class _Builder:
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
         view = WhileView(op)
-        asks, inner = (trips * max(1, runs) for runs in view.runs)
         cond_consts, body_consts, init = view.taken(op.operands)
         (cond_inputs, asked), (body_inputs, carried) = view.cond(cond.inputs), view.body(body.inputs)
         self.clock += 1
@@ -227,18 +226,18 @@ class _Builder:
         for atom, value in zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True):
             self.port(atom, value, trips, "const")
         for atom, value, seen in zip(init, carried, asked, strict=True):
-            port = self.port(atom, value, trips, "carry", times=inner)
+            port = self.port(atom, value, trips, "carry", times=trips)
             self.adopt(seen, port, self.homes[value].dims)
             self.defined[seen] = self.clock
             self.depth[seen] = self.clock
-        self.body(cond, asks)
-        self.want(cond.outputs[0], 0, (), asks)
-        self.body(body, inner)
+        self.body(cond, trips)
+        self.want(cond.outputs[0], 0, (), trips)
+        self.body(body, trips)
         self.clock += 1
         self.positions[op.index] = self.clock
         for atom, value, result in zip(body.outputs, carried, op.results, strict=True):
             home = self.homes[value]
-            self.want(atom, home.group, home.dims, inner)
+            self.want(atom, home.group, home.dims, trips)
             self.adopt(result, home.group, home.dims)
         self.depth.update(dict.fromkeys(op.results, start))
 

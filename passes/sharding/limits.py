@@ -251,7 +251,7 @@ def _textbook(
     count = mesh.product(axes)
     kinds = facts.state
     cut_by_loops = _stacked(grouping)
-    in_blocks = parameters_of_products(facts) if isinstance(method, TensorParallel) else set()
+    in_blocks = parameters_of_products(facts, count) if isinstance(method, TensorParallel) else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""

@@ -150,7 +150,7 @@ class OverFeatures(_Textbook):
       features: group -> the factors that hang together with dims of parameters.
       readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
       still: values that do not move: parameters, their other forms, new parameters, and gradients.
-      free: values that move as they must, since the user says where they are.
+      free: values that move as they must: the user says where they are, or what reads them cannot be cut.
       followers: groups of elementwise operations and reductions over examples.
       floats: values that are differentiated.
     """
@@ -234,6 +234,11 @@ def textbook(
     for op in facts.constraints:
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
     readers = _readers(grouping, read, counts)
+    free |= {
+        demand.value
+        for demand in _reading(grouping, read, counts)
+        if not _divides(grouping, counts, demand, mesh.product(tuple(over)))
+    }
     still = frozenset(read | new | gradients)
     followers = frozenset(index for index in counts if _follows(grouping, grouping.groups[index]))
     dtypes = enumerate(value.dtype for value in traced.graph.values)
@@ -251,14 +256,18 @@ def _follows(grouping: Grouping, group: Group) -> bool:
     return op.name in UNFUSED - DECIDING and op.name != "fft"
 
 
-def parameters_of_products(facts: Facts) -> set[int]:
-    """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack."""
+def parameters_of_products(facts: Facts, parts: int) -> set[int]:
+    """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack.
+
+    Those alone of which one such reader can be cut into so many parts.
+    """
     traced, values, inputs = facts.traced, facts.traced.graph.values, facts.traced.graph.block.inputs
     origins = kinds.parameter_of(traced)
     found = set()
     for demand in _reading(facts.grouping, origins.keys(), facts.examples):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
-        if sorted(shape) in (sorted(whole), sorted(whole[1:])):
+        divides = _divides(facts.grouping, facts.examples, demand, parts)
+        if divides and sorted(shape) in (sorted(whole), sorted(whole[1:])):
             found.add(origins[demand.value])
     return {number for number in range(len(traced.arguments)) if inputs[number] in found}
 
@@ -271,6 +280,15 @@ def _reading(
         over_examples = demand.op >= 0 and demand.value in read and demand.group in counts
         if over_examples and grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
             yield demand
+
+
+def _divides(
+    grouping: Grouping, counts: Mapping[int, Mapping[int, int]], demand: Demand, parts: int
+) -> bool:  # fmt: skip
+    """Whether the reader of a parameter divides along a dim of it into `parts`: 2 groups of channels do not into 8."""
+    factors, is_gather = grouping.groups[demand.group].factors, grouping.ops[demand.op].name == "gather"
+    mine = {f for dim in demand.dims for f in dim} - counts[demand.group].keys()
+    return any((is_gather or factors[f].kind in ("parallel", "sum")) and factors[f].size % parts == 0 for f in mine)
 
 
 def _updates_read_whole_values(

@@ -6,11 +6,12 @@ nested. Nothing is traced again.
 
 What a call means for its body:
 
-    jit, call, closed_call, custom_jvp_call, custom_vjp_call    the body itself
+    jit, closed_call, custom_vjp_call and their like (`CALL_BODY`)    the body itself
     remat               the body; if it was differentiated, its inputs go through one `optimization_barrier`, without
                         which XLA would merge it with the forward pass
     scan, while, cond   an op with bodies; of one that the platform decides, the branch for the platform that is planned
-                        for, unless that holds a kernel, which other devices could not run
+                        for, unless that holds a kernel, which other devices could not run; a while of known trip count
+                        is a scan
     every other         one opaque op
 
 What says where a value lies becomes one `_jax.CONSTRAINT` for each operand, which later passes read.
@@ -35,15 +36,22 @@ from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import indices
+from alpa_lite.passes.tracing.trip_counts import with_counted_loops
 
 CALL_BODY = {
     "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
     "call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "linear_call": "callee",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
     "remat2": "jaxpr",
+    "remat_opt": "fwd_jaxpr",
+    "xla_metadata_call": "jaxpr",
 }
+"""Calls, and the parameter that holds their body: a jaxpr of the equation's own operands and results."""
 _SMALL_LITERAL = 16  # elements; larger literal arrays become constants
 
 
@@ -74,7 +82,7 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "") -> G
         constants=tuple(builder.constants),
         keys=builder.keys,
     )
-    return pruning.prune(graph, keep_inputs=len(inputs))
+    return pruning.prune(with_counted_loops(graph), keep_inputs=len(inputs))
 
 
 class _Builder:

@@ -17,7 +17,10 @@ from alpa_lite.passes.local import forms
 from alpa_lite.passes.tracing import conversion
 
 PASSES = pathlib.Path(alpa_lite.__file__).parents[1] / "passes"
-MODULES = ("jax.lax.linalg", "jax.nn", "jax.ffi", "jax.scipy.special", "jax.experimental.pallas")
+MODULES = (
+    "jax.lax.linalg", "jax.nn", "jax.ffi", "jax.scipy.special", "jax.experimental.pallas",
+    "jax.experimental.scheduling_groups",
+)  # fmt: skip
 ENDED = frozenset({"call", "closed_call", "core_map"})
 """Primitives of JAX 0.10 that later versions do not have."""
 NEW = frozenset({"log2", "one_minus_square", "polynomial"})

@@ -1,0 +1,253 @@
+"""Loops whose number of iterations is known become scans: a `while` that integers known at tracing decide.
+
+    known      scalar integers and booleans that follow from literals alone, also through loops that do not change them
+    deciding   the least set of carries with those that the condition reads, and those that their next values read
+
+A loop is counted if all that the deciding carries start from is known and only scalar arithmetic makes their next
+values. One counter that is compared with a known number and stepped by another has a closed form, whichever way it
+counts; any other form is run in NumPy, for at most `MAX_SIMULATED_TRIPS` iterations. A counted loop becomes a scan of
+that length, which every later pass prices, divides and verifies by its length; one without an iteration is removed.
+All that stays a `while` has an unknown trip count, and is counted once: in plans, and where lowered programs are read
+(`evaluation.UNKNOWN_TRIPS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core.primitives import scan_p
+
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+
+MAX_SIMULATED_TRIPS = 1_000
+_MAX_LENGTH = 2**31 - 1  # of a scan, whose own counter has 32 bits
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
+
+
+def with_counted_loops(graph: Graph) -> Graph:
+    """The same program, with a scan for each `while` of known trip count; it is still to be pruned."""
+    return replace(graph, block=_Counter(graph).block(graph.block))
+
+
+class _Counter:
+    """Walks a graph in program order; `known` holds the scalar of each value that is known."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values = graph.values
+        self.known: dict[int, Any] = {}
+
+    def block(self, block: Block) -> Block:
+        ops, names = [], dict[int, Atom]()
+        for op in block.ops:
+            op = self._op(renamed_op(op, names))
+            if op.name == "scan" and not ScanView(op).length and not ScanView(op).ys:
+                names.update((carry.end, carry.start) for carry in ScanView(op).carries)
+            else:
+                ops.append(op)
+        return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
+
+    def read(self, atom: Atom) -> Any:
+        """The scalar that an atom holds, None if it is not known."""
+        return self.known.get(atom) if isinstance(atom, int) else _integer(atom)
+
+    def _op(self, op: Op) -> Op:
+        if not op.bodies:
+            self._learn(op.results[:1], [_folded(op, self.values, self.read)])
+            return op
+        for atoms, inputs in _constant_inputs(op):
+            self._learn(inputs, map(self.read, atoms))
+        op = replace(op, bodies=tuple(map(self.block, op.bodies)))
+        if op.name != "while" or any(inner.has_effects for inner in op.bodies[0].ops):
+            return op
+        view = WhileView(op)
+        found = self._trips(view)
+        if found is None or found[0] > _MAX_LENGTH:
+            return op
+        length, ends = found
+        self._learn([op.results[n] for n in ends], ends.values())
+        _, consts, carry = view.taken(op.operands)
+        params = {
+            "length": length, "reverse": False, "unroll": 1, "num_consts": len(consts), "num_carry": len(carry)
+        }  # fmt: skip
+        operands, bodies = (*consts, *carry), (op.bodies[1],)
+        return replace(op, primitive=scan_p, params=params, operands=operands, bodies=bodies, key=None)
+
+    def _learn(self, values: Iterable[int], scalars: Iterable[Any]) -> None:
+        self.known.update((v, scalar) for v, scalar in zip(values, scalars, strict=False) if scalar is not None)
+
+    def _trips(self, view: WhileView) -> tuple[int, dict[int, Any]] | None:
+        """The iterations, and what each deciding carry ends as, by its number; None if they are not known."""
+        cond, body = view.op.bodies
+        asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
+        test = self._cone(cond, cond.outputs[:1], asked)
+        if test is None:
+            return None
+        asking, deciding = test
+        steps: dict[int, list[Op]] = {}
+        while missing := [n for n in deciding if n not in steps]:
+            for n in missing:
+                cone = self._cone(body, [body.outputs[n]], carried)
+                if cone is None:
+                    return None
+                steps[n], read = cone
+                deciding = deciding | read
+        start = view.taken(view.op.operands).carry
+        state = {n: self.read(start[n]) for n in deciding}
+        if any(scalar is None for scalar in state.values()):
+            return None
+        if (linear := self._linear(view, asking, steps, state)) is not None:
+            return linear
+        for trips in range(MAX_SIMULATED_TRIPS + 1):
+            (running,) = self._run(asking, cond.outputs[:1], {asked[n]: state[n] for n in state})
+            if running is None:
+                return None
+            if not running:
+                return trips, state
+            env = {carried[n]: state[n] for n in state}
+            state = {n: self._run(steps[n], [body.outputs[n]], env)[0] for n in state}
+            if any(scalar is None for scalar in state.values()):
+                return None
+        return None
+
+    def _cone(self, block: Block, outputs: Sequence[Atom], carried: Sequence[int]) -> tuple[list[Op], set[int]] | None:
+        """The scalar operations that make outputs of a block, and the numbers of the carries that they read.
+
+        None if anything else takes part.
+        """
+        makers, numbers = flow.producers(block.ops), {value: n for n, value in enumerate(carried)}
+        found: dict[int, Op] = {}
+        read: set[int] = set()
+        stack = [atom for atom in outputs if self.read(atom) is None]
+        while stack:
+            atom = stack.pop()
+            if isinstance(atom, Lit) or self.values[atom].shape:
+                return None
+            if atom in numbers:
+                read.add(numbers[atom])
+            elif (op := makers.get(atom)) is None or op.name not in _SCALAR:
+                return None
+            elif op.index not in found:
+                found[op.index] = op
+                stack += [a for a in op.operands if self.read(a) is None]
+        return [found[index] for index in sorted(found)], read
+
+    def _run(self, ops: Sequence[Op], outputs: Sequence[Atom], env: Mapping[int, Any]) -> list[Any]:
+        """What operations make of carries; None for what is not defined."""
+        scalars = dict(env)
+
+        def read(atom: Atom) -> Any:
+            return scalars[atom] if isinstance(atom, int) and atom in scalars else self.read(atom)
+
+        for op in ops:
+            scalars[op.results[0]] = _folded(op, self.values, read)
+        return list(map(read, outputs))
+
+    def _linear(
+        self, view: WhileView, asking: Sequence[Op], steps: Mapping[int, Sequence[Op]], state: Mapping[int, Any]
+    ) -> tuple[int, dict[int, Any]] | None:
+        """As `_trips`, of one counter to which a known number is added until a comparison with another ends it."""
+        if len(state) != 1 or len(asking) != 1 or asking[0].name not in _FLIPPED:
+            return None
+        ((n, ops),) = steps.items()
+        compare, counter = asking[0], view.cond(view.op.bodies[0].inputs)[1][n]
+        if len(ops) != 1 or ops[0].name not in primitives.ADDITIONS:
+            return None
+        left, right = map(self.read, compare.operands)
+        limit, kind = (right, compare.name) if compare.operands[0] == counter else (left, _FLIPPED[compare.name])
+        by = self.read(ops[0].operands[1])
+        if by is None and ops[0].name != "sub":
+            by = self.read(ops[0].operands[0])
+        if by is None or limit is None:
+            return None
+        start, dtype = int(state[n]), np.asarray(state[n]).dtype
+        step = -int(by) if ops[0].name == "sub" else int(by)
+        trips = _linear_trips(kind, start, step, int(limit))
+        if trips is None or dtype.kind == "b":
+            return None
+        end, info = start + trips * step, np.iinfo(dtype)
+        return (trips, {n: dtype.type(end)}) if info.min <= end <= info.max else None
+
+
+def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
+    """How often `step` is added to `start` before a comparison with `limit` is false; None if it never is."""
+    if kind == "ne":
+        whole, rest = divmod(limit - start, step) if step else (0, limit - start)
+        return whole if not rest and whole >= 0 else None
+    if kind in ("gt", "ge"):
+        start, step, limit = -start, -step, -limit
+    left = limit - start + (kind in ("le", "ge"))
+    return 0 if left <= 0 else -(-left // step) if step > 0 else None
+
+
+def _constant_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
+    """(operands, inputs of a body) that are equal in each of its runs: constants, and carries that never change."""
+    if op.name == "cond":
+        return [(op.operands[1:], body.inputs) for body in op.bodies]
+    if op.name == "scan":
+        scan = ScanView(op)
+        kept = [(c.start, c.input) for c in scan.carries if c.output == c.input]
+        return [(scan.operands.consts, scan.inputs.consts), ([a for a, _ in kept], [v for _, v in kept])]
+    cond, body = op.bodies
+    view = WhileView(op)
+    (asking, asked), (constant, carried) = view.cond(cond.inputs), view.body(body.inputs)
+    taken = view.taken(op.operands)
+    outputs = body.outputs
+    kept = [n for n, value in enumerate(carried) if outputs[n] == value]
+    start = [taken.carry[n] for n in kept]
+    found: list[tuple[Sequence[Atom], Sequence[int]]] = [(taken.cond_consts, asking), (taken.body_consts, constant)]
+    return [*found, (start, [asked[n] for n in kept]), (start, [carried[n] for n in kept])]
+
+
+def _integer(literal: Lit) -> Any:
+    """The integer or boolean that a scalar literal holds, else None."""
+    dtype = literal.aval.dtype
+    if literal.aval.shape or not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
+        return None
+    return np.asarray(literal.value, dtype)[()]
+
+
+def _folded(op: Op, values: Sequence[Any], read: Callable[[Atom], Any]) -> Any:
+    """What a scalar operation makes of known numbers, else None."""
+    if op.name not in _SCALAR or len(op.results) != 1 or values[op.results[0]].shape:
+        return None
+    dtype, operands = values[op.results[0]].dtype, list(map(read, op.operands))
+    if any(a is None for a in operands) or not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
+        return None
+    with np.errstate(all="ignore"):
+        made = _SCALAR[op.name](*operands)
+    return None if made is None else np.asarray(made).astype(dtype)[()]
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Rounded toward zero, as XLA divides integers; None where it is not defined."""
+    return None if b == 0 else int(a) // int(b) if (a < 0) == (b < 0) else -(-int(a) // int(b))
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    return None if b == 0 else np.fmod(a, b)
+
+
+def _selected(which: Any, *cases: Any) -> Any:
+    return cases[int(which)]
+
+
+def _clamped(low: Any, x: Any, high: Any) -> Any:
+    return np.minimum(np.maximum(x, low), high)
+
+
+_SCALAR: Mapping[str, Callable[..., Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "rem": _remainder,
+    "max": np.maximum, "min": np.minimum, "neg": np.negative, "abs": np.abs, "sign": np.sign, "clamp": _clamped,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "select_n": _selected, **dict.fromkeys(
+        ("broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze"), lambda x: x
+    ),
+}  # fmt: skip
+"""Operations on scalar integers and booleans that are computed here, as XLA computes them."""
