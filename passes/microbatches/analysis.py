@@ -5,7 +5,8 @@ values are summed over the micro-batches as soon as something is not linear in t
 after the loop.
 
 What depends on no parameters (an operand is *free* if no floating-point state reaches it) and has no exact form is
-computed for the whole batch before the loop: the number of tokens that count, which a masked mean divides by.
+computed for the whole batch before the loop: the number of tokens that count, which a masked mean divides by. Where
+nothing would be left for the loop (a step that begins with x.T @ y), such sums are taken in it, as any other.
 
 An operation after the loop that is heavy and still works on single examples means that the model looks across the
 batch (batch norm, contrastive losses): `Refused` says which, and which reductions would have to be taken within the
@@ -100,6 +101,16 @@ class Analysis(Classifier):
             if is_intensive(op) and op.index in self.roles and self.roles[op.index].kind not in ("whole", "copy")
             for a in (*op.operands, *op.results)
         )
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether an operation that the outputs are made of is in the loop."""
+        block = self.graph.block
+        makers = flow.producers(block.ops)
+        kinds = {v: self.roles[op.index].kind if op.index in self.roles else "after" for v, op in makers.items()}
+        outside = {v for v, kind in kinds.items() if kind in ("after", "barrier")}
+        live = flow.reach(flow.values_in(block.outputs), lambda v: makers[v].reads if v in outside else ())
+        return any(v in kinds and kinds[v] not in ("after", "barrier", "whole") for v in live)
 
     # -- the top block --------------------------------------------------------------------------------------------
 

@@ -83,6 +83,8 @@ class Scope:
         base = self.analysis.state[value]
         if want == PARTIAL and base != PARTIAL:
             return self._as_partial(value, base)
+        if want == LOCAL and base.kind in ("whole", "inner"):
+            return self.fetch(value, base)
         if self.builder.parts == 1 and {base.kind, want.kind} == {"sliced", "local"}:
             return self.fetch(value, base)
         found = self.port(value, want)
@@ -99,16 +101,21 @@ class Scope:
             found = self.fetch(value, LOCAL)
             if parts == 1:
                 return found
+            if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
+                return self._only_in(parts - 1, found, self._source(value))
             return self.trace(lambda x: [lax.div(x, jnp.asarray(parts, x.dtype))], [found], self._source(value))
         found = self.fetch(value, base)
         return found if is_zero(value, self.analysis.producers) else self._on_first(found, self._source(value))
 
     def _on_first(self, atom: Atom, source: Any = None) -> Atom:
-        """The value in the first micro-batch, zeros in the others: a value as a sum of summands."""
+        return self._only_in(0, atom, source)
+
+    def _only_in(self, number: int, atom: Atom, source: Any) -> Atom:
+        """The value in one micro-batch, zeros in the others: a value as a sum of summands."""
 
         def run(count: jax.Array, x: jax.Array) -> list[jax.Array]:
             x = jnp.asarray(x)
-            return [lax.select(lax.broadcast(lax.eq(count, np.int32(0)), x.shape), x, lax.full_like(x, 0))]
+            return [lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))]
 
         return self.trace(run, [self.counter(), atom], source)
 

@@ -7,7 +7,8 @@ The body of the scan is made by demand (`blocks`). Operations before and after t
 
     partial   a carry that starts at zero and is added to; sums of 16-bit floats are carried in float32, since with
               b micro-batches a 16-bit running sum loses up to b/2 units in the last place
-    local     the same with each summand divided by the number of micro-batches: a mean
+    local     the same with each summand divided by the number of micro-batches: a mean; of integers and random keys a
+              carry that is overwritten: those of the last micro-batch
     inner     a carry that is overwritten: all are equal
     sliced    stacked, and joined along their dim after the scan
 """
@@ -25,6 +26,7 @@ from jax.core import ShapedArray
 from jax.extend.core import primitives
 
 from alpa_lite import _jax
+from alpa_lite.errors import MicrobatchError
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.microbatches.analysis import Analysis
@@ -155,10 +157,15 @@ class _Loop(Scope):
         wide = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) and state != INNER else dtype
         zeros = "zeros", shape, wide
         init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared, zeros)
+        if state == LOCAL and dtype == np.bool_:
+            raise MicrobatchError(
+                f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
+                "micro-batch has; use num_microbatches=1"
+            )
         like = Value(shape, wide, ShapedArray(shape, wide))
         start, end = self.builder.fresh(like), self.builder.fresh(like)
-        if state == INNER:
-            return Carried(init, start, self.fetch(value, INNER), end)
+        if state == INNER or (state == LOCAL and not jnp.issubdtype(dtype, jnp.inexact)):
+            return Carried(init, start, self.fetch(value, state), end)
         summand = self.fetch(value, PARTIAL)
         if wide != dtype:
             widened = "to", wide

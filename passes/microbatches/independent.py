@@ -10,18 +10,23 @@ the same operations in the same order; where their shapes differ, a dim is deriv
 
     what depends on the batch alone     in the loop: the number of tokens that count is that of the micro-batch
     random draws                        those of the whole batch, a block for each micro-batch
-    sums, and single results (a loss)   averaged, if the step divides by a number of examples on the way: by a literal
+    sums over examples (`aggregates`)   averaged, if the step divides by a number of examples on the way: by a literal
                                         that differs between the traces, or by a value of the batch alone; else added
+    other floating-point results        averaged: a maximum, the solution of a system, new weights keep their scale
+    other integers, random keys         those of the last micro-batch
     what is divided after the loop by   computed by each micro-batch for itself, and averaged
     a count of this micro-batch
     results with one value an example   put together again
+
+The notes name each leaf of the result under one of these.
 
 (GPipe, Huang et al. 2019, section 2.2, takes the statistics of batch norm so, within micro-batches.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +39,10 @@ from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, made_of_all, producers
 from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag, tag_inputs
+from alpa_lite.passes.microbatches.results import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on
 from alpa_lite.passes.microbatches.states import spec_of
 from alpa_lite.passes.tracing import conversion
-from alpa_lite.paths import shown
 
 SCOPE = "micro_batches"
 """The named scope of the loop."""
@@ -133,14 +139,79 @@ class _Loop:
         self.random = made_of(self.before, self.random)
         (self.body,) = scan.bodies
         self.view = ScanView(scan)
-        self.averaged = self._averaged()
+        iotas = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
+        self.numbers = iotas.intersection(self.view.operands.xs)  # of the micro-batch
+        self.counters = {v for atom, v in self.view.xs if atom in self.numbers}
+        self.tags = self._tags()
+        self.combined = self._combined()
+        self.once = self._terms_added_once()
         self.sliced = self._sliced()
         self.draws, self.drawn = self._drawn()
         self.late = self._late()
 
-    # -- what is averaged -----------------------------------------------------------------------------------------
+    # -- how results are combined ---------------------------------------------------------------------------------
 
-    def _averaged(self) -> list[bool]:
+    def _combined(self) -> list[str]:
+        """For each result of the scan one of `COMBINED`."""
+        pair, view = self.pair, self.view
+        normed = self._normed()
+        found = []
+        for number, (result, atom) in enumerate(zip(view.op.results, self.body.outputs, strict=True)):
+            value = _value(pair.small, atom)
+            is_mean = normed[number] or self.tags.of(atom) != Tag.SUM
+            if number < view.num_carry and number not in view.additions:
+                found.append(LAST)  # overwritten: the same in every micro-batch
+            elif number >= view.num_carry and pair.grown(atom, pair.scans[0].bodies[0].outputs[number]):
+                found.append(JOINED)
+            elif _is_float(pair.small.values[result]):
+                found.append(AVERAGED if is_mean else SUMMED)
+            elif value.dtype == np.bool_:
+                raise Unlike("a result is a truth value of the whole batch")
+            else:  # what a loop of one adds is a sum, of integers above a threshold that examples share, for one
+                found.append(SUMMED if number < view.num_carry or not is_mean else LAST)
+        return found
+
+    def _tags(self) -> Aggregates:
+        """How the values of the loop's body depend on the examples."""
+        pair, block = self.pair, self.pair.small.block
+        tags = Aggregates(
+            pair.small.values,
+            lambda value: pair.small.values[value].shape != pair.big.values[pair.value[value]].shape,
+            lambda op: op.params["length"] != pair.other[op.index].params["length"],
+        )
+        tags.tags |= tag_inputs(block.inputs, {block.inputs[i]: None for i in self.dims})
+        tags.walk(self.before)
+        tags.tags |= dict.fromkeys(self.numbers, Tag.COUNTER)
+        given = [tags.of(atom) for atom in self.view.op.operands]
+        tags.tags |= dict(zip(self.body.inputs, given, strict=True))
+        tags.tags |= {self.view.inputs.carry[number]: Tag.SUM for number in self.view.additions}
+        tags.walk(self.body.ops, may_add_once=True)
+        return tags
+
+    def _terms_added_once(self) -> dict[int, tuple[str, list[int]]]:
+        """Operations (by index) on a term that no example reaches: how their result is combined, and which operands.
+
+        A sum has the term once, a mean in each micro-batch. The operands are the number of the micro-batch, where the
+        operation selects the term by it, or the term itself.
+
+        Raises:
+          Unlike: the term is added to a sum and to a mean.
+        """
+        terms = {op.index: [i for i, a in enumerate(op.operands) if a in self.counters] for op in self.body.ops}
+        found = {}
+        for op in self.body.ops:
+            operands = terms[op.index] or self.tags.once.get(op.index)
+            if not operands:
+                continue
+            reached = made_of(self.body.ops, op.results)
+            outputs = zip(self.combined, self.body.outputs, strict=True)
+            kinds = {kind for kind, atom in outputs if isinstance(atom, int) and atom in reached}
+            if {AVERAGED, SUMMED} <= kinds:
+                raise Unlike("it adds a value that no example reaches to a sum and to a mean over examples")
+            found[op.index] = AVERAGED if AVERAGED in kinds else SUMMED, operands
+        return found
+
+    def _normed(self) -> list[bool]:
         """For each result of the scan, whether the step divides by a number of examples on its way."""
         pair, scan, block = self.pair, self.pair.scans[1], self.pair.small.block
         state = {
@@ -173,7 +244,7 @@ class _Loop:
             if not later.isdisjoint(op.results) or pair.literals_differ(op):
                 later.update(op.reads)
         return [
-            _is_float(pair.small.values[result]) and (result in later or (isinstance(atom, int) and atom in normed))
+            result in later or (isinstance(atom, int) and atom in normed)
             for result, atom in zip(scan.results, self.body.outputs, strict=True)
         ]
 
@@ -269,7 +340,7 @@ class _Loop:
                     "micro-batch"
                 )
         carry, ys, late, mark = self._scan(scan, env, batch)
-        carry = [x / self.parts if mean else x for x, mean in zip(carry, self.averaged, strict=False)]
+        carry = [x / self.parts if kind == AVERAGED else x for x, kind in zip(carry, self.combined, strict=False)]
         results: list[Any] = []
         known = list(carry)
         for i, (small, large) in enumerate(zip(self.body.outputs, big_scan.bodies[0].outputs, strict=True)):
@@ -306,7 +377,6 @@ class _Loop:
         Last, a stacked result that nothing reads: it tells which scan this is.
         """
         view = self.view
-        numbers = {v for op in self.before if op.name == "iota" and op.params["shape"] == (1,) for v in op.results}
 
         def read(atom: Atom, own: Mapping[int, Any]) -> Any:
             return atom.value if isinstance(atom, Lit) else own[atom]
@@ -315,13 +385,13 @@ class _Loop:
             number, blocks = turn
             own = {**env, **blocks}
             _evaluate(self.inside, own)
-            # What is added to a sum once is added in the first micro-batch, and to a mean in each.
-            own |= {v: jnp.reshape(number, (1,)) for v in numbers if v in own}
+            own |= {v: jnp.reshape(number, (1,)) for v in self.numbers if v in own}
             consts = [read(a, own) for a in view.operands.consts]
             xs = [read(a, own)[0] for a in view.operands.xs]
             inner = dict(zip(self.body.inputs, [*consts, *carry, *xs], strict=True))
             inner |= {v: blocks[v] for v in self.drawn}
-            _evaluate([op for op in self.body.ops if not (op.results and inner.keys() >= set(op.results))], inner)
+            ops = [op for op in self.body.ops if not (op.results and inner.keys() >= set(op.results))]
+            _evaluate(ops, inner, adapt=functools.partial(self._with_terms, number))
             out = [read(a, inner) for a in self.body.outputs]
             mine = {}
             if self.late:
@@ -331,10 +401,20 @@ class _Loop:
             return given.carry, (given.ys, [mine[v] for v in self.late], lax.add(number, np.int32(1)))
 
         first = tuple(read(a, env) for a in view.operands.carry)
-        count = np.zeros(self.parts, np.int32) if any(self.averaged) else np.arange(self.parts, dtype=np.int32)
+        count = np.arange(self.parts, dtype=np.int32)
         with jax.named_scope(SCOPE):
             carry, (ys, late, mark) = lax.scan(step, first, (count, dict(batch)), length=self.parts)
         return carry, ys, late, mark
+
+    def _with_terms(self, number: Any, op: Op, operands: list[Any]) -> list[Any]:
+        """The operands of an operation of the body in a micro-batch: terms of sums are zero in all but the first."""
+        kind, own = self.once.get(op.index, ("", ()))
+        for i in own:
+            if op.operands[i] not in self.counters:
+                operands[i] = jnp.where(number == 0, operands[i], 0) if kind == SUMMED else operands[i]
+            elif kind == AVERAGED:
+                operands[i] = np.int32(0)
+        return operands
 
     def _alone(self, inner: Mapping[int, Any], out: Sequence[Any]) -> list[Any]:
         """The results that a loop over this micro-batch alone has: what it adds to each carry, and stacks of one."""
@@ -353,17 +433,17 @@ class _Loop:
 
     def _joined(self, number: int, stacked: Any, small: Atom, big: Atom) -> tuple[Any, Any]:
         """What the micro-batches return, as a loop of one would on the whole batch, and on a micro-batch."""
-        grown = self.pair.grown(small, big)
+        grown, kind = self.pair.grown(small, big), self.combined[number]
         if len(grown) > 1:
             raise Unlike("a result has a value for each pair of examples of the batch")
         if grown:
             whole = jnp.moveaxis(stacked, 0, grown[0])
             shape = (*whole.shape[: grown[0]], -1, *whole.shape[grown[0] + 2 :])
             return jnp.reshape(whole, shape)[None], None
-        if stacked.dtype == bool:
-            raise Unlike("a result is a truth value of the whole batch")
+        if kind == LAST:
+            return stacked[-1:], stacked[-1:]
         total = jnp.sum(stacked, 0, keepdims=True, dtype=stacked.dtype)
-        one = total / self.parts if self.averaged[number] else total
+        one = total / self.parts if kind == AVERAGED else total
         return one, one
 
     def _output(self, small: Atom, big: Atom, made: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
@@ -374,34 +454,36 @@ class _Loop:
         return made[small] if same else whole[big]  # type: ignore[index]
 
     def _notes(self) -> tuple[str, ...]:
-        block, scan = self.pair.small.block, self.pair.scans[1]
-        added = {r for r, mean in zip(scan.results, self.averaged, strict=True) if not mean}
-        late = set(self.late)
-        averaged = {r for r, mean in zip(scan.results, self.averaged, strict=True) if mean}
-        paths = [shown(output.path) if output.role != "state" else "" for output in self.pair.one.outputs]
-
-        def named(results: set[int], besides: set[int]) -> str:
-            reach = made_of(self.after, results) - late | besides
-            return ", ".join(path for path, a in zip(paths, block.outputs, strict=True) if a in reach and path)
-
-        notes = ["inexact: each micro-batch is computed independently, as a whole batch"]
-        if averaged:
-            means = filter(None, ("gradients", named(averaged, late)))
-            notes.append(f"averaged over micro-batches: {', '.join(means)}")
-        if named(added - averaged, set()):
-            notes.append(f"summed over micro-batches: {named(added - averaged, set())}")
+        """How each leaf of the result that the loop has a part in is combined."""
+        scan, outputs = self.pair.scans[1], self.pair.one.outputs
+        reach = {
+            kind: made_of(self.after, {r for r, one in zip(scan.results, self.combined, strict=True) if one == kind})
+            for kind in COMBINED
+        }
+        reach[AVERAGED].update(self.late)
+        kinds = {
+            output.path: next((kind for kind in COMBINED if atom in reach[kind]), "")
+            for output, atom in zip(outputs, self.pair.small.block.outputs, strict=True)
+        }
+        notes = ["inexact: each micro-batch is computed independently, as a whole batch", *notes_on(kinds)]
         own = {op.index for op in self.draws}
         if any(op.name in primitives.DRAWS and op.index not in own for op in walk(self.body)):
             notes.append("random numbers drawn in the loop are the same in every micro-batch")
         return tuple(notes)
 
 
-def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -> None:
+def _evaluate(
+    ops: Sequence[Op],
+    env: dict[int, Any],
+    *,
+    partly: bool = False,
+    adapt: Callable[[Op, list[Any]], list[Any]] = lambda _, operands: operands,
+) -> None:
     """Runs ops on what `env` holds, and puts their results into it; with `partly`, those whose operands are there."""
     for op in ops:
         if partly and not env.keys() >= set(op.reads):
             continue
-        operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
+        operands = adapt(op, [a.value if isinstance(a, Lit) else env[a] for a in op.operands])
         env.update(zip(op.results, evaluation.bind(op, operands), strict=True))
 
 

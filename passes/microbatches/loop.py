@@ -30,11 +30,14 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError, MicrobatchError
-from alpa_lite.graph import Graph, Op, Traced
+from alpa_lite.graph import Graph, Op, Traced, walk
 from alpa_lite.passes import factors
+from alpa_lite.passes.ir import flow
 from alpa_lite.passes.microbatches import independent, single
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
+from alpa_lite.passes.microbatches.results import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on
+from alpa_lite.passes.microbatches.states import AFTER
 from alpa_lite.passes.microbatches.strides import Ordered, Strides
 from alpa_lite.paths import shown, tokens
 from alpa_lite.strategy import Rule
@@ -340,8 +343,12 @@ def _analysed(
     traced: Traced, rules: Mapping[Any, Rule], parts: int, dims: Mapping[int, int], allow_inexact: bool
 ) -> Analysis:
     """The analysis of a step, reductions that must be so taken within the micro-batch if that is allowed."""
+    may_be_local = allow_inexact or parts == 1
     try:
-        return Analysis(traced.graph, rules, parts, dims, _bound(traced), may_be_local=allow_inexact or parts == 1)
+        found = Analysis(traced.graph, rules, parts, dims, _bound(traced), may_be_local=may_be_local)
+        if not found.has_loop:  # nothing may be read ahead of the loop
+            found = Analysis(traced.graph, rules, parts, dims, {*traced.graph.block.inputs}, may_be_local=may_be_local)
+        return found
     except Refused as refused:
         raise _refusal(refused, parts, allow_inexact, traced.graph) from None
 
@@ -416,6 +423,32 @@ def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) ->
     return f"{parts} micro-batches: {each}"
 
 
+def _combined(traced: Traced, analysis: Analysis) -> dict[str, str]:
+    """How micro-batches are combined into each leaf of the result that depends on a local reduction, by path."""
+    ops = traced.graph.block.ops
+    own = [op for op in ops if not analysis.local.isdisjoint(o.index for o in (op, *_nested(op)))]
+    inexact = flow.made_of(ops, [value for op in own for value in op.results])
+    makers = flow.producers(ops)
+
+    def kind(value: int) -> str:
+        state, dtype = analysis.state[value].kind, traced.graph.values[value].dtype
+        if state == "local":
+            return AVERAGED if jnp.issubdtype(dtype, jnp.inexact) else LAST
+        return {"partial": SUMMED, "sliced": JOINED}.get(state, "")
+
+    found = {}
+    for output, atom in zip(traced.outputs, traced.graph.block.outputs, strict=True):
+        if atom in inexact:
+            after = lambda v: [r for r in makers[v].reads if r in inexact] if analysis.state[v] == AFTER else []  # noqa: E731
+            kinds = {kind(value) for value in flow.reach([atom], after)}
+            found[output.path] = next((one for one in COMBINED if one in kinds), "")
+    return found
+
+
+def _nested(op: Op) -> list[Op]:
+    return [inner for body in op.bodies for inner in walk(body)]
+
+
 def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int]) -> tuple[str, ...]:
     notes = [_cut_note(traced, analysis.parts, size, dims)]
     ahead = dict.fromkeys(_named(op, traced.graph) for op in analysis.ahead)
@@ -423,4 +456,5 @@ def _notes(traced: Traced, analysis: Analysis, size: int, dims: Mapping[int, int
     if analysis.parts > 1:
         inexact = dict.fromkeys(_named(analysis.sources[index], traced.graph) for index in sorted(analysis.local))
         notes += [f"inexact, computed within each micro-batch: {name}" for name in inexact]
+        notes += notes_on(_combined(traced, analysis))
     return tuple(notes)

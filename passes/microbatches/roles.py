@@ -360,7 +360,8 @@ class Classifier:
                 asked = [one]
             if asked[0].kind in ("sliced", "partial"):
                 return Failure(op, "its length depends on the examples of the batch", self.roots_of(op))
-            return self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
+            outputs = self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
+            return outputs if isinstance(outputs, Failure) or whether is not None else _decided_by(asked[0], outputs)
 
         found = self._fixed_point(op, start, run)
         if isinstance(found, Failure):
@@ -382,10 +383,15 @@ class Classifier:
             joined = [join(a, b) for a, b in zip(before, outputs, strict=True)]
             if any(s is None for s in joined):
                 return Failure(op, "its branches differ in how their results depend on the batch")
-            results = [s for s in joined if s is not None]
+            results = _decided_by(states[0], [s for s in joined if s is not None])
             self._pass_roots(op, branch.outputs)
         assert results is not None
         return Role("cond", tuple(states), tuple(results), inner=tuple(results))
+
+
+def _decided_by(predicate: State, outputs: list[State]) -> list[State]:
+    """The states of values that a predicate chooses: under a local one none is the same in all micro-batches."""
+    return [LOCAL if predicate == LOCAL and s.kind in ("whole", "inner") else s for s in outputs]
 
 
 def _any_of(cond: Block) -> Op | None:
