@@ -388,6 +388,23 @@ CONSTRAINT.def_abstract_eval(lambda x, **_: x)
 _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
 
 
+def is_empty_constraint(eqn: Any) -> bool:
+    """Whether an equation that places a value places it nowhere: nobody asks for replication by it.
+
+    These are constraints over a mesh of one device, which libraries with logical axes write on one device, and the
+    `reshard` over `Auto` axes that JAX inserts where a value with the mesh of the context meets one without. (A user's
+    `reshard` can name no `Auto` axis.)
+    """
+    params, name = eqn.params, eqn.primitive.name
+    if name not in ("sharding_constraint", "reshard"):
+        return False
+    sharding = params["sharding" if name == "sharding_constraint" else "dst_sharding"]
+    if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
+        return False
+    inserted = name == "reshard" and all(kind == AxisType.Auto for kind in sharding.mesh.axis_types)
+    return sharding.mesh.size == 1 or inserted
+
+
 def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
     """For each operand of an equation the parameters of the `CONSTRAINT` that it means; None where it means none.
 

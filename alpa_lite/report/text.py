@@ -105,7 +105,7 @@ def _candidates(plan: Plan) -> RenderableType:
     for candidate in order[:_MAX_CANDIDATES]:
         step = "" if candidate.step_seconds is None else units.seconds(candidate.step_seconds)
         memory = "" if candidate.bytes_per_device is None else units.nbytes(candidate.bytes_per_device)
-        shape = "x".join(map(str, candidate.mesh_shape))
+        shape = "x".join([str(size) for size in candidate.mesh_shape if size > 1] or ["1"])
         style = "bold" if candidate.status == "chosen" else ""
         add(out, f"{candidate.method}", shape, step, memory, _status(candidate, best), style=style)
     if len(order) > _MAX_CANDIDATES:

@@ -90,7 +90,8 @@ def type_name(dtype: str, shape: tuple[int, ...]) -> str:
 
 def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> str:
     """A mesh, such as "data=4 model=2"."""
-    return " ".join(f"{name}={size}" for name, size in zip(axis_names, shape, strict=True))
+    axes = list(zip(axis_names, shape, strict=True))
+    return " ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])
 
 
 def axes(names: tuple[str, ...]) -> str:

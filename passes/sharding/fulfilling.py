@@ -46,4 +46,5 @@ def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterat
 
 def described(mesh: LogicalMesh) -> str:
     """A mesh in words: data=4 x model=2."""
-    return " x ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+    axes = list(zip(mesh.axis_names, mesh.shape, strict=True))
+    return " x ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])

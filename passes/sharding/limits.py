@@ -108,7 +108,7 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
     found = [
         LogicalMesh(order, some)
         for some in (names, (wider, *names)) if some is names or wishes.more
-        for order in dict.fromkeys(order for shape in shapes for order in _orders(tuple(shape), len(some)))
+        for shape in shapes for order in _orders(tuple(shape), len(some))
         if given is None or len(given) < len(some) or order == given
     ]  # fmt: skip
     exact = [mesh for mesh in found if 1 not in mesh.shape]
@@ -118,9 +118,11 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
 
 
 def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """A shape with so many axes in every order, axes of one device added: names tell equal axes apart."""
-    if len(shape) <= count:
-        yield from itertools.permutations((*shape, *(1,) * (count - len(shape))))
+    """A shape with so many axes in every distinct order, axes of one device added: names tell equal axes apart."""
+    for places in itertools.combinations(range(count), len(shape)):
+        for order in dict.fromkeys(itertools.permutations(shape)):
+            sizes = dict(zip(places, order, strict=True))
+            yield tuple([sizes.get(i, 1) for i in range(count)])
 
 
 Admitted = tuple[tuple[LogicalMesh, Limits], ...]

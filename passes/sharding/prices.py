@@ -7,7 +7,6 @@ tensor.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 from collections import OrderedDict
@@ -41,7 +40,7 @@ def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, floa
     names: dict[str, str] = {}
 
     def renamed(axes: Axes) -> Axes:
-        return tuple([names.setdefault(a, "abcdefghijklmnop"[len(names)]) for a in axes])
+        return tuple([names.setdefault(a, f"{len(names)}") for a in axes])
 
     changes = zip(src.dims, dst.dims, strict=True)
     differ = [(renamed(before), renamed(after)) for before, after in changes if before != after]
@@ -67,27 +66,10 @@ def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, floa
     return alpha[0], alpha[1], beta
 
 
-class _Codes:
-    """Numbers for what decides the coefficients of a pair of layouts on one mesh, and the coefficients by number."""
-
-    def __init__(self, cost: MeshCost) -> None:
-        self.cost = cost
-        names = cost.mesh.axis_names
-        orders = [axes for n in range(len(names) + 1) for axes in itertools.permutations(names, n)]
-        self.names = {axes: i for i, axes in enumerate(orders)}
-        self.parts = np.array([cost.mesh.product(axes) for axes in orders])
-        self.base = len(orders) ** 2 + 1
-        self.known: dict[int, tuple[float, float, float]] = {}
-
-    def of(self, layouts: Sequence[Layout]) -> tuple[np.ndarray, np.ndarray]:
-        """[layouts, dims] the number of each dim's axes, and [layouts] that of the sums."""
-        dims = np.array([[self.names[axes] for axes in layout.dims] for layout in layouts], dtype=np.int64)
-        return dims.reshape(len(layouts), -1), np.array([self.names[layout.partial] for layout in layouts])
-
-
 @functools.lru_cache(maxsize=64)
-def _codes(cost: MeshCost) -> _Codes:
-    return _Codes(cost)
+def _known(cost: MeshCost) -> dict[object, tuple[float, float, float]]:
+    """The coefficients known so far on one mesh, by everything that decides them: sums, and dims that change."""
+    return {}
 
 
 class Recent:
@@ -128,24 +110,34 @@ def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ..
 
 
 def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
-    codes = _codes(cost)
-    (sources, before), (goals, after) = codes.of(produced), codes.of(wanted)
+    orders = dict.fromkeys(axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
+    names = {axes: i for i, axes in enumerate(orders)}
+    parts = np.array([cost.mesh.product(axes) for axes in orders])
+
+    def coded(layouts: tuple[Layout, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """[layouts, dims] the number of each dim's axes, and [layouts] that of the sums."""
+        dims = np.array([[names[axes] for axes in layout.dims] for layout in layouts], dtype=np.int64)
+        return dims.reshape(len(layouts), -1), np.array([names[layout.partial] for layout in layouts])
+
+    (sources, before), (goals, after) = coded(produced), coded(wanted)
     changes = sources[:, None, :] != goals[None, :, :]
     unchanged = np.ones(changes.shape[:2])
-    number = before[:, None] * len(codes.names) + after[None, :] + 1
+    number, base = before[:, None] * len(names) + after[None, :] + 1, len(names) ** 2 + 1
     for dim in range(sources.shape[1]):  # the sums, then the changes in order, each a digit from 1 to base - 1
         changed, mine, theirs = changes[..., dim], sources[:, None, dim], goals[None, :, dim]
-        unchanged = np.where(changed, unchanged, unchanged * codes.parts[mine])
-        number = np.where(changed, number * codes.base + mine * len(codes.names) + theirs + 1, number)
-    known = codes.known
-    if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(codes.base) > 62:
-        number, known = np.arange(number.size).reshape(number.shape), {}  # more than an integer can tell apart
-    unique, first, kind = np.unique(number, return_index=True, return_inverse=True)
-    found = []
-    for code, i in zip(unique.tolist(), first.tolist(), strict=True):
-        if code not in known:
-            known[code] = _coefficients(cost, produced[i // len(wanted)], wanted[i % len(wanted)])
-        found.append(known[code])
+        unchanged = np.where(changed, unchanged, unchanged * parts[mine])
+        number = np.where(changed, number * base + mine * len(names) + theirs + 1, number)
+    if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(base) > 62:
+        number = np.arange(number.size).reshape(number.shape)  # more than an integer can tell apart
+    _, first, kind = np.unique(number, return_index=True, return_inverse=True)
+    found, known = [], _known(cost)
+    for i in first.tolist():
+        src, dst = produced[i // len(wanted)], wanted[i % len(wanted)]
+        changed = tuple([pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]])
+        key = changed, src.partial, dst.partial
+        if key not in known:
+            known[key] = _coefficients(cost, src, dst)
+        found.append(known[key])
     table = np.moveaxis(np.array(found)[kind.reshape(number.shape)], -1, 0).copy()
     table[2] /= unchanged
     table.flags.writeable = False

@@ -99,6 +99,13 @@ def of(
             notes.append(f"{one.why} ({shown(path)}): the method {method.describe()} comes before it")
             continue
         leaves[path] = Wish(one.dims, one.why)
+    spoken = dict.fromkeys(a for wish in leaves.values() for axes in wish.dims for a in axes or ())
+    if mesh is None and len(spoken) > MAX_BARE_NAMES:
+        notes.append(
+            f"annotations name {len(spoken)} axes ({', '.join([*spoken][:MAX_BARE_NAMES])}, ...) without a mesh and "
+            "without rules (nnx.logical_axis_rules): not heeded; plan under jax.set_mesh(mesh), or give rules"
+        )
+        leaves = {}
     scopes = [op.params["dims"] for op in traced.graph.ops() if op.name == CONSTRAINT and op.params["mesh"] is None]
     dims = [*scopes, *(wish.dims for wish in leaves.values())]
     more = mesh is None and not names and bool(dims)
@@ -107,6 +114,10 @@ def of(
         more = not set(names) <= set(NAMES)
     return Wishes(mesh, names, more, why, leaves | found, frozenset(found), tuple(dict.fromkeys(notes)), forbidden)
 
+
+MAX_BARE_NAMES = 3
+"""The most names of axes that annotations without a mesh may have: as many as a searched mesh has axes. A model with
+more names layers and not axes: without rules they say nothing of a mesh."""
 
 _ARRAYS = "an array that arrives sharded"
 

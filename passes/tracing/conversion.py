@@ -155,6 +155,8 @@ class _Builder:
                 results = self._call(eqn, operands, stack, ops)
             elif name == "cond" and (branch := self._branch(eqn.params)) is not None:
                 results = self._inlined(branch, eqn, operands[1:], stack, ops)
+            elif name in primitives.PLACEMENT and _jax.is_empty_constraint(eqn):
+                results = operands
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
