@@ -92,19 +92,24 @@ def expansion(eqn: Any) -> Any:
     is what its user gave to solve with.
     """
     if eqn.primitive.name == "call_hi_primitive":
-        return _traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
+        return traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
-        return _traced(eqn, functools.partial(_one_condition, eqn.params))
+        return traced(eqn, functools.partial(_one_condition, eqn.params))
     if eqn.primitive.name == "custom_linear_solve":
-        return _traced(eqn, functools.partial(_solved, eqn.params))
+        return traced(eqn, functools.partial(_solved, eqn.params))
     return None
 
 
-def _traced(eqn: Any, function: Callable[..., Any]) -> Any:
+def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
+    """The axes of a user's `shard_map` over which its body sees one device's block."""
+    return params["newly_manual_axes"]
+
+
+def traced(eqn: Any, function: Callable[..., Any]) -> Any:
     """The jaxpr of a function of an equation's operands, under its source line."""
 
     def sourced(*xs: Any) -> Any:
-        with under(eqn.source_info):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), under(eqn.source_info):
             return function(*xs)
 
     return jax.make_jaxpr(sourced)(*(spec_of(v.aval) for v in eqn.invars))
@@ -465,8 +470,7 @@ def tracing_under(mesh: Any) -> Iterator[None]:
     if not isinstance(mesh, AbstractMesh):  # that of `with mesh:` is still around
         yield
         return
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)):
+    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))):
         yield
 
 

@@ -37,6 +37,7 @@ from alpa_lite.passes.sharding.race import LITTLE
 from alpa_lite.passes.stages import Slower, planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
@@ -129,6 +130,7 @@ def compile_step(
     others = agreement.together(name) if shared else agreement.Alone()
     with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
+        check_regions(traced.graph, cluster.num_devices)
         said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
         asked = replace(
             asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden)

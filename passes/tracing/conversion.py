@@ -35,7 +35,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.tracing import indices
+from alpa_lite.passes.tracing import indices, manual_regions
 from alpa_lite.passes.tracing.trip_counts import with_counted_loops
 
 CALL_BODY = {
@@ -98,6 +98,7 @@ class _Builder:
         self._by_aval: dict[int, Value] = {}
         self._heads: dict[int, tuple[str, bool]] = {}
         self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
+        self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
         self._ops = 0
 
     def value(self, aval: Any) -> int:
@@ -145,8 +146,9 @@ class _Builder:
             name = eqn.primitive.name
             for i in indices.unread(eqn):
                 (operands[i],) = self.inline(indices.zeros(eqn.invars[i].aval), (), (), stack, ops)
-            expansion = _jax.expansion(eqn)
+            expansion = _expansion(eqn)
             if expansion is not None:
+                self._expansions.append(expansion)
                 results = self._inlined(expansion, eqn, operands, stack, ops)
                 if name == "while":
                     assert ops[-1].name == "while"
@@ -341,6 +343,14 @@ class _Builder:
     def _index(self) -> int:
         self._ops += 1
         return self._ops - 1
+
+
+def _expansion(eqn: Any) -> Any:
+    """The jaxpr of simpler operations that an equation stands for, or None."""
+    if manual_regions.has_global_form(eqn):
+        return _jax.traced(eqn, manual_regions.global_form(eqn))
+    summed = manual_regions.summed(eqn)
+    return _jax.expansion(eqn) if summed is None else _jax.traced(eqn, summed)
 
 
 def _holds_kernel(jaxpr: Any) -> bool:

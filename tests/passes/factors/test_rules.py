@@ -305,7 +305,8 @@ def debug(x):
 
 def mapped(x):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)
+    turn = [(i, (i + 1) % 8) for i in range(8)]
+    return jax.shard_map(lambda v: lax.ppermute(v, "d", turn), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)
 
 
 @pytest.mark.parametrize(

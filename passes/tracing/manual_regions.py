@@ -1,0 +1,203 @@
+"""A user's `shard_map` as operations on whole arrays, which every later pass knows.
+
+Each manual axis of its mesh becomes a leading dim of the operands that the specs divide along it, and the body is
+vectorised over these dims under the axes' names: `psum` becomes a sum over a dim, `all_gather` a value that has no such
+dim. So the region runs on any number of devices, in micro-batches and in pipelines, and what its collectives cost is
+part of the plan.
+
+A region stays one operation, which is run as it is written, if its body holds a kernel, an effect, a generator whose
+numbers depend on vectorisation, another region, a constraint, or a collective that is an order to move blocks
+(`ppermute`): as operations on whole arrays these would be other programs, or slower ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+
+from alpa_lite import _jax
+from alpa_lite.errors import OptionError
+from alpa_lite.graph import Graph
+from alpa_lite.layout import Axes
+from alpa_lite.passes.ir import primitives
+
+_VECTORISED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all"})
+
+
+def check_regions(graph: Graph, num_devices: int) -> None:
+    """Raises OptionError for a region that is run as it is written, if it is written for other devices than all."""
+    for op in graph.ops():
+        mesh = op.params.get("mesh") if op.name == "shard_map" else None
+        if mesh is not None and mesh.size != num_devices:
+            raise OptionError(
+                f"the shard_map at {_jax.source_line(op.source)} runs on a mesh of {mesh.size} devices, and the plan is "
+                f"for {num_devices}: give it a mesh of {num_devices}, or leave out {_kept(op.params['jaxpr'])}, with "
+                "which it cannot run on others"
+            )
+
+
+def _kept(jaxpr: Any) -> str:
+    """What in a body the region is kept as it is for."""
+    return next((eqn.primitive.name for eqn in _equations(jaxpr) if not _is_vectorised(eqn)), "its effects")
+
+
+def has_global_form(eqn: Any) -> bool:
+    """Whether an equation is a region that `global_form` can write as operations on whole arrays."""
+    if eqn.primitive.name != "shard_map" or _jax.observable_effects(eqn):
+        return False
+    return all(map(_is_vectorised, _equations(eqn.params["jaxpr"])))
+
+
+def global_form(eqn: Any) -> Callable[..., list[Any]]:
+    """The function of whole arrays that a region computes."""
+    params = eqn.params
+    mesh, manual = params["mesh"], _jax.manual_axes(params)
+    sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if axis in manual}
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    inputs, outputs = ([_divided_dims(spec, axes) for spec in params[side]] for side in ("in_specs", "out_specs"))
+    ranks = [len(var.aval.shape) for var in params["jaxpr"].outvars]
+
+    def run(*operands: Any, whole: bool = True) -> list[Any]:
+        """`whole`: whether every result is the same on all devices along the axes that its spec does not name."""
+
+        def body(*blocks: Any) -> list[Any]:
+            return _evaluated(params["jaxpr"], blocks)
+
+        for axis in reversed(sizes):
+            body = jax.vmap(
+                body,
+                in_axes=tuple(0 if axis in _named(dims) else None for dims in inputs),
+                out_axes=[0 if axis in _named(dims) or not (whole or sizes[axis] == 1) else None for dims in outputs],
+                axis_name=axis,
+                axis_size=sizes[axis],
+            )
+        results = body(*(_divided(x, dims, axes, sizes) for x, dims in zip(operands, inputs, strict=True)))
+        return [
+            _joined(x if whole else _first(x, dims, axes), dims, axes, rank)
+            for x, dims, rank in zip(results, outputs, ranks, strict=True)
+        ]
+
+    def either(*operands: Any) -> list[Any]:
+        try:
+            return run(*operands)
+        except ValueError:  # a result of which every device has another is that of the first
+            return run(*operands, whole=False)
+
+    return either
+
+
+def _is_vectorised(eqn: Any) -> bool:
+    """Whether an equation of a body can be vectorised over the devices of the region."""
+    name = eqn.primitive.name
+    if name in primitives.COLLECTIVES and (name not in _VECTORISED or eqn.params.get("axis_index_groups") is not None):
+        return False
+    kept = name in primitives.KERNELS or name in primitives.MANUAL or name in ("sharding_constraint", "reshard")
+    return not kept and name not in ("rng_bit_generator", "rng_uniform", "custom_partitioning", "ffi_call")
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in _jax.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for inner in _jax.inner_jaxprs(eqn.params):
+            yield from _equations(inner)
+
+
+def _evaluated(jaxpr: Any, inputs: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The results of a body, without what says along which axes a value varies."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+    def read(atom: Any) -> Any:
+        return np.asarray(atom.val) if _jax.is_literal(atom) else env[atom]  # without the mesh of the region
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        match eqn.primitive.name:
+            case "pvary":
+                results = operands
+            case "psum_invariant":
+                with _jax.under(eqn.source_info):
+                    results = [lax.psum(x, eqn.params["axes"]) for x in operands]
+            case "jit":
+                with _jax.under(eqn.source_info):
+                    inner, constants = _jax.open_jaxpr(eqn.params["jaxpr"])
+                    results = _evaluated(inner, operands, constants)
+            case _:
+                params = {name: None if _is_sharding(value) else value for name, value in eqn.params.items()}
+                results = _jax.emit(eqn.primitive, params, eqn.source_info, eqn.ctx, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _is_sharding(value: Any) -> bool:
+    """Whether a parameter is the sharding of a result on the mesh of the region, which is not a mesh of the plan."""
+    return isinstance(value, NamedSharding)
+
+
+Dims = tuple[Axes, ...]
+"""For each dim that a spec has an entry for, the axes that divide it."""
+
+
+def summed(eqn: Any) -> Callable[..., list[Any]] | None:
+    """The function of an equation that reduces dims of an array under the name of a collective, as `jax.vmap` makes it."""
+    reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}.get(eqn.primitive.name)
+    if reduce is None or not all(isinstance(axis, int) for axis in eqn.params["axes"]):
+        return None
+    return lambda *xs: [reduce(x, eqn.params["axes"]) for x in xs]
+
+
+def _divided_dims(spec: Any, axes: Sequence[str]) -> Dims:
+    return tuple(tuple([a for a in some or () if a in axes]) for some in _jax.spec_dims(spec, len(spec)))
+
+
+def _named(dims: Dims) -> list[str]:
+    return [axis for axes in dims for axis in axes]
+
+
+def _divided(x: Any, dims: Dims, axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
+    """An array with a leading dim for each axis that divides it, in the order of `axes`."""
+    shape: list[int] = []
+    places: dict[str, int] = {}
+    for size, names in zip(x.shape, (*dims, *((),) * (x.ndim - len(dims))), strict=True):
+        for name in names:
+            places[name] = len(shape)
+            shape.append(sizes[name])
+            size //= sizes[name]
+        shape.append(size)
+    if not places:
+        return x
+    leading = [places[axis] for axis in axes if axis in places]
+    return _moved(jnp.reshape(x, shape), [*leading, *(i for i in range(len(shape)) if i not in leading)])
+
+
+def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
+    """The array of blocks of so many dims that have leading dims as of `_divided`."""
+    named = [axis for axis in axes if axis in _named(dims)]
+    if not named:
+        return x
+    order: list[int] = []
+    shape: list[int] = []
+    for dim, names in enumerate((*dims, *((),) * (rank - len(dims)))):
+        some = [*(named.index(name) for name in names), len(named) + dim]
+        order += some
+        shape.append(math.prod(x.shape[place] for place in some))
+    return jnp.reshape(_moved(x, order), shape)
+
+
+def _moved(x: Any, order: Sequence[int]) -> Any:
+    return x if list(order) == sorted(order) else jnp.transpose(x, order)
+
+
+def _first(x: Any, dims: Dims, axes: Sequence[str]) -> Any:
+    """What the first device has, along the axes that do not divide a result."""
+    named = _named(dims)
+    for place in reversed(range(len(axes))):
+        if axes[place] not in named:
+            x = lax.index_in_dim(x, 0, place, keepdims=False)
+    return x

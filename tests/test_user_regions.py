@@ -1,0 +1,167 @@
+"""A step with a `shard_map` of the user's own computes what plain `jit` computes, on any devices, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import alpa_lite
+from alpa_lite import DataParallel, OptionError, Pipeline
+
+AUTO = {"axis_types": (AxisType.Auto,) * 2}
+X = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return jax.make_mesh(sizes, ("data", "model"), devices=jax.devices()[: sizes[0] * sizes[1]], **AUTO)
+
+
+def weights() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return {"up": jax.random.normal(keys[0], (32, 64)) / 6, "down": jax.random.normal(keys[1], (64, 32)) / 8}
+
+
+def mapped(body: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True, axes: Any = None) -> Any:
+    """The body over the mesh of a test, to be called with the mesh, the batch and the weights."""
+
+    def apply(mesh: Any, x: Any, w: Any) -> Any:
+        names = {} if axes is None else {"axis_names": axes}
+        run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma, **names)
+        return run(x, w["up"], w["down"])
+
+    return apply
+
+
+def mlp(x: Any, up: Any, down: Any) -> Any:
+    return jnp.tanh(x @ up) @ down
+
+
+def gathered(x: Any, up: Any, down: Any) -> Any:
+    up, down = (lax.all_gather(w, "data", axis=0, tiled=True) for w in (up, down))
+    return mlp(x, up, down)
+
+
+def megatron(x: Any, up: Any, down: Any) -> Any:
+    return lax.psum(mlp(x, up, down), "model")
+
+
+def scattered(x: Any, up: Any, down: Any) -> Any:
+    return lax.psum_scatter(mlp(x, up, down), "model", scatter_dimension=1, tiled=True)
+
+
+def layered(x: Any, up: Any, down: Any) -> Any:
+    def layer(h, _):
+        h = jax.checkpoint(mlp)(h, up, down)
+        return h - lax.pmean(h.mean(), ("data", "model")), h.max()
+
+    return lax.scan(layer, x, length=2)[0] * (1 + lax.axis_index("data"))
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.LayerNorm(use_bias=False, use_scale=False)(x)
+
+
+def linen(x: Any, up: Any, down: Any) -> Any:
+    return mlp(Heads().apply({}, x), up, down)
+
+
+ROWS, WHOLE, COLUMNS = P("data"), P(), P(None, "model")
+REGIONS = {
+    "batch alone": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS),
+    "batch alone, unchecked": mapped(mlp, (P(("data", "model")), WHOLE, WHOLE), P(("data", "model")), check_vma=False),
+    "parameters gathered": mapped(gathered, (ROWS, ROWS, ROWS), ROWS, check_vma=False),
+    "a sum over products": mapped(megatron, (ROWS, COLUMNS, P("model")), ROWS),
+    "a scattered sum": mapped(scattered, (ROWS, COLUMNS, P("model")), P("data", "model")),
+    "a loop, and means over devices": mapped(layered, (P(("model", "data")), WHOLE, WHOLE), P(("model", "data"))),
+    "some axes are left to the compiler": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS, axes={"data"}),
+    "linen": mapped(linen, (ROWS, WHOLE, WHOLE), ROWS),
+}
+
+
+def step_of(region: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((region(mesh, x, w) - 1) ** 2))(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+
+    return step
+
+
+def assert_equal_to_jit(step: Any, plain: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        step(weights(), X),
+        jax.jit(plain)(weights(), X),
+    )
+
+
+SLOW = {"batch alone, unchecked", "a scattered sum", "some axes are left to the compiler", "linen"}
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in REGIONS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_regions_are_planned_as_operations_on_whole_arrays(name):
+    plain = step_of(REGIONS[name], mesh_of(4, 2))
+    step = alpa_lite.parallelize(plain)
+    assert_equal_to_jit(step, plain)
+    plan = step.plan(weights(), X)
+    assert "shard_map" not in {row.name for row in plan.replicated}
+    assert plan.collectives
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": DataParallel(), "num_microbatches": 2},
+        pytest.param({"method": Pipeline(num_stages=2), "num_microbatches": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", ["batch alone", pytest.param("parameters gathered", marks=pytest.mark.slow)])
+def test_regions_in_micro_batches_and_stages(name, options):
+    plain = step_of(REGIONS[name], mesh_of(4, 2))
+    assert_equal_to_jit(alpa_lite.parallelize(plain, **options), plain)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+def test_regions_for_fewer_devices_run_on_all(sizes):
+    plain = step_of(REGIONS["a sum over products"], mesh_of(*sizes))
+    assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+def test_the_mesh_of_the_context(concrete):
+    mesh = mesh_of(8, 1)
+    plain = step_of(REGIONS["parameters gathered"], mesh if concrete else None)
+    with jax.set_mesh(mesh):
+        assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
+
+
+def turned(x: Any, up: Any, down: Any) -> Any:
+    size = lax.axis_size("data")
+    return lax.ppermute(mlp(x, up, down), "data", [(i, (i + 1) % size) for i in range(size)])
+
+
+TURNED = mapped(turned, (ROWS, WHOLE, WHOLE), ROWS)
+
+
+def test_a_region_that_moves_blocks_runs_as_it_is_written():
+    plain = step_of(TURNED, mesh_of(8, 1))
+    step = alpa_lite.parallelize(plain)
+    assert_equal_to_jit(step, plain)
+    assert "shard_map" in {row.name for row in step.plan(weights(), X).replicated}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1)])
+def test_a_region_that_moves_blocks_of_other_devices_is_refused(sizes):
+    with pytest.raises(OptionError, match=rf"shard_map at .* a mesh of {sizes[0]} devices.*for 8.*ppermute"):
+        alpa_lite.parallelize(step_of(TURNED, mesh_of(*sizes))).plan(weights(), X)
