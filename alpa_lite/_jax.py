@@ -394,20 +394,18 @@ _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
 
 
 def is_empty_constraint(eqn: Any) -> bool:
-    """Whether an equation that places a value places it nowhere: nobody asks for replication by it.
+    """Whether an equation that places its operands constrains none: it does not request replication.
 
     These are constraints over a mesh of one device, which libraries with logical axes write on one device, and the
     `reshard` over `Auto` axes that JAX inserts where a value with the mesh of the context meets one without. (A user's
     `reshard` can name no `Auto` axis.)
     """
-    params, name = eqn.params, eqn.primitive.name
-    if name not in ("sharding_constraint", "reshard"):
-        return False
-    sharding = params["sharding" if name == "sharding_constraint" else "dst_sharding"]
-    if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
-        return False
-    inserted = name == "reshard" and all(kind == AxisType.Auto for kind in sharding.mesh.axis_types)
-    return sharding.mesh.size == 1 or inserted
+    shardings = _shardings_of(eqn)
+    inserted = eqn.primitive.name == "reshard"
+    return bool(shardings) and all(
+        _is_constraint(one) and (one.mesh.size == 1 or (inserted and set(one.mesh.axis_types) == {AxisType.Auto}))
+        for one in shardings
+    )
 
 
 def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
@@ -416,24 +414,32 @@ def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
     These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. An address of
     memory other than the device's own is no matter of sharding.
     """
-    params, name = eqn.params, eqn.primitive.name
-    if name == "sharding_constraint":
-        shardings = [params["sharding"]]
-    elif name == "device_put":
-        shardings = list(params["devices"])
-    elif name == "reshard":
-        shardings = [params["dst_sharding"]]
-    else:
-        return []
-    found = []
-    for sharding, var in zip(shardings, eqn.invars, strict=True):
-        if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
+    found: list[dict[str, Any] | None] = []
+    for sharding, var in zip(_shardings_of(eqn), eqn.invars, strict=False):
+        if not _is_constraint(sharding):
             found.append(None)
             continue
         mesh = sharding.mesh
         dims = spec_dims(sharding.spec, len(var.aval.shape))
-        found.append({"dims": dims, "mesh": (tuple(mesh.axis_sizes), tuple(mesh.axis_names)), "why": name})
+        mesh = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
+        found.append({"dims": dims, "mesh": mesh, "why": eqn.primitive.name})
     return found
+
+
+def _shardings_of(eqn: Any) -> list[Any]:
+    """The shardings that an equation gives its operands."""
+    match eqn.primitive.name:
+        case "sharding_constraint":
+            return [eqn.params["sharding"]]
+        case "device_put":
+            return list(eqn.params["devices"])
+        case "reshard":
+            return [eqn.params["dst_sharding"]]
+    return []
+
+
+def _is_constraint(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and sharding.memory_kind in (None, "device")
 
 
 def spec_dims(spec: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -313,8 +314,8 @@ def test_what_cannot_be_in_a_region_splits_it(capfd):
         def loss_fn(w):
             hidden = jnp.tanh(batch["x"] @ w["up"])
             here = [(i, i) for i in range(8)]
-            double = lambda h: 2 * jax.lax.ppermute(h, "mine", here)
-            doubled = jax.shard_map(double, mesh=own, in_specs=spec, out_specs=spec)(hidden)
+            turn = functools.partial(jax.lax.ppermute, axis_name="mine", perm=here)
+            doubled = 2 * jax.shard_map(turn, mesh=own, in_specs=spec, out_specs=spec)(hidden)
             jax.debug.print("here {n}", n=doubled.shape[0], ordered=True)
             return jnp.mean((doubled @ w["down"] - batch["y"]) ** 2)
 

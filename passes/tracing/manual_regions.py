@@ -12,6 +12,7 @@ numbers depend on vectorisation, another region, a constraint, or a collective t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,9 +38,9 @@ def check_regions(graph: Graph, num_devices: int) -> None:
         mesh = op.params.get("mesh") if op.name == "shard_map" else None
         if mesh is not None and mesh.size != num_devices:
             raise OptionError(
-                f"the shard_map at {_jax.source_line(op.source)} runs on a mesh of {mesh.size} devices, and the plan is "
-                f"for {num_devices}: give it a mesh of {num_devices}, or leave out {_kept(op.params['jaxpr'])}, with "
-                "which it cannot run on others"
+                f"the shard_map at {_jax.source_line(op.source)} runs on a mesh of {mesh.size} devices, and the plan "
+                f"is for {num_devices}: give it a mesh of {num_devices}, or leave out {_kept(op.params['jaxpr'])}, "
+                "with which it cannot run on others"
             )
 
 
@@ -67,9 +68,7 @@ def global_form(eqn: Any) -> Callable[..., list[Any]]:
     def run(*operands: Any, whole: bool = True) -> list[Any]:
         """`whole`: whether every result is the same on all devices along the axes that its spec does not name."""
 
-        def body(*blocks: Any) -> list[Any]:
-            return _evaluated(params["jaxpr"], blocks)
-
+        body: Callable[..., list[Any]] = functools.partial(_body, params["jaxpr"])
         for axis in reversed(sizes):
             body = jax.vmap(
                 body,
@@ -91,6 +90,10 @@ def global_form(eqn: Any) -> Callable[..., list[Any]]:
             return run(*operands, whole=False)
 
     return either
+
+
+def _body(jaxpr: Any, *blocks: Any) -> list[Any]:
+    return _evaluated(jaxpr, blocks)
 
 
 def _is_vectorised(eqn: Any) -> bool:
@@ -124,20 +127,26 @@ def _evaluated(jaxpr: Any, inputs: Sequence[Any], consts: Sequence[Any] = ()) ->
             case "psum_invariant":
                 with _jax.under(eqn.source_info):
                     results = [lax.psum(x, eqn.params["axes"]) for x in operands]
-            case "jit":
+            case "jit" | "custom_jvp_call" | "custom_vjp_call":
                 with _jax.under(eqn.source_info):
-                    inner, constants = _jax.open_jaxpr(eqn.params["jaxpr"])
+                    inner, constants = _jax.open_jaxpr(next(filter(_jax.is_jaxpr, eqn.params.values())))
                     results = _evaluated(inner, operands, constants)
             case _:
-                params = {name: None if _is_sharding(value) else value for name, value in eqn.params.items()}
+                params = {name: _untyped(value) for name, value in eqn.params.items()}
                 results = _jax.emit(eqn.primitive, params, eqn.source_info, eqn.ctx, operands)
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _is_sharding(value: Any) -> bool:
-    """Whether a parameter is the sharding of a result on the mesh of the region, which is not a mesh of the plan."""
-    return isinstance(value, NamedSharding)
+def _untyped(value: Any) -> Any:
+    """A parameter without the mesh of the region: its bodies evaluated likewise, and no sharding of a result on it."""
+    if isinstance(value, tuple) and any(map(_jax.is_jaxpr, value)):
+        return tuple(map(_untyped, value))
+    if _jax.is_jaxpr(value):
+        inner, consts = _jax.open_jaxpr(value)
+        made = jax.make_jaxpr(lambda *xs: _evaluated(inner, xs, consts))(*(_jax.spec_of(v.aval) for v in inner.invars))
+        return made if hasattr(value, "consts") else _jax.open_jaxpr(made)[0]
+    return None if isinstance(value, NamedSharding) else value
 
 
 Dims = tuple[Axes, ...]
@@ -145,7 +154,7 @@ Dims = tuple[Axes, ...]
 
 
 def summed(eqn: Any) -> Callable[..., list[Any]] | None:
-    """The function of an equation that reduces dims of an array under the name of a collective, as `jax.vmap` makes it."""
+    """The function of an equation that reduces dims under the name of a collective, as `jax.vmap` writes it."""
     reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}.get(eqn.primitive.name)
     if reduce is None or not all(isinstance(axis, int) for axis in eqn.params["axes"]):
         return None
