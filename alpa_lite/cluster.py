@@ -7,17 +7,19 @@ the devices of this process. Nothing here imports JAX but `Cluster.local()` with
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from alpa_lite import presets, topology
+from alpa_lite import nvlink, presets, topology
 from alpa_lite.calibration import files
 from alpa_lite.errors import OptionError
 from alpa_lite.topology import Level
@@ -70,19 +72,38 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a collective over groups of devices was measured to take: alpha + payload * beta seconds.
+    """What a collective over groups of devices was measured to take, interpolated between payloads.
+
+    Seconds are linear in the payload between two points. Below the first they are those of the first; beyond the last
+    they are proportional to the payload. (Linear in log payload instead, they are no nearer to XLA's tables.)
 
     Attributes:
       kind: as `alpa_lite.cost.CollectiveKind`.
       group: the devices of a group on each level, as `alpa_lite.cost.MeshCost.group` says.
-      alpha: seconds.
-      beta: seconds per byte of payload.
+      points: (bytes of payload, seconds), both ascending.
     """
 
     kind: str
     group: tuple[int, ...]
-    alpha: float
-    beta: float
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", tuple(self.group))
+        object.__setattr__(self, "points", tuple((float(p), float(s)) for p, s in self.points))
+
+    def tangent(self, payload: float) -> tuple[float, float]:
+        """(alpha, beta): seconds = alpha + payload * beta at a payload; neither is negative."""
+        points = self.points
+        if payload <= points[0][0]:
+            return points[0][1], 0.0
+        if payload >= points[-1][0]:
+            return 0.0, points[-1][1] / points[-1][0]
+        after = bisect.bisect_right(points, payload, key=lambda point: point[0])
+        (p, s), (q, t) = points[after - 1 : after + 1]
+        slope = (t - s) / (q - p)
+        seconds = s + (payload - p) * slope
+        beta = min(slope, seconds / payload)
+        return seconds - payload * beta, beta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +138,8 @@ class Cluster:
       dispatch: what starting a task takes; a number stands for seconds of a task on however many devices.
       overlap: whether plans count on communication that hides behind computing, where the compiler can do that
         (`passes.lowering.overlap`).
-      collectives: measured, in place of what the links say of these kinds and groups.
+      collectives: measured, in place of what the links say of these kinds and groups, and of what groups over more
+        levels do on the innermost of them. A group of another size within a node takes those of the next larger one.
       measured: what of all this was measured on the devices themselves, in words. Not part of the fingerprint.
       source: where the numbers are from. Not part of the fingerprint.
     """
@@ -366,7 +388,10 @@ class Cluster:
         fields = dataclasses.asdict(self)
         fields["peak_flops"] = dict(self.peak_flops)
         fields["attention_efficiency"] = {kernel: list(shares) for kernel, shares in self.attention_efficiency or ()}
-        fields["collectives"] = [dataclasses.asdict(curve) | {"group": list(curve.group)} for curve in self.collectives]
+        fields["collectives"] = [
+            {"kind": curve.kind, "group": list(curve.group), "points": [list(point) for point in curve.points]}
+            for curve in self.collectives
+        ]
         return fields | {name: list(fields[name]) for name in ("topology", "wraparound", "measured")}
 
     @classmethod
@@ -384,7 +409,7 @@ class Cluster:
         links: dict[str, Any] = {
             key: Link(**data[key]) for key in ("node_link", "network_link", "card_link") if data[key] is not None
         }
-        curves = tuple(Curve(**(curve | {"group": tuple(curve["group"])})) for curve in data["collectives"])
+        curves = tuple(Curve(**curve) for curve in data["collectives"])
         rest = {"dispatch": Dispatch(**data["dispatch"]), "collectives": curves, "measured": tuple(data["measured"])}
         return cls(**(dict(data) | links | rest))
 
@@ -469,8 +494,9 @@ def _validate(cluster: Cluster) -> None:
         right, "dispatch", "give Dispatch(seconds of a task, seconds for each of its devices), or seconds of a task"
     )
     for curve in cluster.collectives:
-        right = all(isinstance(value, int | float) and value >= 0 for value in (curve.alpha, curve.beta))
-        require(right, "collectives", f"{curve} needs seconds >= 0")
+        ascending = all(p < q and s <= t * (1 + 1e-9) for (p, s), (q, t) in itertools.pairwise(curve.points))
+        right = bool(curve.points) and min(curve.points[0]) > 0 and ascending
+        require(right, "collectives", f"{curve} needs points (bytes, seconds) above 0, both ascending")
     cards = cluster.devices_per_card
     require(cluster.devices_per_node % cards == 0, "devices_per_card", "it must divide devices_per_node")
     require(
@@ -497,9 +523,19 @@ def _with_rates(key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     rates: dict[str, Any] = {"sustained_efficiency": sustained, "memory_efficiency": memory}
     if fields.get("platform") in ("cuda", "rocm"):
         rates |= {"kernel_start": presets.KERNEL_START, "kernel_start_alone": presets.KERNEL_START_ALONE}
+    if key in nvlink.NVLINK:
+        rates["collectives"] = tuple(_curves(key, fields["devices_per_node"]))
     if key in presets.SLICES:
         rates["matmul_efficiency"] = presets.TPU_MATMUL_EFFICIENCY
     return rates | dict(fields)
+
+
+def _curves(key: str, devices: int) -> Iterator[Curve]:
+    """The measured collectives of a preset, as far as groups of a node have so many devices."""
+    for (kind, size), (least, microseconds) in nvlink.NVLINK[key].items():
+        if size <= devices:
+            points = tuple((least * nvlink.STEP**i, 1e-6 * us) for i, us in enumerate(microseconds))
+            yield Curve(kind, (size,), points)
 
 
 def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:

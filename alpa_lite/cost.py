@@ -16,7 +16,9 @@ and alpha counts one step for starting the collective and those of the better of
 on each level. (An affine cost takes each term from the algorithm that is best at it; double binary trees nearly reach
 both.)
 
-Where a cluster has measured `collectives`, these are taken for the groups that they are of.
+Where a cluster has measured `collectives`, these are taken for the groups that they are of, and for the innermost level
+of others. Their seconds are interpolated between payloads, so alpha and beta then depend on the payload: the tangent of
+the curve there.
 
 **Torus dims** are one level together: an axis sends over all the torus dims that it lies on at once. A dim gives two
 links per device where the axis closes a ring and one where it is a line, divided by the number of groups that are
@@ -35,8 +37,6 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from alpa_lite.cluster import Cluster, Curve
 from alpa_lite.layout import Axes, LogicalMesh
@@ -80,7 +80,7 @@ class MeshCost:
     cluster: Cluster
     mesh: LogicalMesh
     # Memos, invisible to callers.
-    _coefficients: dict[tuple[str, Axes], tuple[float, float]] = field(
+    _coefficients: dict[tuple[str, Axes, float], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _peaks: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -115,19 +115,19 @@ class MeshCost:
         Raises:
           ValueError: for an unknown kind or axis.
         """
-        alpha, beta = self.coefficients(kind, axes)
+        alpha, beta = self.coefficients(kind, axes, payload)
         return alpha + beta * payload
 
-    def collective_seconds(self, kind: str, axes: Axes, payloads: np.ndarray) -> np.ndarray:
-        """`collective` for an array of payloads; same shape, float64."""
-        alpha, beta = self.coefficients(kind, axes)
-        return alpha + beta * np.asarray(payloads, dtype=np.float64)
+    def coefficients(self, kind: str, axes: Axes, payload: float = 0.0) -> tuple[float, float]:
+        """(alpha, beta) of a collective: seconds, and seconds per byte of payload. Both 0 where nothing is sent.
 
-    def coefficients(self, kind: str, axes: Axes) -> tuple[float, float]:
-        """(alpha, beta) of a collective: seconds, and seconds per byte of payload. Both 0 where nothing is sent."""
-        found = self._coefficients.get((kind, axes))
+        Args:
+          payload: where they are taken; they depend on it where the cluster has measured collectives.
+        """
+        key = kind, axes, payload if self.cluster.collectives else 0.0
+        found = self._coefficients.get(key)
         if found is None:
-            found = self._coefficients[kind, axes] = self._derive(kind, axes)
+            found = self._coefficients[key] = self._derive(*key)
         return found
 
     def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
@@ -192,7 +192,7 @@ class MeshCost:
         """The side of the tile that a side of this length is worked on in."""
         return min(self.cluster.tile, max(_LEAST_TILE, 1 << (size - 1).bit_length()))
 
-    def _derive(self, kind: str, axes: Axes) -> tuple[float, float]:
+    def _derive(self, kind: str, axes: Axes, payload: float) -> tuple[float, float]:
         """The formulas of the module's docstring."""
         if kind != "slice" and kind not in get_args(CollectiveKind):
             raise ValueError(f"collective kind {kind!r}: use one of {', '.join(get_args(CollectiveKind))}")
@@ -202,27 +202,46 @@ class MeshCost:
         rungs = self._rungs(frozenset(axes))
         if kind == "slice" or not rungs:
             return 0.0, 0.0
-        if self.cluster.collectives and (curve := self._curves.get((kind, self.group(axes)))):
-            return curve.alpha, curve.beta
+        launch, alpha, beta, inside = self.cluster.node_link.latency, 0.0, 0.0, 1
+        total = math.prod(rung.size for rung in rungs)
+        group = self.group(axes)
+        if (curve := self._curve(kind, group)) is not None:
+            if curve.group == group or len(group) == 1:
+                return curve.tangent(payload)
+            inside, rungs, launch = rungs[0].size, rungs[1:], 0.0
+            share = inside / total if kind == "all_to_all" else 1.0
+            alpha, beta = curve.tangent(payload * share)
+            beta *= share
         steps = sum(rung.steps for rung in rungs)
-        launch = self.cluster.node_link.latency
         if kind == "collective_permute":
             worst = rungs[-1]
             return launch + worst.step, max(1 / worst.bandwidth, worst.exchange)
         if kind == "all_to_all":
-            total = math.prod(rung.size for rung in rungs)
-            beta, inside = 0.0, 1
             for rung in rungs:
                 # `exchange` is for a group of this rung alone, of whose payload (size - 1) / size leaves the device.
                 share = inside * rung.size / total
                 beta += rung.exchange * share
                 inside *= rung.size
-            return launch + steps, beta
-        beta, inside = 0.0, 1
+            return launch + steps + alpha, beta
+        times = 2 if kind == "all_reduce" else 1
         for rung in rungs:
-            beta += (rung.size - 1) / rung.size / (rung.bandwidth * inside)
+            beta += times * (rung.size - 1) / rung.size / (rung.bandwidth * inside)
             inside *= rung.size
-        return (launch + 2 * steps, 2 * beta) if kind == "all_reduce" else (launch + steps, beta)
+        return launch + times * steps + alpha, beta
+
+    def _curve(self, kind: str, group: tuple[int, ...]) -> Curve | None:
+        """The measured curve of a group, or of its devices on the innermost level; None where there is none."""
+        if not self.cluster.collectives or not group:
+            return None
+        if (found := self._curves.get((kind, group))) is not None:
+            return found
+        if kind == "collective_permute" or group[0] == 1 or self._levels[-1].is_torus:
+            return None
+        sizes = sorted(
+            curve.group[0] for curve in self._curves.values() if curve.kind == kind and len(curve.group) == 1
+        )
+        larger = [size for size in sizes if size >= group[0]] or sizes[-1:]
+        return self._curves[kind, (larger[0],)] if larger else None
 
     @cached_property
     def _curves(self) -> dict[tuple[str, tuple[int, ...]], Curve]:

@@ -2,13 +2,13 @@ import dataclasses
 import itertools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.cluster import Cluster, Link
+from alpa_lite.cluster import Cluster, Curve, Link
 from alpa_lite.cost import MeshCost
+from alpa_lite.errors import OptionError
 from alpa_lite.layout import LogicalMesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -172,10 +172,6 @@ def test_collectives_are_ordered_as_they_must_be(cluster, data, payload, more):
     start = cluster.node_link.latency  # paid once instead of twice
     assert seconds["all_reduce"] == pytest.approx(seconds["all_gather"] + seconds["reduce_scatter"] - start)
     assert all(cost.collective(kind, axes[::-1], payload) == seconds[kind] for kind in KINDS)
-    payloads = np.array([[payload, more], [0, 1]])
-    for kind in KINDS:
-        expected = [[cost.collective(kind, axes, int(p)) for p in row] for row in payloads]
-        np.testing.assert_array_equal(cost.collective_seconds(kind, axes, payloads), expected)
 
 
 @given(presets, st.tuples(*[st.integers(1, 5000)] * 3), st.integers(1, 64), st.integers(0, 3), st.integers(1, 500))
@@ -238,3 +234,38 @@ def test_rates_of_steps_are_below_those_of_operations_by_themselves():
     assert cost.compute(1.0, 1e11, "float32") == pytest.approx(4.0)
     alone, bare = cost.matmul(512, 512, 512, 1, "float32", 4), prices(NODE, 4).matmul(512, 512, 512, 1, "float32", 4)
     assert alone == pytest.approx(bare + 3e-6)
+
+
+MEASURED = dataclasses.replace(
+    TWO_NODES,
+    collectives=(
+        Curve("all_gather", (2,), ((1e3, 1e-6), (2e3, 3e-6), (8e3, 4e-6))),
+        Curve("all_gather", (4,), ((1e3, 5e-6), (1e6, 9e-6))),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("payload", "seconds"), [(1, 1e-6), (1e3, 1e-6), (1500, 2e-6), (2e3, 3e-6), (5e3, 3.5e-6), (16e3, 8e-6)]
+)
+def test_measured_collectives_are_interpolated(payload, seconds):
+    cost = prices(MEASURED, 2, 2, 2)
+    assert cost.collective("all_gather", ("c",), payload) == pytest.approx(seconds)
+    alpha, beta = cost.coefficients("all_gather", ("c",), payload)
+    assert alpha >= 0 and beta >= 0 and alpha + beta * payload == pytest.approx(seconds)
+
+
+def test_groups_over_nodes_take_what_was_measured_within_one():
+    cost, bare = prices(MEASURED, 2, 4), prices(TWO_NODES, 2, 4)
+    inner, outer = cost.collective("all_gather", ("b",), 1e6), 1e-5 + 1e6 / 4 * (1 / 2) / SLOW
+    assert inner == 9e-6
+    assert cost.collective("all_gather", ("a", "b"), 1e6) == pytest.approx(inner + outer)
+    assert cost.collective("all_reduce", ("a", "b"), 1e6) == bare.collective("all_reduce", ("a", "b"), 1e6)
+    three = prices(dataclasses.replace(MEASURED, devices_per_node=3, nodes=1), 3)
+    assert three.collective("all_gather", ("a",), 1e6) == 9e-6  # the next larger group
+
+
+@pytest.mark.parametrize("points", [(), ((1e3, 0.0),), ((2e3, 1e-6), (1e3, 2e-6)), ((1e3, 2e-6), (2e3, 1e-6))])
+def test_measured_collectives_ascend(points):
+    with pytest.raises(OptionError, match="needs points"):
+        dataclasses.replace(NODE, collectives=(Curve("all_gather", (2,), points),))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from alpa_lite.errors import OptionError
 
 FORMAT = "alpa-lite calibration"
-VERSION = 1
+VERSION = 2
 REMEDY = "write it again with `alpa-lite calibrate`"
 
 Read = TypeVar("Read")

@@ -6,7 +6,7 @@ Relative errors are made small, since operations of a microsecond and of a secon
                   parallel units as the preset has): the formula of `MeshCost.matmul`, with the least mean |log ratio|
     elementwise   bytes/s of memory: twice the bytes of all arrays over all seconds, so that large arrays decide: what
                   fits a cache takes little time either way
-    collectives   alpha and beta >= 0 of each kind and group: least squares of (alpha + payload * beta) / seconds - 1
+    collectives   of each kind and group its seconds by payload, made monotone (`isotonic`)
     dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
                   transfers and for groups that were not measured
@@ -168,24 +168,55 @@ def affine(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:
-    """A curve for each kind and group with two payloads or more; the link of a node from permutations."""
+    """A curve for each kind and group with two payloads or more; the link of a node from permutations.
+
+    The error of a fit is that of a curve without the payload in question, of payloads between others.
+    """
     fits, curves = [], []
     samples = sorted(samples, key=lambda s: (s.kind, s.group, s.sizes))
     for (kind, group), some in itertools.groupby(samples, key=lambda s: (s.kind, s.group)):
         own = list(some)
         if len({sample.sizes for sample in own}) < 2:
             continue
-        payloads, seconds = [sample.sizes[0] for sample in own], [sample.seconds for sample in own]
-        alpha, beta = affine(payloads, seconds)
-        curves.append(Curve(kind, group, alpha, beta))
+        payloads, seconds = [float(sample.sizes[0]) for sample in own], [sample.seconds for sample in own]
+        curves.append(curve := curve_of(kind, group, payloads, seconds))
         size = " x ".join(map(str, reversed(group)))
-        found = {"alpha": alpha, "beta": beta}
-        fits.append(Fit(f"{kind} over {size}", found, *errors((alpha + p * beta for p in payloads), seconds)))
-    near = [c for c in curves if c.kind == "collective_permute" and len(c.group) == 1 and c.beta > 0]
+        found = {"first": curve.points[0][1], "bytes/s": curve.points[-1][0] / curve.points[-1][1]}
+        fits.append(Fit(f"{kind} over {size}", found, *errors(left_out(curve, payloads, seconds), seconds)))
+    near = [curve for curve in curves if curve.kind == "collective_permute" and len(curve.group) == 1]
     if near:
-        found = min(near, key=lambda curve: curve.group)
-        cluster = dataclasses.replace(cluster, node_link=Link(1 / found.beta, found.alpha / 2))
+        latency, per_byte = affine(*zip(*min(near, key=lambda curve: curve.group).points, strict=True))
+        if per_byte > 0:
+            cluster = dataclasses.replace(cluster, node_link=Link(1 / per_byte, latency / 2))
     return fits, dataclasses.replace(cluster, collectives=tuple(curves))
+
+
+def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """The curve through measured seconds, made monotone."""
+    return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic(np.log(seconds))), strict=True)))
+
+
+def left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Seconds of each payload by the curve of all others; those of the first and the last by the curve itself."""
+    found = []
+    for i, payload in enumerate(payloads):
+        used = curve
+        if 0 < i < len(payloads) - 1:
+            used = curve_of(curve.kind, curve.group, *([*x[:i], *x[i + 1 :]] for x in (payloads, seconds)))
+        alpha, beta = used.tangent(payload)
+        found.append(alpha + payload * beta)
+    return found
+
+
+def isotonic(values: Sequence[float]) -> np.ndarray:
+    """The nondecreasing sequence with the least sum of squared differences (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (b, m), (a, n) = pools.pop(), pools.pop()
+            pools.append(((a * n + b * m) / (n + m), n + m))
+    return np.repeat([value for value, _ in pools], [count for _, count in pools])
 
 
 def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:

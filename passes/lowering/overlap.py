@@ -158,7 +158,9 @@ class Overlapping:
 
     def _terms(self, item: Reshard) -> tuple[float, float]:
         """Seconds of the whole latency, and of the bytes."""
-        found = [(self._prices.cost.coefficients(c.kind, c.axes), c) for c, _ in self._prices.collectives((item,))]
+        found = [
+            (self._prices.cost.coefficients(c.kind, c.axes, c.bytes), c) for c, _ in self._prices.collectives((item,))
+        ]
         return sum(alpha for (alpha, _), _ in found), sum(beta * c.bytes for (_, beta), c in found)
 
     def _size(self, item: Reshard) -> int:

@@ -122,7 +122,7 @@ class Prices:
         Args:
           move: (value, phase) of the resharding that it belongs to; None where an operation issues it.
         """
-        alpha, beta = self.cost.coefficients(collective.kind, collective.axes)
+        alpha, beta = self.cost.coefficients(collective.kind, collective.axes, collective.bytes)
         share = 1.0
         if move is not None and collective.kind in combinable(self.cost):
             share = self.shares.get(move, 1.0)

@@ -97,7 +97,7 @@ class Outcomes:
         form = local_form(op, self._rules[op.key], node.strategies[s].axes, self._traced.graph.values, self._cost.mesh)
         times = group.trips * len(node.members)
         collectives = form.collectives if form is not None else ()
-        latency = sum(self._cost.coefficients(c.kind, c.axes)[0] for c in collectives)
+        latency = sum(self._cost.coefficients(c.kind, c.axes, c.bytes)[0] for c in collectives)
         return latency * times, float(sum(c.bytes for c in collectives)) * times
 
     def _transfer(self, t: int, choice: Sequence[int]) -> Parts:
@@ -120,9 +120,9 @@ class Outcomes:
         for step in reshard_steps(move.produced[p], move.wanted[q]) or ():
             if step.kind != "slice":
                 layout = step.before if step.kind == "reduce_scatter" else step.after
-                payload = size / mesh.product(tuple(a for axes in layout.dims for a in axes)) * times
-                sent += payload
-                bandwidth += self._cost.coefficients(step.kind, step.axes)[1] * payload
+                payload = size / mesh.product(tuple(a for axes in layout.dims for a in axes))
+                sent += payload * times
+                bandwidth += self._cost.coefficients(step.kind, step.axes, payload)[1] * payload * times
         home = self._grouping.homes[move.value]
         node = self._space.node_of[home.group]
         batch = bandwidth if any((node, f) in self._growing for dim in home.dims for f in dim) else 0.0

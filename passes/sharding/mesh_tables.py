@@ -58,7 +58,9 @@ class MeshTables:
     made: dict[tuple[tuple[Hashable, int], Choices], Reached] = field(default_factory=dict)
     nodes: dict[tuple[tuple[int, ...], Choices], tuple[Node, np.ndarray]] = field(default_factory=dict)
     _choices: dict[tuple[int, tuple[Strategy, ...]], Choices] = field(default_factory=dict)
-    _moves: dict[tuple[tuple[int, ...], tuple[Layout, ...], tuple[Layout, ...]], Moves] = field(default_factory=dict)
+    _moves: dict[tuple[tuple[int, ...], int, tuple[Layout, ...], tuple[Layout, ...]], Moves] = field(
+        default_factory=dict
+    )
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -73,12 +75,14 @@ class MeshTables:
             found = self._choices[key] = Choices(key[1], factors, self.mesh)
         return found
 
-    def moves(self, shape: tuple[int, ...], produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> Moves:
-        """What it costs to get tensors of a shape from some layouts to others."""
-        key = shape, produced, wanted
+    def moves(
+        self, shape: tuple[int, ...], nbytes: int, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]
+    ) -> Moves:
+        """What it costs to get tensors of a shape and of such bytes from some layouts to others."""
+        key = shape, nbytes, produced, wanted
         found = self._moves.get(key)
         if found is None:
-            joint, alpha, beta = pairs(self.cost, produced, wanted)
+            joint, alpha, beta = pairs(self.cost, produced, wanted, nbytes)
             costly = (joint + alpha + beta) > 0
             which = np.flatnonzero(costly.any(0)).tolist()
             copies = tuple([(q, blocks(wanted[q], self.mesh), costly[:, q] * 1.0) for q in which])

@@ -1,7 +1,7 @@
 """What it costs to get a tensor from one layout to another.
 
-Every pair of layouts has one pair of coefficients whatever the tensor: latency, and seconds per byte of the whole
-tensor.
+Every pair of layouts has one pair of coefficients, latency and seconds per byte of the whole tensor: whatever the
+tensor, or for each size of one where the cluster has measured collectives, whose rate depends on the payload.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial
     return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
 
 
-def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, float, float]:
+def _coefficients(cost: MeshCost, src: Layout, dst: Layout, nbytes: float) -> tuple[float, float, float]:
     """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
+
+    Args:
+      nbytes: of the tensor, less by what dims that do not change are cut into.
 
     The latency is inf where it cannot be done. A dim that does not change takes no part in any step: it is left out
     here, and the seconds per byte are those of a tensor that it does not cut. Nor do the names of the axes matter.
@@ -59,9 +62,10 @@ def _coefficients(cost: MeshCost, src: Layout, dst: Layout) -> tuple[float, floa
             axes = tuple([order[i] for i in moved_axes(order, axes, tuple([size[x] for x in order]))])
         if kind != "slice":
             dims = held if kind == "reduce_scatter" else after
-            a, b = cost.coefficients(kind, tuple([real[x] for x in axes]))
+            cut = math.prod([size[x] for some in dims for x in some])
+            a, b = cost.coefficients(kind, tuple([real[x] for x in axes]), nbytes / cut)
             alpha[kind not in joins] += a
-            beta += b / math.prod([size[x] for some in dims for x in some])
+            beta += b / cut
         held = after
     return alpha[0], alpha[1], beta
 
@@ -104,12 +108,17 @@ RECENT = Recent(64 * 2**20)
 """Tables of `pairs`: layers, stages and later plans on equal clusters and meshes share them."""
 
 
-def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
-    """[3, P, Q] coefficients of every pair of layouts of one rank, as of `_coefficients`."""
-    return RECENT.get((cost, produced, wanted), lambda: _pairs(cost, produced, wanted))
+def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
+    """[3, P, Q] coefficients of every pair of layouts of one rank, as of `_coefficients`.
+
+    Args:
+      nbytes: of the tensor.
+    """
+    size = float(nbytes) if cost.cluster.collectives else 0.0
+    return RECENT.get((cost, produced, wanted, size), lambda: _pairs(cost, produced, wanted, size))
 
 
-def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> np.ndarray:
+def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
     orders = dict.fromkeys(axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
     names = {axes: i for i, axes in enumerate(orders)}
     parts = np.array([cost.mesh.product(axes) for axes in orders])
@@ -129,14 +138,19 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
         number = np.where(changed, number * base + mine * len(names) + theirs + 1, number)
     if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(base) > 62:
         number = np.arange(number.size).reshape(number.shape)  # more than an integer can tell apart
-    _, first, kind = np.unique(number, return_index=True, return_inverse=True)
+    kind = np.unique(number, return_inverse=True)[1].reshape(number.shape)
+    if nbytes:  # what is sent depends on the dims that do not change, too
+        cuts, cut = np.unique(unchanged, return_inverse=True)
+        kind = kind * len(cuts) + cut.reshape(number.shape)
+    _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
     found, known = [], _known(cost)
     for i in first.tolist():
         src, dst = produced[i // len(wanted)], wanted[i % len(wanted)]
         changed = tuple([pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]])
-        key = changed, src.partial, dst.partial
+        size = nbytes / float(unchanged.flat[i])
+        key = changed, src.partial, dst.partial, size
         if key not in known:
-            known[key] = _coefficients(cost, src, dst)
+            known[key] = _coefficients(cost, src, dst, size)
         found.append(known[key])
     table = np.moveaxis(np.array(found)[kind.reshape(number.shape)], -1, 0).copy()
     table[2] /= unchanged

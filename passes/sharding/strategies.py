@@ -308,7 +308,7 @@ class _Builder:
                 form = self.form(group, strategy.axes)
                 assert form is not None
                 for c in form.collectives:
-                    alpha, beta = self.cost.coefficients(c.kind, c.axes)
+                    alpha, beta = self.cost.coefficients(c.kind, c.axes, c.bytes)
                     sent[i] += alpha + beta * c.bytes
         return sent
 
@@ -336,7 +336,7 @@ class _Builder:
                 klass = np.array(numbers)[some.klass] if before else some.klass
                 ends.setdefault((node, klass.tobytes()), klass)
             wanted = tuple([layout for layout, _ in goals])
-            trips, known = passage.demands[0].trips, self.known.moves(shape, made.layouts, wanted)
+            trips, known = passage.demands[0].trips, self.known.moves(shape, nbytes, made.layouts, wanted)
             matrix = known.joint * passage.share + known.alpha + known.beta * nbytes
             if not self.bans.gathers.isdisjoint(passage.values):
                 matrix = np.where(gathers(made.layouts, wanted), math.inf, matrix)

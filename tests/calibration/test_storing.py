@@ -38,7 +38,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Cluster.calibrated(path) == made.cluster
     assert Cluster.named(str(path)).fingerprint == made.cluster.fingerprint != ASSUMED.fingerprint
     data = json.loads(path.read_text())
-    assert (data["version"], data["device"], data["jax"]) == (1, "x", jax.__version__)
+    assert (data["version"], data["device"], data["jax"]) == (2, "x", jax.__version__)
     assert f"JAX {jax.__version__}" in made.cluster.source
 
 
@@ -46,13 +46,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda data: data.pop("format"), "no calibration"),
-        (lambda data: data.update(version=2), "version 2, and 1 is read"),
+        (lambda data: data.update(version=1), "version 1, and 2 is read"),
         (lambda data: data.pop("fits"), "fits"),
         (lambda data: data["cluster"].pop("dispatch"), "dispatch"),
         (lambda data: data["cluster"].update(memory=-1), "memory=-1"),
         (lambda data: data["samples"][0].update(seconds=0), "0 seconds"),
         (lambda data: data["samples"][0].pop("sizes"), "sizes"),
-        (lambda data: data["cluster"]["collectives"][0].update(alpha="fast"), "alpha='fast'"),
+        (lambda data: data["cluster"]["collectives"][0].update(points=[[1, "fast"]]), "'fast'"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, change, message: str) -> None:
@@ -106,10 +106,9 @@ def test_curves_are_taken_for_their_groups_alone() -> None:
     fits, found = fitting.fitted(ASSUMED, [s for s in measured() if s.group != (4,)])
     assert {fit.name for fit in fits if "all_reduce" in fit.name} == {"all_reduce over 2", "all_reduce over 8"}
     mesh = LogicalMesh((2, 4), ("a", "b"))
-    known, derived = (MeshCost(found, mesh).coefficients("all_reduce", (axis,)) for axis in "ab")
-    assert known == pytest.approx(MeshCost(TRUE, mesh).coefficients("all_reduce", ("a",)))
-    uncurved = MeshCost(dataclasses.replace(found, collectives=()), mesh)
-    assert derived == uncurved.coefficients("all_reduce", ("b",))
+    known, larger = (MeshCost(found, mesh).collective("all_reduce", axes, 2**16) for axes in (("a",), ("b",)))
+    assert known == pytest.approx(MeshCost(TRUE, mesh).collective("all_reduce", ("a",), 2**16))
+    assert larger == MeshCost(found, mesh).collective("all_reduce", ("a", "b"), 2**16)  # that of 8, of 4 in its place
     assert found.node_link.latency == pytest.approx(TRUE.node_link.latency)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.report import computing, html
 
 TEXTBOOK = alpa_lite.DataParallel()
-CLUSTER = alpa_lite.Cluster.preset("h100", nodes=1)
+CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=())
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from alpa_lite.passes.sharding import prices
 
 A100 = Cluster.preset("a100", nodes=1)
 AXES = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
+NBYTES = 2**20
 MATRICES = tuple(Layout((a, b)) for a in AXES for b in AXES if not set(a) & set(b))
 
 
@@ -50,19 +51,19 @@ def test_a_second_plan_finds_the_prices_of_the_first(recent, monkeypatch):
 
 def test_what_is_kept_is_bounded(recent):
     mesh = LogicalMesh((4, 2), ("x", "y"))
-    one = prices._pairs(MeshCost(A100, mesh), MATRICES, MATRICES)
+    one = prices._pairs(MeshCost(A100, mesh), MATRICES, MATRICES, NBYTES)
     kept = recent(3 * one.nbytes)
     costs = [MeshCost(replace(A100, memory_bandwidth=1e12 + i), mesh) for i in range(5)]
     for cost in costs:
-        prices.pairs(cost, MATRICES, MATRICES)
+        prices.pairs(cost, MATRICES, MATRICES, NBYTES)
         assert kept.nbytes <= kept.limit
     assert kept.nbytes == 3 * one.nbytes
-    assert prices.pairs(costs[-1], MATRICES, MATRICES) is prices.pairs(costs[-1], MATRICES, MATRICES)
-    np.testing.assert_array_equal(prices.pairs(costs[0], MATRICES, MATRICES), one)
+    assert prices.pairs(costs[-1], MATRICES, MATRICES, NBYTES) is prices.pairs(costs[-1], MATRICES, MATRICES, NBYTES)
+    np.testing.assert_array_equal(prices.pairs(costs[0], MATRICES, MATRICES, NBYTES), one)
 
 
 def test_prices_cannot_be_changed_by_those_who_ask(recent):
     recent(2**20)
-    table = prices.pairs(MeshCost(A100, LogicalMesh((8,), ("x",))), (Layout((("x",),)),), (Layout(((),)),))
+    table = prices.pairs(MeshCost(A100, LogicalMesh((8,), ("x",))), (Layout((("x",),)),), (Layout(((),)),), NBYTES)
     with pytest.raises(ValueError, match="read-only"):
         table[0, 0, 0] = 0.0
