@@ -67,7 +67,7 @@ KERNEL_START_ALONE, KERNEL_START = 4.5e-6, 2.5e-6
 #: 0.85 and 0.55 to 0.6 of the bandwidth. Copies for layouts, which are not counted, are within these.
 #: a100-40gb: as a100. h200, b200, gb200: as h100, assumed.
 #: p3.16xlarge, p3dn: 0.66 of the data sheet for products in steps (Alpa's GPT of 350M on one V100, artifact of OSDI
-#: 2022); memory as a100, assumed.
+#: 2022); memory as h100, assumed.
 #: mi300x, mi250x: no published step was read; memory as h100, assumed.
 #: TPUs: products in steps as `TPU_MATMUL_EFFICIENCY`; memory assumed.
 STEP_RATES: Mapping[str, tuple[float, float]] = {
@@ -77,8 +77,8 @@ STEP_RATES: Mapping[str, tuple[float, float]] = {
     "gb200": (0.8, 0.75),
     "a100": (0.945, 0.6),
     "a100-40gb": (0.945, 0.6),
-    "p3.16xlarge": (0.825, 0.6),
-    "p3dn": (0.825, 0.6),
+    "p3.16xlarge": (0.825, 0.75),
+    "p3dn": (0.825, 0.75),
     "mi300x": (1.0, 0.75),
     "mi250x": (1.0, 0.75),
     "v4": (1.0, 0.85),

@@ -3,13 +3,14 @@
 `published_rows.json` lists the steps: source, configuration, what was measured, and why a row is left out. It was
 written before the first of them was predicted. Each row that is not left out is planned as its source ran it: its model
 in plain JAX (`published_models.py`), the method, micro-batches, recomputation and precision of the source, without a
-memory limit, on the preset of its devices with nodes of eight. A ratio is predicted over measured throughput. Rates to
-which rows were fitted say so (`fitted`), and `--held-out` scores these with rates fitted to all other model sizes.
+memory limit, on the preset of its devices with nodes of eight. A ratio is predicted over measured throughput.
+
+Rows that were used to fit a rate say so (`fitted`). They are also scored with three rates, of products, attention and
+memory operations, that are fitted to the rows of all other model sizes.
 
     python -m benchmarks.published                   every row; writes results/published.json and published.md
     python -m benchmarks.published mpt-7b            rows whose names contain a text; others keep their results
-    python -m benchmarks.published --tables FOLDER   also XLA's measured tables (matmuls.json, collectives.json)
-    python -m benchmarks.published --held-out        fits the rates without one model size at a time (no planning)
+    python -m benchmarks.published --tables FOLDER   scores XLA's measured tables (matmuls.json, collectives.json) alone
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import published_tables
+
 HERE = Path(__file__).parent
 ROWS, RESULTS = HERE / "published_rows.json", HERE / "results"
 WITHIN = (0.15, 0.3, 0.5)
 ENDLESS = 2**45  # bytes per device
+RATES = ("product", "attention", "memory")
+"""The terms of a step whose rates are fitted."""
 
 KERNELS: Mapping[str, Mapping[str, float | tuple[float, float]]] = {
     "flash_attention_1 h100": {"cudnn": 0.18},
@@ -48,24 +53,29 @@ def main() -> None:
     """Plans rows and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="texts that the names of rows contain")
+    parser.add_argument("--tables", type=Path, help="the folder of XLA's measured tables")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     data = json.loads(ROWS.read_text())
     path = RESULTS / "published.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for row in data["rows"]:
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}, "tables": []}
+    found = results["rows"]
+    if arguments.tables:
+        results["tables"] = published_tables.scores(arguments.tables)
+        print("\n".join(results["tables"]))
+    for row in [] if arguments.tables else data["rows"]:
         if row["excluded"] or (arguments.names and not any(text in row["name"] for text in arguments.names)):
             continue
         found[row["name"]] = one = predicted(row)
         ratio = measured_seconds(row) / one["seconds"]
         print(f"{row['name']:34} {measured_seconds(row):9.4g} s {one['seconds']:9.4g} s  {ratio:.3f}", flush=True)
-    print("\n".join(summaries(data["rows"], found)))
+    results["rows"] = {row["name"]: found[row["name"]] for row in data["rows"] if row["name"] in found}
+    lines = page(data, results)
+    print("\n".join(lines[: lines.index("## Rows")]))
     if not arguments.dry:
-        path.write_text(
-            json.dumps({r["name"]: found[r["name"]] for r in data["rows"] if r["name"] in found}, indent=1) + "\n"
-        )
-        path.with_suffix(".md").write_text("\n".join(page(data, found)) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def cluster_of(row: Mapping[str, Any]) -> Any:
@@ -97,13 +107,16 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
         memory_per_device=ENDLESS,
     )  # fmt: skip
     spent = [spending for stage in plan.stages for spending in stage.spending]
-    terms = {name: sum(row.total for row in spent if kind(row) == name) for name in ("product", "attention", "memory")}
-    waiting = sum(row.links for row in spent)
+    rates = {name: sum(row.seconds - row.starts for row in spent if kind(row) == name) for name in RATES}
     return {
         "seconds": plan.step_seconds,
         "memory_gib": plan.stages[0].memory.total / 2**30,
-        "terms": {**terms, "links": waiting, "latency": sum(row.latency for row in spent)},
-    }
+        "terms": rates | {
+            "links": sum(row.links for row in spent),
+            "latency": sum(row.latency for row in spent),
+            "starts": sum(row.starts for row in spent),
+        },
+    }  # fmt: skip
 
 
 def kind(spending: Any) -> str:
@@ -182,15 +195,56 @@ def summary(rows: Sequence[Mapping[str, Any]], times: Sequence[tuple[float, floa
     return f"{len(rows)} | {counts} | {statistics.median(ratios):.2f} | {extremes} | {shown}"
 
 
-def page(data: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def held_out(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> list[str]:
+    """A table of the rows that were fitted, each scored with rates that are fitted to all other model sizes."""
+    lines = [
+        "| platform | rows | within 15 % | 30 % | 50 % | median | least, greatest | rank correlation of MFU "
+        "| seconds of products, attention, memory over those of the preset, fitted to all rows |",
+        "|---|--:|--:|--:|--:|--:|---|--:|---|",
+    ]
+    for name, own in groups([row for row in rows if len(row["fitted"]) > 1], found).items():
+        real = np.array([measured_seconds(row) for row in own])
+        terms = np.array([[found[row["name"]]["terms"][rate] for rate in RATES] for row in own])
+        rest = np.array([found[row["name"]]["seconds"] for row in own]) - terms.sum(1)
+        sizes = np.array([row["model"]["size"] for row in own])
+        guess = np.zeros(len(own))
+        for size in set(sizes.tolist()):
+            here = sizes == size
+            guess[here] = terms[here] @ fitted(real[~here], terms[~here], rest[~here]) + rest[here]
+        rates = ", ".join(f"{factor:.2f}" for factor in fitted(real, terms, rest))
+        lines.append(f"| {name} | {summary(own, list(zip(real, guess, strict=True)))} | {rates} |")
+    return lines
+
+
+def fitted(real: np.ndarray, terms: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Factors of the terms with the least mean |log(predicted / measured)|."""
+    from scipy.optimize import minimize
+
+    def loss(log: np.ndarray) -> float:
+        return float(np.abs(np.log((terms @ np.exp(log) + rest) / real)).mean() + 0.01 * (log**2).sum())
+
+    starts = [np.zeros(3), np.array([0.1, -0.1, 0.2]), np.array([-0.1, 0.1, -0.2])]
+    found = [minimize(loss, start, method="Nelder-Mead", options={"maxiter": 4000}) for start in starts]
+    return np.exp(min(found, key=lambda one: one.fun).x)
+
+
+def page(data: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
     """The page of the results."""
+    found = results["rows"]
     return [
         "# Predicted against published steps", "",
-        "Throughput predicted over measured; `python -m benchmarks.published` says how, `published_rows.json` has the",
-        "configurations. Rows marked * were used to fit a rate; the held-out scores are below. Rows without a",
-        "prediction say why.", "",
+        "Ratios are throughput, predicted over measured. `python -m benchmarks.published` makes this page; its",
+        "docstring says how, and `published_rows.json` has the configurations.", "",
         *summaries(data["rows"], found), "",
+        "## Rates fitted without the rows that they predict", "",
+        "The rows of llm-foundry on H100 and A100-80GB were used to fit rates. Here each is predicted with rates that",
+        "are fitted to the rows of all other model sizes. Of the other rows, those marked * were used for a rate.", "",
+        *held_out(data["rows"], found), "",
+        *results["tables"], "",
+        "## Sources", "",
         *(f"- {name}: {text}" for name, text in data["sources"].items()), "",
+        "## Rows", "",
+        "Those marked * were used to fit a rate. Rows without a prediction say why.", "",
         "| row | source | measured, s | predicted, s | ratio |", "|---|---|--:|--:|--:|",
         *(line(row, found) for row in data["rows"]),
     ]  # fmt: skip

@@ -6,6 +6,9 @@ Relative errors are made small, since operations of a microsecond and of a secon
                   parallel units as the preset has): the formula of `MeshCost.matmul`, with the least mean |log ratio|
     elementwise   bytes/s of memory: twice the bytes of all arrays over all seconds, so that large arrays decide: what
                   fits a cache takes little time either way
+    sustained     seconds of a large product by itself over those after seconds of nothing else
+    kernel        seconds that a kernel takes to start within a program
+    attention     FLOPs of a pass, as `passes.ir.attention` counts them, over its seconds and the peak
     collectives   of each kind and group its seconds by payload, made monotone (`isotonic`)
     dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
@@ -26,7 +29,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from alpa_lite.calibration.samples import Sample
+from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster, Curve, Dispatch, Link
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import LogicalMesh
@@ -79,10 +82,23 @@ def fitted(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tup
         fit, cluster = _memory(cluster, by["elementwise"])
         fits.append(fit)
         said.append("memory bandwidth")
+    if "kernel" in by:
+        start = by["kernel"][0].seconds
+        cluster = dataclasses.replace(cluster, kernel_start=start, kernel_start_alone=start)
+        fits.append(Fit("kernel", {"start": start}, 0.0, 0.0, 1))
+        said.append("the start of kernels")
     if "product" in by:
         found, cluster = _products(cluster, by["product"])
         fits += found
         said.append(f"products in {', '.join(sorted({sample.dtype for sample in by['product']}))}")
+    if "sustained" in by:
+        fit, cluster = _sustained(cluster, by["sustained"])
+        fits.append(fit)
+        said.append("sustained products")
+    if "attention" in by:
+        fit, cluster = _attention(cluster, by["attention"])
+        fits.append(fit)
+        said.append("attention")
     if "collective" in by:
         found, cluster = _collectives(cluster, by["collective"])
         fits += found
@@ -106,7 +122,41 @@ def _memory(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
     rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
     fit = Fit("memory", {"bytes/s": rate}, *errors((rate for _ in rates), rates))
-    return fit, dataclasses.replace(cluster, memory_bandwidth=rate)
+    return fit, dataclasses.replace(cluster, memory_bandwidth=rate, memory_efficiency=1.0)
+
+
+def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+    """The rate of products after seconds of nothing else, over that of products by themselves."""
+    cost = _one(cluster)
+    shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
+    share = float(np.median(shares))
+    fit = Fit("sustained", {"share": share}, *errors((share for _ in shares), shares))
+    return fit, dataclasses.replace(cluster, sustained_efficiency=share)
+
+
+def _attention(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+    """Shares of the peak of cuDNN's passes; samples of the backward pass have run the forward pass, too."""
+    from alpa_lite.passes.ir.attention import pairs
+
+    seconds = {(sample.kind, sample.sizes): sample.seconds for sample in samples}
+    shares: dict[str, list[float]] = {}
+    for sample in samples:
+        examples, tokens, heads, features = sample.sizes
+        own = seconds[sample.kind, sample.sizes]
+        if sample.kind == "backward":
+            own -= seconds.get(("forward", sample.sizes), math.inf)
+        work = (
+            (4 if sample.kind == "forward" else 10) * examples * heads * features * pairs(tokens, tokens, causal=True)
+        )
+        if own > 0:
+            shares.setdefault(sample.kind, []).append(min(1.0, work / own / cluster.peak(sample.dtype)))
+    found = {kind: float(np.median(each)) for kind, each in shares.items()}
+    each = [share / found[kind] for kind, own in shares.items() for share in own]
+    fit = Fit("attention", found, *errors((1.0 for _ in each), each))
+    if set(found) == set(PASSES):
+        known = dict(cluster.attention_efficiency or ()) | {"cudnn": (found["forward"], found["backward"])}
+        cluster = dataclasses.replace(cluster, attention_efficiency=known)
+    return fit, cluster
 
 
 def _products(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ COMPILING = 0.6
 
 ONE = 0.012
 """Seconds of one timing, about: a hundred times what the clock and the call disturb it by."""
+
+WARM = 5.0
+"""Seconds after which the clock of a device is taken to be that of long work."""
 
 ROUNDS = 25
 """How often each case is timed at most."""
@@ -112,6 +115,15 @@ def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes:
             m, n, k = sample.sizes
             dtype = _DTYPES[sample.dtype]
             return _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
+        case "sustained":
+            m, n, k = sample.sizes
+            dtype = _DTYPES[sample.dtype]
+            return _sustained(_loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)]))
+        case "kernel":
+            once = _loop(devices, None, functools.partial(_kernels, sample.sizes[0]), [((256,), jnp.float32)])
+            return lambda: once() / sample.sizes[0]
+        case "attention":
+            return _loop(devices, None, *attention(sample))
         case "elementwise":
             return _loop(devices, None, _elementwise, [((sample.sizes[0] // 4,), jnp.float32)])
         case "collective":
@@ -130,6 +142,43 @@ def _product(x: Any, weights: Any) -> Any:
 
 def _elementwise(x: Any) -> Any:
     return x * 0.999 + 0.001
+
+
+def _kernels(count: int, x: Any) -> Any:
+    """A chain of operations that the compiler cannot put into one kernel."""
+    for _ in range(count):
+        x = jax.lax.optimization_barrier(x * 0.999 + 0.001)
+    return x
+
+
+def attention(sample: Sample, implementation: Literal["cudnn", "xla"] = "cudnn") -> tuple[Callable[..., Any], Any]:
+    """A pass of causal attention whose operand goes round, and its operands.
+
+    The backward pass runs the forward pass, too; `fitting` takes that off again.
+    """
+    shape, dtype = sample.sizes, _DTYPES[sample.dtype]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+    def backward(q: Any, k: Any, v: Any) -> Any:
+        return sum(jax.grad(lambda *xs: forward(*xs).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v))
+
+    return forward if sample.kind == "forward" else backward, [(shape, dtype)] * 3
+
+
+def _sustained(timed: Case) -> Case:
+    """Seconds of an operation once it has run for `WARM` seconds; measured once."""
+
+    @functools.cache
+    def once() -> float:
+        start = time.perf_counter()
+        found = timed()
+        while time.perf_counter() - start < WARM:
+            found = timed()
+        return found
+
+    return once
 
 
 def _collective(kind: str, mesh: LogicalMesh, axes: Axes, elements: int) -> tuple[Callable[[Any], Any], int]:

@@ -10,15 +10,23 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import CollectiveKind, MeshCost
 from alpa_lite.layout import Axes, LogicalMesh
 
-Figure = Literal["product", "elementwise", "collective", "run", "transfer"]
+Figure = Literal["product", "sustained", "elementwise", "kernel", "attention", "collective", "run", "transfer"]
 """What a sample is of.
 
     product      a matrix product of [m, k] and [k, n] on each device; `sizes` is (m, n, k)
+    sustained    a product after some seconds of nothing else, when power and heat limit the clock
+    kernel       the start of a kernel within a program; `sizes` is how many the program has
+    attention    a pass of fused attention on each device, causal; `kind` is "forward" or "backward", `dtype` bf16, and
+                 `sizes` is (examples, tokens, heads, features)
     elementwise  one operation that reads and writes an array of `sizes` bytes on each device
     collective   `kind` over groups of devices; `sizes` is the payload in bytes, as `cost.MeshCost` counts it
     run          the start of an executable on `sizes` devices
     transfer     the start of a transfer between submeshes of `sizes` devices
 """
+
+
+PASSES = ("forward", "backward")
+"""The passes of attention."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Sample:
       sizes: as `Figure` says.
       seconds: of one operation, on all devices at once; 0 before it is measured.
       dtype: of the operands, by its short name.
-      kind: of a collective.
+      kind: of a collective, or the pass of attention.
       group: of a collective, the devices of a group on each level, as `MeshCost.group` says.
     """
 
@@ -62,11 +70,17 @@ class Grid:
       products: dtype and (m, n, k).
       elementwise: bytes of the array on each device.
       payloads: bytes, of each kind of collective and each group of devices.
+      sustained: dtype and (m, n, k); none where clocks do not depend on what is computed.
+      attention: (examples, tokens, heads, features); none where JAX has no kernel of its own.
+      kernels: of the program that shows what starting one takes.
     """
 
     products: tuple[tuple[str, tuple[int, int, int]], ...]
     elementwise: tuple[int, ...]
     payloads: tuple[int, ...]
+    sustained: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+    attention: tuple[tuple[int, int, int, int], ...] = ()
+    kernels: int = 64
 
     @classmethod
     def of(cls, platform: str) -> Grid:
@@ -82,7 +96,13 @@ class Grid:
             halves = (*cubes, *flat, (8192, 8192, 8192))
             payloads, elementwise = (2**14, 2**18, 2**22, 2**26), (2**24, 2**27, 2**29)
         products = [*(("f32", sizes) for sizes in (*cubes, *flat)), *(("bf16", sizes) for sizes in halves)]
-        return cls(tuple(products), elementwise, payloads)
+        if platform == "cpu":
+            return cls(tuple(products), elementwise, payloads)
+        attention = tuple((32768 // tokens, tokens, 16, 128) for tokens in (1024, 4096, 16384))
+        return cls(
+            tuple(products), elementwise, payloads, (("bf16", (8192, 8192, 8192)),),
+            attention if platform == "cuda" else (),
+        )  # fmt: skip
 
 
 def cases(grid: Grid, cluster: Cluster) -> Iterator[tuple[Sample, LogicalMesh | None, Axes]]:
@@ -94,6 +114,9 @@ def cases(grid: Grid, cluster: Cluster) -> Iterator[tuple[Sample, LogicalMesh | 
     work = [Sample("product", sizes, dtype=dtype) for dtype, sizes in grid.products]
     moves = [Sample("elementwise", (size,)) for size in grid.elementwise]
     sizes = [size for size in (1 << n for n in range(count.bit_length())) if count % size == 0]
+    moves.append(Sample("kernel", (grid.kernels,)))
+    moves += [Sample("attention", sizes, dtype="bf16", kind=kind) for sizes in grid.attention for kind in PASSES]
+    moves += [Sample("sustained", sizes, dtype=dtype) for dtype, sizes in grid.sustained]
     starts = [Sample("run", (size,)) for size in sizes]
     starts += [Sample("transfer", (size,)) for size in sizes if 2 * size <= count]
     for sample in (*work, *moves, *starts):

@@ -28,11 +28,16 @@ def renderable(found: Calibration) -> Group:
 def _said(fit: Fit) -> str:
     """The parameters of a fit in words."""
     values = fit.parameters
+    if "first" in values:
+        return f"{units.seconds(values['first'])} for little, {values['bytes/s'] / 1e9:.3g} GB/s for much"
+    if "start" in values:
+        return f"{units.seconds(values['start'])} a kernel"
+    if "share" in values:
+        return f"{100 * values['share']:.0f} % of the rate by themselves"
+    if "forward" in values or "backward" in values:
+        return ", ".join(f"{name} {100 * share:.0f} % of the peak" for name, share in values.items())
     if "bytes/s" in values:
         return f"{values['bytes/s'] / 1e9:.3g} GB/s"
     if "FLOP/s" in values:
         return f"{values['FLOP/s'] / 1e9:,.0f} GFLOP/s, tile {values['tile']:.0f}"
-    if "task" in values:
-        return f"{units.seconds(values['task'])} a task + {units.seconds(values['device'])} a device"
-    rate = f" + bytes / {1e-9 / values['beta']:.3g} GB/s" if values["beta"] else ""
-    return f"{units.seconds(values['alpha'])}{rate}"
+    return f"{units.seconds(values['task'])} a task + {units.seconds(values['device'])} a device"

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from alpa_lite import trust
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import computing, stages, text, units, words
@@ -122,6 +123,8 @@ def _predicted(plan: Plan) -> RenderableType:
     add(out, "memory", f"{units.nbytes(size)} per device, {share} of {units.nbytes(plan.memory_per_device)}")
     add(out, "", _kinds(plan))
     _operations(plan, out)
+    add(out, "rates", trust.origin(plan.cluster))
+    add(out, "", trust.agreement(plan.cluster))
     what = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
     searched = plan.solver.status not in ("replayed", "fixed")
     add(out, "solver", f"{plan.solver.status}{f', {text.gap(plan.solver)}: {what}' * searched}")

@@ -10,6 +10,7 @@ from alpa_lite.calibration.samples import Grid, Sample
 from alpa_lite.cluster import Cluster, Dispatch, Link
 from alpa_lite.cost import MeshCost
 from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.ir.attention import pairs
 
 ASSUMED = Cluster(
     device="x", platform="cpu", devices_per_node=8, memory=2**30, peak_flops={"f32": 1e12, "bf16": 1e12, "f64": 5e11},
@@ -17,9 +18,11 @@ ASSUMED = Cluster(
 )  # fmt: skip
 TRUE = dataclasses.replace(
     ASSUMED, peak_flops={"f32": 3e10, "bf16": 9e10}, matmul_efficiency=1.0, tile=16, memory_bandwidth=5e9,
-    node_link=Link(2e9, 2e-5), dispatch=Dispatch(1e-5, 4e-5),
+    node_link=Link(2e9, 2e-5), dispatch=Dispatch(1e-5, 4e-5), kernel_start=2e-7, kernel_start_alone=2e-7,
+    sustained_efficiency=0.7, attention_efficiency={"cudnn": (0.5, 0.25)},
 )  # fmt: skip
-GRID = Grid.of("cpu")
+LENGTHS = ((2, 128, 4, 64), (1, 512, 4, 64))
+GRID = dataclasses.replace(Grid.of("cpu"), sustained=(("bf16", (512, 512, 512)),), attention=LENGTHS)
 
 
 def ideal(sample: Sample, mesh: LogicalMesh | None, axes: tuple[str, ...]) -> float:
@@ -29,6 +32,14 @@ def ideal(sample: Sample, mesh: LogicalMesh | None, axes: tuple[str, ...]) -> fl
         case "product":
             m, n, k = sample.sizes
             return one.matmul(m, n, k, 1, sample.dtype, {"f32": 4, "bf16": 2}[sample.dtype])
+        case "sustained":
+            return one.matmul(*sample.sizes, 1, "bf16", 2) / 0.7
+        case "kernel":
+            return TRUE.kernel_start
+        case "attention":
+            examples, tokens, heads, features = sample.sizes
+            forward = 4 * examples * heads * features * pairs(tokens, tokens, causal=True) / 9e10 / 0.5
+            return forward if sample.kind == "forward" else forward * (1 + 10 / 4 * 0.5 / 0.25)
         case "elementwise":
             return 2 * sample.sizes[0] / TRUE.memory_bandwidth
         case "run" | "transfer":
@@ -54,6 +65,10 @@ def test_a_machine_is_recovered(noise: float) -> None:
     for dtype in ("f32", "bf16"):
         assert found.peak(dtype) * found.matmul_efficiency / TRUE.peak(dtype) == near
     assert found.memory_bandwidth / TRUE.memory_bandwidth == near
+    assert found.kernel_start / TRUE.kernel_start == near
+    assert found.sustained_efficiency == pytest.approx(0.7, rel=0.05 + 2 * noise)
+    reached = dict(found.attention_efficiency)["cudnn"]
+    assert np.array(reached) * found.peak("bf16") == pytest.approx([0.5 * 9e10, 0.25 * 9e10], rel=0.05 + 2 * noise)
     assert found.dispatch.device / TRUE.dispatch.device == near
     mesh = LogicalMesh((2, 4), ("a", "b"))
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"):
@@ -97,9 +112,10 @@ def test_rates_are_never_negative() -> None:
 
 def test_cases_have_all_groups_of_a_machine_once_and_products_first() -> None:
     cases = [case for case, _, _ in samples.cases(GRID, ASSUMED)]
-    assert len(set(cases)) == len(cases) == 80
+    assert len(set(cases)) == len(cases) == 86
     assert [case.figure for case in cases[:10]] == ["product"] * 10
-    assert {case.group for case in cases if case.kind} == {(2,), (4,), (8,)}
+    assert {case.group for case in cases if case.figure == "collective"} == {(2,), (4,), (8,)}
     nodes = dataclasses.replace(ASSUMED, nodes=2, network_link=Link(1e9, 1e-5))
     assert set(samples.groups(nodes)) >= {(8, 2), (8,), (1, 2), (2, 2)}
-    assert {case.figure for case, _, _ in samples.cases(GRID, ASSUMED.part(1))} == {"product", "elementwise", "run"}
+    alone = {case.figure for case, _, _ in samples.cases(GRID, ASSUMED.part(1))}
+    assert alone == {"product", "sustained", "elementwise", "kernel", "attention", "run"}

@@ -30,8 +30,8 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path, monkeypatch: pyt
     result = CliRunner().invoke(app, ["calibrate", "--devices", "2", "--seconds", "30", "-o", str(path)])
     assert result.exit_code == 0, result.output
     found = Calibration.load(path)
-    assert found.wanted == len(list(samples.cases(SMALL, Cluster.local(jax.devices()[:2])))) == 16
-    assert f"{len(found.samples)} of 16 measurements" in result.stdout and str(path) in result.stdout
+    assert found.wanted == len(list(samples.cases(SMALL, Cluster.local(jax.devices()[:2])))) == 17
+    assert f"{len(found.samples)} of 17 measurements" in result.stdout and str(path) in result.stdout
     assert "all_reduce over 2" in result.stdout and "median error" in result.stdout
     cluster = Cluster.calibrated(path)
     assert cluster.num_devices == 2 and cluster.measured and cluster.source.startswith("measured on")
@@ -60,9 +60,9 @@ def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(next(times)))
     monkeypatch.setattr(measuring, "case", lambda sample, *rest: lambda: 1e-3 * sample.sizes[0])
     found = measuring.calibrate(2, seconds=10.0, grid=SMALL)
-    assert 0 < len(found.samples) < found.wanted == 16
+    assert 0 < len(found.samples) < found.wanted == 17
     assert found.samples[0] == Sample("product", (8, 8, 8), 0.008)
-    assert f"{16 - len(found.samples)} of 16 measurements" in found.cluster.measured[-1]
+    assert f"{17 - len(found.samples)} of 17 measurements" in found.cluster.measured[-1]
     with pytest.raises(OptionError, match=r"seconds=0\.5.*give more"):
         measuring.calibrate(2, seconds=0.5, grid=SMALL)
 
@@ -73,3 +73,26 @@ def test_devices_of_other_processes_are_refused() -> None:
 
     with pytest.raises(OptionError, match="several processes"):
         measuring.calibrate([Far()])
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_attention_is_measured_in_both_passes(kind: str) -> None:
+    """On CPU by XLA's operations, in place of cuDNN's kernel."""
+    sample = Sample("attention", (1, 16, 2, 8), dtype="bf16", kind=kind)
+    operation, operands = measuring.attention(sample, "xla")
+    out = operation(*(np.ones(shape, dtype) for shape, dtype in operands))
+    assert out.shape == sample.sizes
+    timed = measuring._loop(jax.devices()[:2], None, operation, operands)
+    assert np.isfinite(timed())
+
+
+def test_kernels_of_a_chain_are_not_joined() -> None:
+    text = jax.jit(lambda x: measuring._kernels(5, x)).lower(np.ones(8, np.float32)).as_text()
+    assert text.count("optimization_barrier") == 5
+
+
+def test_a_sustained_operation_is_timed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(len(calls)))
+    timed = measuring._sustained(lambda: calls.append(0.0) or float(len(calls)))
+    assert timed() == timed() == measuring.WARM == len(calls)
