@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import os
 import re
@@ -19,13 +20,14 @@ import jax
 import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import array as _array
+from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import core as _core
-from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
+from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
@@ -37,6 +39,7 @@ from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.nn import functions as _nn
 from jax._src.random import prng as _prng
+from jax._src.state import discharge as _discharge
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir as _mlir
@@ -73,6 +76,16 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
+def creates_references(jaxpr: Any) -> bool:
+    """Whether a program creates mutable references (`jax.new_ref`), which is a private effect."""
+    return _core.internal_mutable_array_effect in jaxpr.effects
+
+
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr whose mutable references are values, threaded through its control flow. The pass is private."""
+    return _discharge.discharge_state(jaxpr)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a literal."""
     return type(atom) is _extend_core.Literal
@@ -81,6 +94,77 @@ def is_literal(atom: Any) -> bool:
 def observable_effects(eqn: Any) -> bool:
     """Whether the equation must run even if nobody reads its results. A named axis is an effect only for typing."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def has_ordered_effects(eqn: Any) -> bool:
+    """Whether JAX runs the effects of an equation in program order. Which effects are ordered is private."""
+    return any(map(_effects.ordered_effects.contains, eqn.effects))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _InOrder:
+    """A callback that takes the token of the callback before it, and returns that of its own."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, token: Any, *operands: Any) -> list[Any]:
+        return [token, *self.call(*operands)]
+
+    @property
+    def callback_func(self) -> Any:
+        """The user's function, as JAX's own callbacks have it."""
+        return getattr(self.call, "callback_func", None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Selected:
+    """A callback that returns some of its results."""
+
+    call: Callable[..., Any]
+    kept: tuple[int, ...]
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        results = jax.tree.leaves(self.call(*operands))
+        return [results[i] for i in self.kept]
+
+    @property
+    def callback_func(self) -> Any:
+        """The user's function, as JAX's own callbacks have it."""
+        return getattr(self.call, "callback_func", None)
+
+
+def with_results(params: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """The parameters of a callback that returns only the results with these numbers."""
+    avals = tuple(params["result_avals"][i] for i in kept)
+    return {**params, "callback": _Selected(params["callback"], tuple(kept)), "result_avals": avals}
+
+
+def in_order(primitive: Any, params: Mapping[str, Any], token: Any) -> tuple[Any, dict[str, Any]] | None:
+    """The primitive and parameters of an ordered callback whose order is that of a value, which JAX need not keep.
+
+    JAX orders effects on one device only. A value that each callback takes from the one before orders them on several
+    devices and across programs.
+
+    Args:
+      primitive, params: of an equation.
+      token: the abstract value that is one more operand and one more result, both first.
+
+    Returns:
+      None if the equation is not a callback.
+    """
+    if primitive.name == "debug_print":
+        call = functools.partial(primitive.impl, **params)
+    elif primitive.name in CALLBACKS:
+        call = params["callback"]
+    else:
+        return None
+    avals = token, *params.get("result_avals", ())
+    return _callback.io_callback_p, {
+        "callback": _InOrder(call),
+        "result_avals": avals,
+        "sharding": params.get("sharding"),
+        "ordered": False,
+    }
 
 
 def expansion(eqn: Any) -> Any:
@@ -498,21 +582,6 @@ def strong(block: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return block
     return jax.lax.convert_element_type(block, dtype)
-
-
-def is_ordered(params: Mapping[str, Any]) -> bool:
-    """Whether an equation's effect is ordered: by a flag, or by the effect itself, whose class is private."""
-    return bool(params.get("ordered")) or params.get("effect") is _debugging.ordered_debug_effect
-
-
-def unordered(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters without the order. JAX allows ordered effects on one device only."""
-    out = dict(params)
-    if "ordered" in out:
-        out["ordered"] = False
-    if "effect" in out:
-        out["effect"] = _debugging.debug_effect
-    return out
 
 
 def constant_of(op: Any) -> Any:

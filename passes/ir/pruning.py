@@ -7,6 +7,7 @@ through a block once. Through control flow it goes value by value:
              a single iteration nothing is read again, and what it starts with is a constant if its end is not live
     while    likewise, and every carry that the condition reads
     cond     a result that is not read is removed from every branch
+    io_callback   a result that is not read is removed: no device sends it to the others
     optimization_barrier    result i keeps operand i alive, and no other
 
 so a scan stops carrying, and stacking, what is never read.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import ScanView, WhileView
@@ -152,7 +154,20 @@ def _barrier(op: Op, used: list[bool]) -> Op:
     return op if all(used) else _with(op, (), None, _select(op.operands, used), _select(op.results, used))
 
 
-_RULES = {"scan": _scan, "while": _while, "cond": _cond, "optimization_barrier": _barrier}
+def _callback(op: Op, used: list[bool]) -> Op:
+    if all(used):
+        return op
+    kept = [i for i, is_read in enumerate(used) if is_read]
+    return _with(op, (), _jax.with_results(op.params, kept), None, _select(op.results, used))
+
+
+_RULES = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "optimization_barrier": _barrier,
+    "io_callback": _callback,
+}
 
 
 def _carried(

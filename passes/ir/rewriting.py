@@ -144,6 +144,8 @@ class Rewriter:
     def _are_alike(self, before: Sequence[Atom], after: Sequence[Atom]) -> bool:
         """Whether operands have the types of others, as far as is seen at once."""
         known = self.values
+        if len(before) != len(after):  # a part of a barrier
+            return False
         for one, other in zip(before, after, strict=True):
             if one is other:
                 continue

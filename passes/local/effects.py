@@ -2,7 +2,7 @@
 
 A callback that returns nothing (a print) would run once per device: it runs on the first device only. One that returns
 something and may not be repeated (`io_callback`) runs there too, and the others receive its results as a sum with
-zeros. A pure callback may run everywhere. JAX allows an order of effects on one device only, so ordered ones lose it.
+zeros. A pure callback may run everywhere. The order of ordered effects is that of values (`tracing.conversion`).
 
 Some operations cannot be in the region at all, see `needs_outside`.
 """
@@ -69,7 +69,7 @@ def printing(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
-    params = _jax.unordered(s.params())
+    params = s.params()
 
     def run(*operands: Any) -> list:
         def call(*operands: Any) -> tuple[()]:
@@ -87,7 +87,7 @@ def io_callback(s: Setting) -> LocalForm | None:
     axes = _used_axes(s)
     if not axes:
         return s.bound()
-    params = _jax.unordered(s.params())
+    params = s.params()
     dtypes = [np.dtype(s.result_dtype(i)) for i in range(len(s.results))]
 
     def run(*operands: Any) -> list:

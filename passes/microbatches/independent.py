@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alpa_lite import _jax
 from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, made_of_all, producers
@@ -80,6 +81,11 @@ class _Pair:
         self.big, self.small = whole.graph, one.graph
         self.scans = scan_op(whole, whole_scan), scan_op(one, one_scan)
         ops = list(self.big.ops()), list(self.small.ops())
+        for op in ops[0]:
+            if op.has_effects:
+                raise Unlike(
+                    f"the effect of {op.name} at {_jax.source_line(op.source)} happens once for the whole batch"
+                )
         shapes = [[(op.name, len(op.operands), len(op.results)) for op in some] for some in ops]
         if shapes[0] != shapes[1]:
             raise Unlike("on one micro-batch the step does not do the same operations as on the batch")

@@ -37,6 +37,7 @@ from alpa_lite.passes.microbatches import independent, single
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.results import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on
+from alpa_lite.passes.microbatches.roles import ONCE
 from alpa_lite.passes.microbatches.states import AFTER
 from alpa_lite.passes.microbatches.strides import Ordered, Strides
 from alpa_lite.paths import shown, tokens
@@ -369,6 +370,11 @@ def _refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) ->
     reason = "it works across the examples of the batch" if failure is None else failure.text
     op = refused.op if failure is None else failure.op
     text = f"num_microbatches={parts}: {_named(op, graph)} has no exact form in a micro-batch: {reason}"
+    if failure is not None and failure.text == ONCE and refused.op.has_effects:
+        return MicrobatchError(
+            f"{text}, and {_named(refused.op, graph)} runs it in each micro-batch; use num_microbatches=1, or move "
+            "the callback out of it"
+        )
     if op is not refused.op:
         text += f", and {_named(refused.op, graph)} needs its result for single examples"
     if allow_inexact:

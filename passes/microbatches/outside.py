@@ -127,6 +127,8 @@ class Outside:
         out = []
         wanted = self._late - self._early
         for op in self.block.ops:
+            if op.name != "optimization_barrier" and not self._early.isdisjoint(op.results):
+                continue  # before the loop, with all of its results
             part = self._part(op, wanted)
             if part is None and op.index in self._effects and not op.results:
                 part = op

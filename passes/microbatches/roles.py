@@ -38,6 +38,8 @@ from alpa_lite.passes.microbatches.states import (
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
 from alpa_lite.strategy import Rule
 
+ONCE = "its effect happens once, for the whole batch"
+
 _OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
 """Operations whose form depends on more than their key: on what makes their indices, and on how JAX draws."""
 
@@ -162,6 +164,8 @@ class Classifier:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
             return self.whole(op)
+        if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
+            return Failure(_calling(op), ONCE)
         if kinds <= {"whole", "inner", "local"}:
             result = LOCAL if "local" in kinds else INNER
             return Role("copy", states, (result,) * len(op.results))
@@ -271,6 +275,8 @@ class Classifier:
                 self.free.update(op.results)
                 if isinstance(found, Failure) or PARTIAL in found.results:
                     found = self.whole(op)
+            if isinstance(found, Role) and found.kind == "whole" and op.has_effects and self.parts > 1:
+                found = Failure(_calling(op), ONCE)
             if isinstance(found, Failure):
                 return found
             self.decide(op, found)
@@ -392,6 +398,11 @@ class Classifier:
 def _decided_by(predicate: State, outputs: list[State]) -> list[State]:
     """The states of values that a predicate chooses: under a local one none is the same in all micro-batches."""
     return [LOCAL if predicate == LOCAL and s.kind in ("whole", "inner") else s for s in outputs]
+
+
+def _calling(op: Op) -> Op:
+    """The operation with effects among those of control flow."""
+    return next((_calling(inner) for body in op.bodies for inner in body.ops if inner.has_effects), op)
 
 
 def _any_of(cond: Block) -> Op | None:

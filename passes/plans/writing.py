@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import jax
@@ -69,7 +68,6 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
     parts = _whole_ingredients(staged, stages, cluster)
     step = staged.seconds
     verdict = replace(staged.verdict, bound=min(staged.verdict.bound, step))  # a step that is simulated can be had
-    ordered = (_ordered(planned.grouping, planned.found.mesh) for planned in staged.stages)
     return Plan(
         method=method,
         cluster=cluster,
@@ -113,7 +111,6 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
                 (
                     *staged.traced.notes,
                     *staged.loop.notes,
-                    *chain(*ordered),
                     *notes(staged),
                     *_measured(cluster),
                     *_overlapped(staged.stages, cluster),
@@ -308,16 +305,6 @@ def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[i
     live = tables.live_bytes(traced, grouping, space, choice)
     total = np.sum([*live.values()], axis=0)
     return Memory(**{k: int(v.max(initial=0.0)) for k, v in live.items()}, total=int(total.max(initial=0.0)))
-
-
-def _ordered(grouping: Grouping, mesh: LogicalMesh) -> tuple[str, ...]:
-    """A note on effects that lose their order, since JAX orders effects on one device only."""
-    found = sorted({op.name for op in grouping.ops.values() if _jax.is_ordered(op.params)})
-    return (
-        (f"ordered effects run in no particular order on several devices: {', '.join(found)}",)
-        if found and mesh.size > 1
-        else ()
-    )
 
 
 def _replicated(

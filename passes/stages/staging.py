@@ -25,7 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from alpa_lite.errors import PlanError
+from alpa_lite import _jax
+from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced
 from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
@@ -93,6 +94,7 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
 
     Raises:
       PlanError: a value that is carried from one micro-batch to the next would be carried by two stages.
+      InfeasibleError: several stages need the result of a callback.
     """
     step = _Step(*split_sums(traced, scan, assignment), scan)
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
@@ -136,6 +138,7 @@ class _Step:
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
         self.constant = {v: i for i, v in enumerate(self.block.inputs[len(traced.arguments) :])}
+        self.effects: dict[int, int] = {}  # op with effects before the scan -> its stage
         self._split_top()
         self._place_carries()
         self._place_rounds()
@@ -147,11 +150,18 @@ class _Step:
         return self.assignment.phases.get(op.index, int(op.index in self.assignment.backward))
 
     def _split_top(self) -> None:
-        """Sorts the top block into ops before the scan and ops that depend on it."""
+        """Sorts the top block into ops before the scan and ops that depend on it.
+
+        Ops with effects that the scan does not need, and what depends on them, are among the latter: those before the
+        scan are copied to every stage that reads them.
+        """
+        at = self.block.ops.index(self.scan)
         others = [op for op in self.block.ops if op is not self.scan]
-        self.late = made_of(others, self.scan.results)
-        self.after = [op for op in others if not self.late.isdisjoint(op.reads)]
-        self.early = [op for op in others if self.late.isdisjoint(op.reads)]
+        effects = {op for op in self.block.ops[at + 1 :] if op.has_effects}
+        self.late = made_of(others, [*self.scan.results, *(value for op in effects for value in op.results)])
+        after = {op for op in others if op in effects or not self.late.isdisjoint(op.reads)}
+        self.after = [op for op in others if op in after]
+        self.early = [op for op in others if op not in after]
         self.before = producers(self.early)
         self.update = _by_stage(self.assignment, self.after)
 
@@ -226,6 +236,17 @@ class _Step:
     def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], list[int]]:
         """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
         return ordering.needed(values_in(atoms), self.before)
+
+    def run_once(self, ops: Iterable[Op], stage: int) -> None:
+        """Notes that a stage runs some ops before its scan; raises InfeasibleError if another runs one with effects."""
+        for op in ops:
+            if op.has_effects and self.effects.setdefault(op.index, stage) != stage:
+                where = _jax.source_line(op.source)
+                raise InfeasibleError(
+                    f"the callback {op.name}{f' at {where}' if where else ''} runs once in a step, and stages "
+                    f"{self.effects[op.index]} and {stage} of a pipeline need its result; use one mesh, or call it "
+                    "before the step and pass the result as an argument"
+                )
 
     def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
@@ -308,6 +329,7 @@ class _Stage:
         outputs = self._outputs()
         finals = [step.block.outputs[i] for i in outputs]
         whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
+        step.run_once(whole, number)
         arguments, ports = self._arguments(read)
         scan, stacks_in, stacks_out = self._scan()
         update = step.update[number]

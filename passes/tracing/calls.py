@@ -142,6 +142,8 @@ def leaf_type(leaf: Any) -> LeafType:
       TypeError: the leaf is none of these.
     """
     aval = jax.typeof(leaf)
+    if not isinstance(aval, jax.core.ShapedArray):
+        raise TypeError(f"a {type(leaf).__name__} is not an array")
     return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 

@@ -14,6 +14,10 @@ What a call means for its body:
                         is a scan
     every other         one opaque op
 
+An ordered callback takes a token from the one before it as one more operand, and gives its own as one more result;
+loops and branches with such callbacks carry a token. The order of effects is then that of values, whichever devices
+and programs later passes give them to.
+
 What says where a value lies becomes one `_jax.CONSTRAINT` for each operand, which later passes read.
 
 Name stacks of the calls are put in front of those of the body, as JAX's own lowering does, so that named scopes
@@ -32,6 +36,7 @@ import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import _jax
+from alpa_lite.errors import TracingError
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
@@ -54,6 +59,9 @@ CALL_BODY = {
 """Calls, and the parameter that holds their body: a jaxpr of the equation's own operands and results."""
 _SMALL_LITERAL = 16  # elements; larger literal arrays become constants
 
+
+TOKEN = jax.core.ShapedArray((), np.dtype(np.int32))
+"""The type of the values that order callbacks."""
 
 ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
@@ -99,14 +107,14 @@ class _Builder:
         self._heads: dict[int, tuple[str, bool]] = {}
         self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
         self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
+        self._tokens: list[Atom] = [Lit(np.int32(0), TOKEN)]  # of each block being built, that of its last callback
         self._ops = 0
 
     def value(self, aval: Any) -> int:
         """A new value number."""
         value = self._by_aval.get(id(aval))
         if value is None:
-            inner = getattr(aval, "inner_aval", aval)  # a mutable reference to an array
-            value = Value(tuple(getattr(inner, "shape", ())), getattr(inner, "dtype", np.dtype(bool)), aval)
+            value = Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(bool)), aval)
             self._by_aval[id(aval)] = value  # the Value keeps the aval alive, so its id stays its own
         self.values.append(value)
         return len(self.values) - 1
@@ -250,20 +258,27 @@ class _Builder:
         self, eqn: Any, operands: list[Atom], results: list[int], stack: Any, sources: dict[int, Any], ops: list[Op]
     ) -> None:
         """Appends the op of one equation that is not a call."""
-        name, params = eqn.primitive.name, eqn.params
+        primitive, params, name = eqn.primitive, eqn.params, eqn.primitive.name
         bodies: tuple[Block, ...] = ()
+        is_ordered = _jax.has_ordered_effects(eqn)
         if name == "scan":
-            params, operands, bodies = self._scan(params, operands)
+            params, operands, bodies = self._scan(params, operands, is_ordered)
         elif name == "while":
-            params, operands, bodies = self._while(params, operands)
+            params, operands, bodies = self._while(params, operands, is_ordered)
         elif name == "cond":
-            operands, bodies = self._cond(params, operands)
+            operands, bodies = self._cond(params, operands, is_ordered)
+        elif is_ordered:
+            primitive, params = self._ordered(eqn)
+            operands = [self._tokens[-1], *operands]
         elif name == "concatenate":  # with nothing, such as the part of a head that is not rotated
             dim = params["dimension"]
             operands = [a for a, var in zip(operands, eqn.invars, strict=True) if var.aval.shape[dim]]
+        if is_ordered:
+            self._tokens[-1] = token = self.value(TOKEN)
+            results = [token, *results]
         head, effects = self._heads.get(id(eqn), (None, False))
         if head is None:
-            head = self.keys.head(eqn.primitive, params, structured=bool(bodies))
+            head = self.keys.head(primitive, params, structured=bool(bodies))
             effects = _jax.observable_effects(eqn)
             self._heads[id(eqn)] = head, effects
         key = head if bodies else self.keys.key(head, [self._described(atom) for atom in operands])
@@ -276,7 +291,7 @@ class _Builder:
         ops.append(
             Op(
                 self._index(),
-                eqn.primitive,
+                primitive,
                 params,
                 tuple(operands),
                 tuple(results),
@@ -288,47 +303,82 @@ class _Builder:
             )
         )
 
-    def _scan(self, params: Any, operands: list[Atom]) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
+    def _ordered(self, eqn: Any) -> tuple[Any, dict[str, Any]]:
+        """Primitive and parameters of an ordered callback with a token."""
+        found = _jax.in_order(eqn.primitive, eqn.params, TOKEN)
+        if found is None:
+            line = _jax.source_line(eqn.source_info)
+            raise TracingError(
+                f"an ordered callback within {eqn.primitive.name}{f' at {line}' if line else ''} cannot keep its order "
+                "on several devices; use ordered=False, or call it outside"
+            )
+        return found
+
+    def _scan(
+        self, params: Any, operands: list[Atom], is_ordered: bool
+    ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
         num_consts, num_carry = _jax.scan_counts(params)
-        bodies, hoisted = self._bodies([params["jaxpr"]])
+        tokens = [self._tokens[-1]] * is_ordered
+        bodies, hoisted = self._bodies([(params["jaxpr"], num_consts)], is_ordered)
         kept = {
             "jaxpr": params["jaxpr"],
             "length": params["length"],
             "reverse": params["reverse"],
             "unroll": params["unroll"],
             "num_consts": num_consts + len(hoisted),
-            "num_carry": num_carry,
+            "num_carry": num_carry + len(tokens),
         }
-        return kept, [*hoisted, *operands], bodies
+        return kept, [*hoisted, *operands[:num_consts], *tokens, *operands[num_consts:]], bodies
 
-    def _while(self, params: Any, operands: list[Atom]) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
-        split = params["cond_nconsts"]
-        cond, cond_hoisted = self._bodies([params["cond_jaxpr"]])
-        body, body_hoisted = self._bodies([params["body_jaxpr"]])
+    def _while(
+        self, params: Any, operands: list[Atom], is_ordered: bool
+    ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
+        conds, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        tokens = [self._tokens[-1]] * is_ordered
+        cond, cond_hoisted = self._bodies([(params["cond_jaxpr"], conds)], is_ordered, is_condition=True)
+        body, body_hoisted = self._bodies([(params["body_jaxpr"], params["body_nconsts"])], is_ordered)
         kept = dict(
             params,
-            cond_nconsts=split + len(cond_hoisted),
+            cond_nconsts=conds + len(cond_hoisted),
             body_nconsts=params["body_nconsts"] + len(body_hoisted),
         )
-        return kept, [*cond_hoisted, *operands[:split], *body_hoisted, *operands[split:]], (*cond, *body)
+        given = [*cond_hoisted, *operands[:conds], *body_hoisted, *operands[conds:consts], *tokens, *operands[consts:]]
+        return kept, given, (*cond, *body)
 
-    def _cond(self, params: Any, operands: list[Atom]) -> tuple[list[Atom], tuple[Block, ...]]:
-        bodies, hoisted = self._bodies(params["branches"])
-        return [operands[0], *hoisted, *operands[1:]], bodies
+    def _cond(self, params: Any, operands: list[Atom], is_ordered: bool) -> tuple[list[Atom], tuple[Block, ...]]:
+        tokens = [self._tokens[-1]] * is_ordered
+        bodies, hoisted = self._bodies([(branch, 0) for branch in params["branches"]], is_ordered)
+        return [operands[0], *hoisted, *tokens, *operands[1:]], bodies
 
-    def _bodies(self, jaxprs: Sequence[Any]) -> tuple[tuple[Block, ...], list[int]]:
+    def _bodies(
+        self, jaxprs: Sequence[tuple[Any, int]], is_ordered: bool, *, is_condition: bool = False
+    ) -> tuple[tuple[Block, ...], list[int]]:
         """The blocks of an op, all with the same inputs: the constants that any of them uses, then the jaxpr's own.
+
+        Args:
+          jaxprs: each with the number of its inputs that a token comes behind.
+          is_ordered: whether the blocks take a token, and give one as their first output.
+          is_condition: whether they give none: a condition that calls back is refused.
 
         Returns:
           The blocks, and those constants as seen from the block that holds the op.
         """
         parts = []
-        for closed in jaxprs:
+        for closed, before in jaxprs:
             jaxpr, consts = _jax.open_jaxpr(closed)
             self._scopes.append({})
             inputs = [self.value(var.aval) for var in jaxpr.invars]
+            token = self.value(TOKEN)
+            self._tokens.append(token)
             ops: list[Op] = []
             outputs = self.inline(jaxpr, [self.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
+            last = self._tokens.pop()
+            if is_condition and last != token:
+                line = _jax.source_line(next(op.source for op in ops if last in op.results))
+                raise TracingError(f"an ordered callback in the condition of a while loop at {line}; use ordered=False")
+            if is_ordered:
+                inputs = [*inputs[:before], token, *inputs[before:]]
+                outputs = outputs if is_condition else [last, *outputs]
             parts.append((self._scopes.pop(), inputs, ops, outputs))
         used = list(dict.fromkeys(constant for scope, *_ in parts for constant in scope))
         blocks = []

@@ -19,7 +19,7 @@ from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Traced
-from alpa_lite.passes.tracing import arguments, attention, batches, calls, conversion, nnx_modules
+from alpa_lite.passes.tracing import arguments, attention, batches, calls, conversion, nnx_modules, references
 from alpa_lite.passes.tracing.arguments import Argnums
 from alpa_lite.passes.tracing.constraints import constrained
 from alpa_lite.passes.tracing.evidence import Evidence
@@ -176,7 +176,7 @@ class _Run:
             raise TracingError(_concrete_message(error)) from error
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
-        return traced.jaxpr
+        return references.discharge(self._fun, traced.jaxpr)
 
     def _flat(self, *leaves: Any) -> list[Any]:
         """The step on flat leaves."""
@@ -220,6 +220,8 @@ def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
 
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
     """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
+    if isinstance(leaf, jax.Ref):
+        raise SignatureError(f"{shown(path)} is a mutable reference (jax.Ref); {references.REMEDY}")
     try:
         own, dtype, weak = calls.leaf_type(leaf)
     except TypeError as error:

@@ -1,0 +1,225 @@
+"""Train steps that use mutable references (`jax.new_ref`): in plain JAX, Flax linen and NNX, and Equinox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+WIDTH, ROWS = 16, 16
+
+
+def batch() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def weights() -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32) for _ in range(4)]
+
+
+def model(state, x):
+    for w in state:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def gradients(state, x):
+    return jax.value_and_grad(lambda state: jnp.square(model(state, x)).mean())(state)
+
+
+def sgd(state, grads):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
+
+
+def metrics(state, x):
+    """Metrics are written one by one."""
+    found = jax.new_ref(jnp.zeros(2))
+    loss, grads = gradients(state, x)
+    found[0] += loss
+    found[1] = jnp.abs(grads[0]).max()
+    return sgd(state, grads), found[...]
+
+
+def accumulation(state, x):
+    """Gradients of parts of the batch are added up in a Python loop."""
+    total = jax.new_ref(jnp.zeros_like(state[0]))
+    for half in (x[: ROWS // 2], x[ROWS // 2 :]):
+        total[...] += gradients(state, half)[1][0]
+    return [state[0] - 0.1 * total[...], *state[1:]], total[...].sum()
+
+
+def scanned(state, x):
+    """The same in a scan."""
+    total = jax.new_ref(jnp.zeros_like(state[0]))
+
+    def body(count, part):
+        total[...] += gradients(state, part)[1][0]
+        return count + 1, None
+
+    jax.lax.scan(body, 0, jnp.stack([x, 0.5 * x, 2 * x]))
+    return [state[0] - 0.1 * total[...], *state[1:]], total[...].sum()
+
+
+def searched(state, x):
+    """A while loop keeps the best that it has seen."""
+    best = jax.new_ref(jnp.zeros(()))
+    loss, grads = gradients(state, x)
+
+    def body(count):
+        best[...] = jnp.maximum(best[...], jnp.abs(grads[0]).max() * count)
+        return count + 1
+
+    jax.lax.while_loop(lambda count: count < 3, body, 0)
+    return sgd(state, grads), loss, best[...]
+
+
+def counted(state, x):
+    """A branch counts."""
+    skipped = jax.new_ref(jnp.zeros((), jnp.int32))
+    loss, grads = gradients(state, x)
+
+    def skip():
+        skipped[...] += 1
+
+    jax.lax.cond(loss > 1e3, lambda: None, skip)
+    return sgd(state, grads), skipped[...]
+
+
+@jax.jit
+def log(ref, value):
+    ref[...] += value
+
+
+def logged(state, x):
+    """A jitted function writes into its argument."""
+    found = jax.new_ref(jnp.zeros(()))
+    loss, grads = gradients(state, x)
+    log(found, loss)
+    log(found, jnp.abs(grads[1]).max())
+    return sgd(state, grads), found[...]
+
+
+def overwritten(state, x):
+    """Activations go through a reference that is differentiated."""
+
+    def loss_of(state):
+        h = jax.new_ref(x)
+        for w in state:
+            h[...] = jnp.tanh(h[...] @ w)
+        return jnp.square(jax.ref.freeze(h)).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+@jax.custom_vjp
+def straight_through(x):
+    found = jax.new_ref(x)
+    found[...] = jnp.sign(found[...]) * 0.1 + found[...]
+    return found[...]
+
+
+straight_through.defvjp(lambda x: (straight_through(x), None), lambda _, g: (g,))
+
+
+def with_own_derivative(state, x):
+    """Within a function with its own derivative, under `jax.checkpoint`."""
+
+    def loss_of(state):
+        h = x
+        for w in state:
+            h = jax.checkpoint(lambda w, h: straight_through(jnp.tanh(h @ w)))(w, h)
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+def momentum(state, x):
+    """State is updated through references."""
+    loss, grads = gradients(state[0], x)
+    params, velocity = jax.tree.map(jax.new_ref, state)
+    for w, v, g in zip(params, velocity, grads, strict=True):
+        v[...] = 0.9 * v[...] + g
+        w[...] -= 0.1 * v[...]
+    return ([w[...] for w in params], [v[...] for v in velocity]), loss
+
+
+class Mlp(linen.Module):
+    """Layers that note the size of their activations."""
+
+    @linen.compact
+    def __call__(self, x):
+        sizes = jax.new_ref(jnp.zeros(3))
+        for i in range(3):
+            x = linen.tanh(linen.Dense(WIDTH)(x))
+            sizes[i] = jax.lax.stop_gradient(jnp.abs(x).mean())
+        return x, sizes[...]
+
+
+def in_linen(state, x):
+    def loss_of(state):
+        y, sizes = Mlp().apply(state, x)
+        return jnp.square(y).mean(), sizes
+
+    (loss, sizes), grads = jax.value_and_grad(loss_of, has_aux=True)(state)
+    return sgd(state, grads), loss, sizes
+
+
+class Layers(eqx.Module):
+    """As `Mlp`."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __call__(self, x):
+        sizes = jax.new_ref(jnp.zeros(len(self.layers)))
+        for i, layer in enumerate(self.layers):
+            x = jnp.tanh(jax.vmap(layer)(x))
+            sizes[i] = jax.lax.stop_gradient(jnp.abs(x).mean())
+        return x, sizes[...]
+
+
+def in_equinox(state, x):
+    def loss_of(state):
+        y, sizes = state(x)
+        return jnp.square(y).mean(), sizes
+
+    (loss, sizes), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(state)
+    return sgd(state, grads), loss, sizes
+
+
+def in_nnx(state, x):
+    """NNX modules that are split before, and merged in the step."""
+    graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+
+    def loss_of(state):
+        h = jax.new_ref(x)
+        for one in state:
+            h[...] = jnp.tanh(nnx.merge(graphdef, one)(h[...]))
+        return jnp.square(h[...]).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+PLAIN = (metrics, accumulation, scanned, searched, counted, logged, overwritten, with_own_derivative, momentum)
+STEPS = (*PLAIN, in_linen, in_equinox, in_nnx)
+
+
+def arguments(step: Any) -> tuple[Any, jax.Array]:
+    """State and batch of a step."""
+    x = batch()
+    if step is momentum:
+        return (weights(), jax.tree.map(jnp.zeros_like, weights())), x
+    if step is in_linen:
+        return Mlp().init(jax.random.key(0), x), x
+    if step is in_equinox:
+        return Layers([eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]), x
+    if step is in_nnx:
+        return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)], x
+    return weights(), x

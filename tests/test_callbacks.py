@@ -1,0 +1,271 @@
+"""Callbacks with effects run as often as under plain `jit`, on the same values, ordered ones in order; or are refused.
+
+A refusal names the callback and its line.
+"""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.experimental import io_callback
+
+import alpa_lite
+from alpa_lite import AlpaLiteError, DataParallel, Pipeline, Zero
+from tests.reference_steps import WIDTH, batch, gradients, model, sgd, weights
+
+seen: list[list[float]] = []
+
+
+def record(*values):
+    seen.append([float(np.abs(v).sum()) for v in values])
+
+
+def recorded(*values):
+    """As `record`, and gives the first value back."""
+    record(*values)
+    return np.asarray(values[0])
+
+
+def trained(state, x, report=lambda loss, grads: None):
+    loss, grads = gradients(state, x)
+    report(loss, grads)
+    return sgd(state, grads), loss
+
+
+def of_everything(state, x):
+    """Of the batch, of the state, of nothing, and of results."""
+    io_callback(record, None, x)
+    io_callback(record, None, state[3])
+    io_callback(record, None)
+    jax.debug.callback(record, x, state[0])
+    return trained(state, x, lambda loss, grads: jax.debug.callback(record, loss))
+
+
+def in_order(state, x):
+    io_callback(record, None, x, ordered=True)
+    io_callback(record, None, state[3], ordered=True)
+    io_callback(record, None, ordered=True)
+
+    def report(loss, grads):
+        for g in grads:
+            io_callback(record, None, g, ordered=True)
+        io_callback(record, None, loss, ordered=True)
+        io_callback(record, None, state[0], x, ordered=True)
+
+    return trained(state, x, report)
+
+
+def control_flow_in_order(state, x):
+    loss, grads = gradients(state, x)
+
+    def body(count, g):
+        io_callback(record, None, count, g, ordered=True)
+        jax.lax.cond(count > 1, lambda: io_callback(record, None, count, ordered=True), lambda: None)
+        return count + 1, None
+
+    jax.lax.scan(body, 0, jnp.stack(grads))
+    jax.lax.fori_loop(0, 2, lambda i, _: io_callback(record, None, i, ordered=True), None)
+    return sgd(state, grads), loss
+
+
+def norms(state, x):
+    for w in state:
+        jax.debug.callback(record, jnp.sum(w * w), ordered=True)
+    return trained(state, x)
+
+
+def rate_from_host(state, x):
+    rate = io_callback(lambda: recorded(np.float32(0.1)), jax.ShapeDtypeStruct((), jnp.float32))
+    loss, grads = gradients(state, x)
+    return jax.tree.map(lambda w, g: w - rate * g, state, grads), loss
+
+
+def scale_from_host(state, x):
+    """All layers read the result."""
+    scale = io_callback(lambda: recorded(np.float32(0.5)), jax.ShapeDtypeStruct((), jnp.float32))
+    loss, grads = jax.value_and_grad(lambda state: jnp.square(model([w * scale for w in state], x)).mean())(state)
+    return sgd(state, grads), loss
+
+
+def augmented(state, x):
+    return trained(state, io_callback(recorded, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+
+
+def unread(state, x):
+    io_callback(recorded, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return trained(state, x)
+
+
+def activations(state, x):
+    def loss_of(state):
+        h = x
+        for w in state:
+            h = jnp.tanh(h @ w)
+            jax.debug.callback(record, h, ordered=True)
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+@jax.custom_vjp
+def spied(x):
+    return x
+
+
+spied.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(record, g), (g,))[1])
+
+
+def cotangents(state, x):
+    def loss_of(state):
+        h = x
+        for w in state:
+            h = spied(jnp.tanh(h @ w))
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+def layers(state, x):
+    """In a scan over layers, of what is the same for all examples."""
+
+    def body(h, layer):
+        number, w = layer
+        jax.debug.callback(record, number)
+        return jnp.tanh(h @ w), None
+
+    def loss_of(state):
+        h, _ = jax.lax.scan(body, x, (jnp.arange(len(state)), jnp.stack(state)))
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+def examples(state, x):
+    """Once for each example."""
+
+    def one(example):
+        jax.debug.callback(record, example)
+        return 2 * example
+
+    return trained(state, jax.lax.map(one, x))
+
+
+def before_the_model(state, x):
+    """A loop on the whole batch, whose result all examples need."""
+
+    def body(carry):
+        jax.debug.callback(record, carry[0])
+        return carry[0] + 1, carry[1] * 1.5
+
+    _, scale = jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x.mean()))
+    return trained(state, x * scale)
+
+
+class Mlp(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = linen.tanh(linen.Dense(WIDTH)(x))
+            jax.debug.callback(record, x.mean())
+        return x
+
+
+def in_linen(state, x):
+    loss, grads = jax.value_and_grad(lambda state: jnp.square(Mlp().apply(state, x)).mean())(state)
+    jax.debug.callback(record, state, ordered=True)
+    return sgd(state, grads), loss
+
+
+def in_nnx(state, x):
+    graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+
+    def loss_of(state):
+        h = x
+        for one in state:
+            h = jnp.tanh(nnx.merge(graphdef, one)(h))
+            jax.debug.callback(record, h.mean())
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    io_callback(record, None, loss, ordered=True)
+    return sgd(state, grads), loss
+
+
+def in_equinox(state, x):
+    def loss_of(state):
+        h = x
+        for layer in state:
+            h = jnp.tanh(jax.vmap(layer)(h))
+            jax.debug.callback(record, h.mean())
+        return jnp.square(h).mean()
+
+    loss, grads = eqx.filter_value_and_grad(loss_of)(state)
+    io_callback(record, None, loss)
+    return sgd(state, grads), loss
+
+
+def state_of(step):
+    if step is in_linen:
+        return Mlp().init(jax.random.key(0), batch())
+    if step is in_nnx:
+        return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)]
+    if step is in_equinox:
+        return [eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]
+    return weights()
+
+
+METHODS = {
+    "zero": {"method": Zero(3)},
+    "micro-batches": {"method": DataParallel(), "num_microbatches": 2},
+    "pipeline": {"method": Pipeline(num_stages=2), "num_microbatches": 1},
+    "1f1b": {"method": Pipeline(num_stages=2), "num_microbatches": 2},
+    "zb-h1": {"method": Pipeline(num_stages=2, schedule="zb-h1"), "num_microbatches": 4},
+}
+ORDERED = (in_order, control_flow_in_order, norms, activations)
+STEPS = (
+    of_everything, in_order, control_flow_in_order, norms, rate_from_host, scale_from_host, augmented, unread,
+    activations, cotangents, layers, examples, before_the_model, in_linen, in_nnx, in_equinox,
+)  # fmt: skip
+REFUSED = {layers: ("micro-batches", "1f1b", "zb-h1"), scale_from_host: ("pipeline", "1f1b", "zb-h1")}
+QUICK = ((in_order, "1f1b"),)
+CASES = [
+    pytest.param(
+        step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
+    )
+    for step in STEPS
+    for method in METHODS
+]
+
+
+def run(step, fun, *args):
+    """The results of a call, and what its callbacks have seen; sorted, where no order is asked for."""
+    seen.clear()
+    results = jax.block_until_ready(fun(*args))
+    jax.effects_barrier()
+    return results, seen.copy() if step in ORDERED else sorted(seen)
+
+
+@pytest.mark.parametrize(("step", "method"), CASES)
+def test_callbacks_run_as_under_plain_jit(step, method):
+    state, x = state_of(step), batch()
+    want, expected = run(step, jax.jit(step), state, x)
+    parallel = alpa_lite.parallelize(step, **METHODS[method])
+    if method in REFUSED.get(step, ()):
+        with pytest.raises(AlpaLiteError, match=r"callback at tests/test_callbacks.py:\d+ \(") as caught:
+            parallel(state, x)
+        assert "; use " in str(caught.value)
+        return
+    for _ in range(2):
+        got, found = run(step, parallel, state_of(step), x)
+        assert [len(values) for values in found] == [len(values) for values in expected]
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)

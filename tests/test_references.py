@@ -1,0 +1,40 @@
+"""Steps with mutable references (`jax.new_ref`) compute what plain `jit` does under every method."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite
+from alpa_lite import DataParallel, MicrobatchError, Pipeline, Zero
+from tests import reference_steps
+
+METHODS = {
+    "zero": {"method": Zero(3)},
+    "micro-batches": {"method": DataParallel(), "num_microbatches": 2},
+    "pipeline": {"method": Pipeline(num_stages=2), "num_microbatches": 1},
+    "zb-h1": {"method": Pipeline(num_stages=2, schedule="zb-h1"), "num_microbatches": 4},
+}
+QUICK = {(reference_steps.metrics, "zb-h1")}
+CASES = [
+    pytest.param(
+        step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
+    )
+    for step in reference_steps.STEPS
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("step", "method"), CASES)
+def test_a_step_with_references_is_equal_to_plain_jit(step, method):
+    state, x = reference_steps.arguments(step)
+    want = jax.jit(step)(state, x)
+    try:
+        got = alpa_lite.parallelize(step, **METHODS[method])(state, x)
+    except MicrobatchError as error:  # parts of the batch of their own, and other batches
+        assert step in (reference_steps.accumulation, reference_steps.scanned), error
+        assert "num_microbatches" in str(error)
+        return
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
