@@ -144,7 +144,7 @@ def _solver(plan: Plan) -> list[str]:
     solver = plan.solver
     bounds = f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}"
     costs = *bounds, gap(solver)
-    spent = f"{solver.work:,} cells visited"
+    spent = f"{solver.work:.1e} cells visited"
     if solver.status == "replayed":
         costs, effort = costs[:1], "nothing was searched"
     elif solver.status == "fixed":
