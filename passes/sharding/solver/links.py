@@ -12,16 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.ragged import offsets, ranges
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Palette:
-    """Colours of nodes, the same for all restrictions of a problem: no two nodes of one edge share a colour."""
-
-    colors: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +27,6 @@ class Links:
       src, rows, columns: [edges] the source, and the shape [P, Q] of the cost.
       source: the row of each strategy of each edge's source, edge by edge.
       edge, node: [consumers]. klass: the column of each strategy of each consumer's node, consumer by consumer.
-      palette: see there.
     """
 
     first: np.ndarray
@@ -44,7 +37,6 @@ class Links:
     edge: np.ndarray
     node: np.ndarray
     klass: np.ndarray
-    palette: Palette = field(default_factory=Palette)
     _prepared: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
@@ -145,7 +137,7 @@ class Links:
         cells = self.cell[self.edge] + row[self.edge] * self.columns[self.edge] + column
         return np.unique(cells)
 
-    @property
+    @cached_property
     def members(self) -> list[set[int]]:
         """The nodes of each edge."""
         out = [{src} for src in self.src.tolist()]
@@ -162,30 +154,28 @@ class Links:
                 out[node].append(e)
         return out
 
+    @cached_property
+    def tables(self) -> kernels.Edges:
+        """The same in the tables of the loops."""
+        nodes, edges = np.append(self.src, self.node), np.append(np.arange(len(self.src)), self.edge)
+        pairs = np.unique(nodes * (len(self.src) + 1) + edges)
+        node, touching = np.divmod(pairs, len(self.src) + 1)
+        columns = np.append(self.src, -1), self.cell, np.append(self.columns, 0), self.source_at, offsets(self.counts)
+        return kernels.Edges(
+            node=np.stack([self.first, np.searchsorted(node, np.arange(self.nodes + 1))], axis=1),
+            touching=touching,
+            edge=np.stack(columns, axis=1),
+            consumer=np.stack([self.node, len(self.source) + self.klass_at[:-1]], axis=1),
+            classes=self.classes,
+        )
+
+    @cached_property
+    def classes(self) -> np.ndarray:
+        """`source`, then `klass`."""
+        return np.concatenate([self.source, self.klass])
+
     def prepared(self, kind: Callable[[Links], T]) -> T:
         """What `kind` works out of the structure, once."""
         if kind not in self._prepared:
             self._prepared[kind] = kind(self)
         return self._prepared[kind]
-
-    @property
-    def colors(self) -> np.ndarray:
-        """[nodes] a colour of each: nodes of one colour share no edge, and are dealt with together."""
-        if self.palette.colors is None:
-            self.palette.colors = self._colored()
-        return self.palette.colors
-
-    def _colored(self) -> np.ndarray:
-        """Greedily, nodes of many neighbours first."""
-        near: list[set[int]] = [set() for _ in range(self.nodes)]
-        for nodes in self.members:
-            for node in nodes:
-                near[node] |= nodes
-        colors = [-1] * self.nodes
-        for i in sorted(range(self.nodes), key=lambda i: -len(near[i])):
-            taken = {colors[j] for j in near[i]}
-            color = 0
-            while color in taken:
-                color += 1
-            colors[i] = color
-        return np.array(colors, dtype=np.int64)

@@ -5,26 +5,20 @@ Costs may be moved between an edge and its two ends without changing any choice'
     node[s] += sum_e u_e[class of s],      edge_e[p, q] -= u_e[p] + v_e[q].
 
 However they are moved, sum_i min node_i + sum_e min edge_e is a lower bound, and the best such bound is the linear
-relaxation. Each node collects all that its edges hold and hands it on along an order of the nodes, forward, then
+relaxation. Each node collects all that its edges hold and hands it on along the order of the program, forward, then
 backward; the bound never falls (sequential reweighted message passing: Kolmogorov, 2015).
 
-The order is that of colours (`solver.wiring`): nodes of one colour share no edge and are visited together, in a handful
-of array operations. Models take 5 to 20 colours; a bound rises in a sweep over them about as much as in one over the
-program's order, at a tenth of the time.
-
-A transfer with several consumers is split between them (`solver.sharing`); what a consumer's part has left over after a
-sweep is divided again.
+A transfer with several consumers is divided between them (`kernels.share`) after each sweep.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.decoding import Decoder
+from alpa_lite.passes.sharding.solver import kernels
+from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.passes.sharding.solver.ragged import ranges, reduced, summed
-from alpa_lite.passes.sharding.solver.sharing import Sharing
-from alpa_lite.passes.sharding.solver.wiring import Step, Wiring
+from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
 
 
 class Ascent:
@@ -38,104 +32,42 @@ class Ascent:
 
     def __init__(self, problem: Problem, messages: np.ndarray | None = None) -> None:
         """Args: messages: where to begin, as of `messages` for a problem of the same structure."""
-        self.wiring, self.sharing = problem.links.prepared(Wiring), problem.links.prepared(Sharing)
-        self._messages = np.zeros(self.wiring.count)
-        self._room = np.empty(max((len(step.other) for step in self.wiring.steps), default=0))
-        if messages is not None:
-            self._messages = messages[self.wiring.canonical]
+        self._plan = problem.links.prepared(_Plan)
+        self._messages = np.zeros(len(self._plan.used)) if messages is None else messages.copy()
+        self._messages[np.isneginf(self._messages)] = 0.0
+        self._messages[~self._plan.used] = -np.inf
+        self._room = np.empty((6, self._plan.room))
         self.reprice(problem)
 
     @property
     def messages(self) -> np.ndarray:
-        """For each consumer the messages of its edge's rows, then of its columns."""
-        links = self.wiring.links
-        out = np.zeros(int((links.rows + links.columns)[links.edge].sum()))
-        out[self.wiring.canonical] = self._messages
-        return out
+        """For each consumer other than its edge's source the messages of the edge's rows, then of its columns."""
+        return self._messages.copy()
 
     def reprice(self, problem: Problem) -> None:
         """Begin the bound again for a problem that differs in costs alone, with the messages as they are."""
         self.problem, self.bound = problem, -np.inf
-        wiring, links, sharing = self.wiring, problem.links, self.sharing
-        self._cost = problem.cost[wiring.strategy]
-        self._cells = problem.cells[wiring.cell_from]
-        alone = np.flatnonzero(links.own & (links.counts[links.edge] == 1))
-        size = links.sizes[links.node[alone]]
-        e, row = np.repeat(links.edge[alone], size), links.source[ranges(links.source_at[links.edge[alone]], size)]
-        entry = ranges(links.klass_at[alone], size)
-        paid = problem.cells[links.cell[e] + row * links.columns[e] + links.klass[entry]]
-        self._cost += summed(wiring.place[links.klass_strategy[entry]], paid, len(self._cost))
-        self._paid = np.zeros(len(sharing.loop_strategy))
-        self._shared = problem.cells[sharing.cells]
-        self._share()
+        self._cost, self._cells = problem.cost.copy(), problem.cells[self._plan.cells]
+        self._paid = self._plan.paid.copy()
+        self._pass(self._messages, 0)
 
     def sweep(self, times: int) -> None:
         """Pass the messages forward and backward some number of times."""
-        steps = self.wiring.steps
-        for _ in range(times):
-            for step in steps:
-                self._visit(step, step.forward)
-            for step in reversed(steps):
-                self._visit(step, step.backward)
-            self._share()
-        self.bound = max(self.bound, self._bound())
-
-    def _visit(self, step: Step, shares: np.ndarray) -> None:
-        """Collect what the edges of a colour's nodes hold, and hand it on to those that lead on."""
-        potential = self._cost[step.strategies]
-        if not len(step.entries):
-            return
-        found = self._collected(step, self._messages)
-        potential = potential + summed(step.entries, found[step.entry_message - step.messages.start], len(potential))
-        least = np.minimum.reduceat(potential[step.entries], step.entry_at)
-        self._messages[step.messages] = found - shares * least
-
-    def _collected(self, step: Step, taken: np.ndarray) -> np.ndarray:
-        """[messages of a colour] the least of each row of cells, less what is taken from the other end."""
-        count = step.messages.stop - step.messages.start
-        return self.wiring.collected(step, count, self._cells, taken, self._room)
-
-    def _potentials(self) -> np.ndarray:
-        """[strategies, by colour] seconds of each strategy with what was moved to it."""
-        potential = self._cost.copy()
-        for step in self.wiring.steps:
-            given = self._messages[step.entry_message]
-            potential[step.strategies] += summed(step.entries, given, step.strategies.stop - step.strategies.start)
-        return potential
-
-    def _spare(self) -> np.ndarray:
-        """[strategies, by colour] how far each is above the best of its node."""
-        potential = self._potentials()
-        first = self.wiring.first
-        return potential - np.repeat(reduced(np.minimum, potential, first), np.diff(first))
-
-    def _rest(self) -> np.ndarray:
-        """[halves] the least that each part holds still, as seen from the half."""
-        out = np.zeros(len(self.wiring.high))
-        for step in self.wiring.steps:
-            if len(step.halves):
-                rest = self._collected(step, self._messages) - self._messages[step.messages]
-                out[step.halves] = np.minimum.reduceat(rest, step.half_at)
-        return out
-
-    def _bound(self) -> float:
-        total = float(reduced(np.minimum, self._potentials(), self.wiring.first).sum())
-        return total + float(self._rest()[: len(self.wiring.part)].sum())
-
-    def _share(self) -> None:
-        """Divide the shared transfers among their consumers again."""
-        sharing = self.sharing
-        if not len(sharing.cells):
-            return
-        spare = self._spare() if len(sharing.loop_strategy) else self._cost
-        parts, loops = sharing.divide(self._shared, self._messages, spare, self._paid)
-        self._cells[sharing.kept] = np.concatenate([parts, parts])
-        self._cost += summed(sharing.loop_strategy, loops - self._paid, len(self._cost))
-        self._paid = loops
+        self._pass(self._messages, times)
+        least = reduced(np.minimum, self._totals(self._cost, self._messages), self.problem.links.first)
+        self.bound = max(self.bound, float(least.sum() + self._rest().sum()))
 
     def choice(self, backward: bool = False) -> np.ndarray:
-        """A choice that the messages suggest: node by node in the order of the program, or from its end."""
-        return self.problem.links.prepared(Decoder).choice(self._cost, self._cells, self._messages.copy(), backward)
+        """A choice that the messages suggest: node by node in the order of the program, or from its end.
+
+        Meshes have axes that may be exchanged, so that optima come in equal variants that the messages do not tell
+        apart. A choice made node by node settles on one of them. So that the nodes behind say what they want, one pass
+        over them, in the opposite order, comes first.
+        """
+        messages, chosen = self._messages.copy(), np.zeros(self.problem.links.nodes, dtype=np.int64)
+        self._pass(messages, 1, 0 if backward else 1)
+        kernels.choose(self._plan.parts, self._cost, self._cells, messages, self._room[2], backward, chosen)
+        return chosen
 
     def slack(self) -> tuple[np.ndarray, np.ndarray]:
         """How far above the bound a choice must be that takes a strategy, or a cell of an edge with one consumer.
@@ -144,43 +76,78 @@ class Ascent:
           [strategies] and [cells], zero for other edges. The seconds of a choice are at least `bound` plus each of its
           slacks.
         """
-        wiring, links = self.wiring, self.problem.links
-        spare, rest = self._spare(), self._rest()
-        slack = spare.copy()
-        least, given = np.zeros(wiring.count), np.zeros(wiring.count)
-        ends = wiring.node.reshape(2, -1)
-        _, pair, times = np.unique(ends.min(0) * links.nodes + ends.max(0), return_inverse=True, return_counts=True)
-        share = np.tile(times[pair], 2)  # a neighbour's own slack counts once, however many parts lead to it
-        for step in wiring.steps:
-            if len(step.entries):
-                own = spare[step.strategies][step.entries]
-                least[step.messages] = np.minimum.reduceat(own, step.entry_at)
-                over = np.repeat(share[step.halves], wiring.high[step.halves])
-                given[step.messages] = self._messages[step.messages] - least[step.messages] / over
-        for step in wiring.steps:
-            if len(step.entries):
-                held = np.repeat(rest[step.halves], wiring.high[step.halves])
-                above = self._collected(step, given) - self._messages[step.messages] - held
-                slack[step.strategies] += summed(
-                    step.entries,
-                    above[step.entry_message - step.messages.start],
-                    step.strategies.stop - step.strategies.start,
-                )
-        out = np.empty(len(slack))
-        out[wiring.strategy] = slack
-        return out, self._above(rest, least)
+        plan, links = self._plan, self.problem.links
+        spare = self._totals(self._cost, self._messages)
+        spare -= np.repeat(reduced(np.minimum, spare, links.first), links.sizes)
+        least, cells, rest = np.zeros(len(self._messages)), np.zeros(len(self.problem.cells)), self._rest()
+        kernels.least(plan.parts, spare, least)
+        kernels.excess(plan.parts, self._cells, self._messages - least, rest, cells)
+        # A neighbour's own slack counts once, however many parts lead to it.
+        above = self._collected(self._messages - least / np.repeat(plan.times, plan.length)) - self._messages
+        return self._totals(spare, above - np.repeat(rest, plan.length)), cells
 
-    def _above(self, rest: np.ndarray, least: np.ndarray) -> np.ndarray:
-        """[cells] the slack of each cell of an edge with one consumer; zero elsewhere."""
-        wiring, links = self.wiring, self.problem.links
-        out = np.zeros(len(self.problem.cells))
-        parts = len(wiring.part)
-        mine = self._messages - least
-        alone = np.flatnonzero(links.counts[links.edge[wiring.part]] == 1)
-        edge, high, wide = links.edge[wiring.part[alone]], wiring.high[alone], wiring.high[alone + parts]
-        width = np.repeat(wide, high)
-        row = np.repeat(ranges(wiring.message_at[alone], high), width)
-        column = ranges(np.repeat(wiring.message_at[alone + parts], high), width)
-        cells = ranges(links.cell[edge], high * wide)
-        out[cells] = self.problem.cells[cells] - mine[row] - mine[column] - np.repeat(rest[alone], high * wide)
-        return out
+    def _pass(self, messages: np.ndarray, times: int, direction: int = -1) -> None:
+        state = self.problem.cells, self._cost, self._cells, messages, self._paid, self._room
+        kernels.ascend(self._plan.parts, *state, times, direction)
+
+    def _totals(self, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
+        """[strategies] each cost with the messages of its classes."""
+        totals = np.empty(len(cost))
+        kernels.add(self._plan.parts, cost, messages, totals)
+        return totals
+
+    def _collected(self, given: np.ndarray) -> np.ndarray:
+        """[messages] the least of their cells, less what is given to the other end."""
+        found = np.zeros(len(given))
+        kernels.collect(self._plan.parts, self._cells, given, found)
+        return found
+
+    def _rest(self) -> np.ndarray:
+        """[parts] the least that each still holds."""
+        rest = self._collected(self._messages) - self._messages
+        return np.minimum.reduceat(rest, self._plan.ends.ravel())[::2] if len(self._plan.ends) else np.zeros(0)
+
+
+class _Plan:
+    """The tables of a problem's structure.
+
+    Attributes:
+      parts: see there. cells: [parts' cells] the cell of the problem.
+      ends: [parts, 2] where the messages of each end begin. length: [parts] how many messages there are.
+      used: [messages] whether a strategy is in the class. times: [parts] how many parts join the same nodes.
+      paid: zero for each strategy of each loop. room: how many numbers the loops need to work in.
+    """
+
+    def __init__(self, links: Links) -> None:
+        part, own = np.flatnonzero(~links.own), np.flatnonzero(links.own)
+        edge, own_edge = links.edge[part], links.edge[own]
+        nodes = np.stack([links.src[edge], links.node[part]], axis=1)
+        shape = np.stack([links.rows[edge], links.columns[edge]], axis=1)
+        self.length = shape.sum(1)
+        at = offsets(self.length)
+        self.ends = np.stack([at[:-1], at[:-1] + shape[:, 0]], axis=1)
+        klass = np.stack([links.source_at[edge], len(links.source) + links.klass_at[part]], axis=1)
+        size = links.sizes[nodes].ravel()
+        self.used = np.zeros(int(at[-1]), dtype=bool)
+        self.used[np.repeat(self.ends.ravel(), size) + links.classes[ranges(klass.ravel(), size)]] = True
+        _, pair, times = np.unique(nodes.min(1) * links.nodes + nodes.max(1), return_inverse=True, return_counts=True)
+        self.times = times[pair]
+        area = shape.prod(1)
+        self.cells = ranges(links.cell[edge], area)
+        divided = (links.counts > 1) | (np.bincount(own_edge, minlength=len(links.src)) > 0)
+        origin = np.where(divided[edge], -1, links.cell[edge])
+        e = np.flatnonzero(divided)
+        bounds = [np.searchsorted(edges, e + one) for edges in (edge, own_edge) for one in (0, 1)]
+        paid = offsets(links.sizes[links.src[own_edge]])
+        loop = links.src[own_edge], links.source_at[own_edge], len(links.source) + links.klass_at[own], paid[:-1]
+        self.paid = np.zeros(int(paid[-1]))
+        self.room = max(int(at[-1]), int(links.sizes.max(initial=1)), int(np.diff(links.cell)[e].max(initial=1)))
+        end = np.argsort(nodes.ravel(), kind="stable")
+        self.parts = kernels.Parts(
+            node=np.stack([links.first, np.searchsorted(nodes.ravel()[end], np.arange(links.nodes + 1))], axis=1),
+            end=end,
+            part=np.column_stack([nodes, shape, self.ends, klass, offsets(area)[:-1], origin]),
+            divided=np.stack([links.cell[e], links.rows[e], links.columns[e], *bounds], axis=1),
+            loop=np.stack(loop, axis=1),
+            classes=links.classes,
+        )

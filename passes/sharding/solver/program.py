@@ -321,7 +321,7 @@ def _milp(
     result = milp(
         cost, integrality=integrality, bounds=Bounds(0.0, cast(float, upper)), constraints=constraints, options=options
     )
-    nonzeros = sum(rows.A.nnz for rows in constraints)
+    nonzeros = sum(cast(sparse.csr_array, rows.A).nnz for rows in constraints)
     iterations = sum(rows.A.shape[0] for rows in constraints) + NODE_ITERATIONS * int(result.mip_node_count or 0)
     work = nonzeros * iterations
     if result.status == 2:

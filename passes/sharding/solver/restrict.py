@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
 from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
@@ -144,7 +145,7 @@ def _smaller(
         stay = ~dropped
         klass = klass[ranges(at[:-1][stay], np.diff(at)[stay])]
         edge, node = edge[stay], node[stay]
-    return Links(first, links.src, rows, columns, source, edge, node, klass, links.palette), cells, dropped
+    return Links(first, links.src, rows, columns, source, edge, node, klass), cells, dropped
 
 
 def _twins(links: Links) -> list[tuple[int, list[int]]]:
@@ -184,11 +185,11 @@ def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.
 
 
 def _places(links: Links, row: np.ndarray, column: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-    """The places of the messages that are left: for each consumer, the rows and then the columns of its edge."""
-    at = offsets((links.rows + links.columns)[links.edge])
+    """The places of the messages that are left, as of `Ascent.messages`."""
+    at = offsets(np.where(links.own, 0, (links.rows + links.columns)[links.edge]))
     rows, columns = np.flatnonzero(row), np.flatnonzero(column)
     row_at, column_at = np.searchsorted(rows, links.row_at), np.searchsorted(columns, links.column_at)
-    stay = np.flatnonzero(~dropped)
+    stay = np.flatnonzero(~dropped & ~links.own)
     edge = links.edge[stay]
     high, wide = np.diff(row_at)[edge], np.diff(column_at)[edge]
     begin = at[stay] - links.row_at[edge]
@@ -204,82 +205,8 @@ def _places(links: Links, row: np.ndarray, column: np.ndarray, dropped: np.ndarr
 
 def _allowed(problem: Problem) -> np.ndarray:
     """[strategies] a mask of those that are allowed and that every neighbour can meet."""
-    links, keep = problem.links, np.isfinite(problem.cost)
-    allowed = np.isfinite(problem.cells)
-    if not allowed.all():
-        keep = _met(links, keep, allowed)
-    if not reduced(np.logical_or, keep, links.first).all():
+    keep = np.isfinite(problem.cost)
+    kernels.prune(problem.links.tables, problem.cells, keep)
+    if not reduced(np.logical_or, keep, problem.links.first).all():
         raise Contradiction
     return keep
-
-
-def _met(links: Links, keep: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """[strategies] those of `keep` that agree with their neighbours, given the cells that are allowed."""
-    loops = np.repeat(links.own, links.sizes[links.node])
-    if loops.any():  # a consumer that is the source itself: both are one strategy
-        size = np.where(links.own, links.sizes[links.node], 0)
-        row = links.source[ranges(links.source_at[links.edge], size)]
-        e = np.repeat(links.edge, size)
-        met = allowed[links.cell[e] + row * links.columns[e] + links.klass[loops]]
-        keep = keep.copy()
-        keep[links.klass_strategy[loops][~met]] = False
-    bound, edge, row, column = _pairs(links, keep, allowed)
-    consumer = np.flatnonzero(~links.own & bound[links.edge])
-    at = np.searchsorted(edge, np.stack([links.edge[consumer], links.edge[consumer] + 1]))
-    times = at[1] - at[0]
-    pair = ranges(at[0], times)  # by consumer
-    row, column = row[pair], column[pair]
-    c = np.repeat(np.arange(len(consumer)), times)
-    rows, columns = offsets(links.rows[links.edge[consumer]]), offsets(links.columns[links.edge[consumer]])
-    row, column = rows[c] + row, columns[c] + column
-    own = _classes(links.source, links.source_at, links.source_strategy, links.edge[consumer], rows)
-    other = _classes(links.klass, links.klass_at, links.klass_strategy, consumer, columns)
-    while len(consumer):
-        before = np.count_nonzero(keep)
-        for (strategy, klass), mine, (strategies, classes), theirs in (
-            (own, row, other, column),
-            (other, column, own, row),
-        ):
-            live = np.zeros(rows[-1] + columns[-1], dtype=bool)
-            live[klass[keep[strategy]]] = True
-            reached = np.zeros(rows[-1] + columns[-1], dtype=bool)
-            reached[theirs[live[mine]]] = True
-            keep = keep.copy()
-            keep[strategies[~reached[classes]]] = False
-        if np.count_nonzero(keep) == before:
-            break
-    return keep
-
-
-def _classes(
-    klass: np.ndarray, at: np.ndarray, strategy: np.ndarray, which: np.ndarray, base: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The strategies of some edges' or consumers' nodes, and the classes that they are in, from `base` on."""
-    size = np.diff(at)[which]
-    entry = ranges(at[which], size)
-    return strategy[entry], klass[entry] + np.repeat(base[:-1], size)
-
-
-def _pairs(
-    links: Links, keep: np.ndarray, allowed: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A mask of the edges where strategies that are left might not meet; edge, row and column of their allowed cells.
-
-    A row or column without any kept strategy constrains nothing.
-    """
-    row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
-    row[links.source_row[keep[links.source_strategy]]] = True
-    column[links.klass_column[keep[links.klass_strategy]]] = True
-    area = np.diff(links.cell)
-    some = np.flatnonzero(~reduced(np.logical_and, allowed, links.cell))
-    cells = ranges(links.cell[some], area[some])
-    edge = np.repeat(some, area[some])[allowed[cells]]
-    local = cells[allowed[cells]] - links.cell[edge]
-    at, place = np.divmod(local, links.columns[edge])
-    live = row[links.row_at[edge] + at] & column[links.column_at[edge] + place]
-    edge, at, place = edge[live], at[live], place[live]
-    high, wide = reduced(np.add, row.astype(int), links.row_at), reduced(np.add, column.astype(int), links.column_at)
-    bound = np.zeros(len(links.src), dtype=bool)
-    bound[some] = np.bincount(edge, minlength=len(links.src))[some] < (high * wide)[some]
-    stay = bound[edge]
-    return bound, edge[stay], at[stay], place[stay]
