@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 import os
 import re
 import threading
@@ -245,6 +246,101 @@ def _version_of(function: Callable[[], int]) -> Callable[[], int]:
         return _SOME_CUDNN if platform and _cuda_versions is None else function()
 
     return version
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGrid:
+    """The grid of a Pallas kernel, and how arrays are cut into its blocks.
+
+    Attributes:
+      grid: its sizes; 0 for one that is known at run time alone.
+      first: the number of operands that are no arrays in blocks: sizes of the grid, and indices.
+      blocks: for each of the other operands and each result, for each dim, (the grid dim whose number is that of the
+        block, or None, elements of a block).
+      independent: the grid dims of known size whose number is used for blocks alone.
+    """
+
+    grid: tuple[int, ...]
+    first: int
+    blocks: tuple[tuple[tuple[int | None, int], ...], ...]
+    independent: tuple[int, ...]
+
+
+def pallas_grid(params: Mapping[str, Any]) -> PallasGrid | None:
+    """What the parameters of a `pallas_call` say of its grid; None for a kernel with effects or a grid of its own.
+
+    There is no public name for a grid mapping; its fields are those of JAX 0.10.2 to 0.12.
+    """
+    mapping = params["grid_mapping"]
+    body = open_jaxpr(params["jaxpr"])[0]
+    compiler = params.get("compiler_params")
+    if getattr(compiler, "has_side_effects", False) or getattr(compiler, "collective_id", None) is not None:
+        return None
+    if getattr(mapping, "local_grid_env", None) is not None or params.get("mesh") is not None:
+        return None
+    grid = tuple(size if isinstance(size, int) else 0 for size in mapping.grid)
+    numbered = [g for g in range(len(grid)) if g not in tuple(mapping.vmapped_dims)]
+    used = {numbered[axis] for axis in _program_axes(body) if axis < len(numbered)}
+    blocks = []
+    for block in mapping.block_mappings:
+        index = open_jaxpr(block.index_map_jaxpr)[0]
+        numbers = {id(v): g for g, v in enumerate(index.invars[: len(grid)])}
+        used.update(numbers[id(v)] for eqn in index.eqns for v in eqn.invars if id(v) in numbers)
+        steps = [numbers.get(id(v)) for v in index.outvars]
+        used.update(g for g in steps if g is not None and steps.count(g) > 1)
+        sizes = [_block_size(one) for one in block.block_shape]
+        used.update(g for g, size in zip(steps, sizes, strict=True) if g is not None and size is None)
+        blocks.append(tuple((g, size or 0) for g, size in zip(steps, sizes, strict=True)))
+    first = sum(size == 0 for size in grid) + mapping.num_index_operands
+    free = tuple(g for g, size in enumerate(grid) if size and g not in used)
+    return PallasGrid(grid, first, tuple(blocks), free)
+
+
+def pallas_on_blocks(
+    params: Mapping[str, Any], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
+    """The parameters of a `pallas_call` on arrays of other shapes, that differ in how many blocks they have."""
+    found, mapping = pallas_grid(params), params["grid_mapping"]
+    assert found is not None
+    grid, cut = list(mapping.grid), []
+    for block, steps, shape in zip(
+        mapping.block_mappings, found.blocks, (*operands[found.first :], *results), strict=True
+    ):
+        for (g, size), extent, whole in zip(steps, shape, block.array_aval.shape, strict=True):
+            if g is not None and extent != whole:
+                grid[g] = extent // size
+        cut.append(dataclasses.replace(block, array_aval=block.array_aval.update(shape=tuple(shape))))
+    made = dataclasses.replace(mapping, grid=tuple(grid), block_mappings=tuple(cut))
+    out = tuple(aval.update(shape=tuple(shape)) for aval, shape in zip(params["out_avals"], results, strict=True))
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        share = math.prod(n / m for n, m in zip(grid, mapping.grid, strict=True) if isinstance(m, int))
+        scaled = {f.name: int(getattr(estimate, f.name) * share) for f in dataclasses.fields(estimate)}
+        estimate = dataclasses.replace(estimate, **scaled)
+    return {"grid_mapping": made, "out_avals": out, "cost_estimate": estimate}
+
+
+def pallas_name(params: Mapping[str, Any]) -> str:
+    """The name of a Pallas kernel: that which its caller gave, or that of its function."""
+    info = getattr(open_jaxpr(params["jaxpr"])[0], "debug_info", None)
+    return str(params.get("name") or getattr(info, "func_name", "") or "")
+
+
+def _program_axes(jaxpr: Any) -> Iterator[int]:
+    """The axes of the grid whose number or size a kernel asks for."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            yield eqn.params["axis"]
+        for inner in inner_jaxprs(eqn.params):
+            yield from _program_axes(open_jaxpr(inner)[0])
+
+
+def _block_size(block: Any) -> int | None:
+    """Elements of a block along a dim; None for one that is not cut into blocks."""
+    if block is None or type(block).__name__ == "Squeezed":
+        return 1
+    size = block if isinstance(block, int) else getattr(block, "block_size", None)
+    return size if type(block).__name__ in ("int", "Blocked") else None
 
 
 def sdy_rule(given: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:

@@ -36,15 +36,20 @@ def _of_equation(eqn: Any) -> float:
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+    if name == "pallas_call":
+        return of_pallas(params)
     inner = [of_jaxpr(x) for x in _jax.inner_jaxprs(params)]
     if not inner:
         return made
-    if name == "pallas_call":
-        estimate = params.get("cost_estimate")
-        return float(estimate.flops) if estimate is not None else sum(inner) * _points(params)
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)
+
+
+def of_pallas(params: Mapping[str, Any]) -> float:
+    """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid."""
+    estimate = params.get("cost_estimate")
+    return float(estimate.flops) if estimate is not None else of_jaxpr(params["jaxpr"]) * _points(params)
 
 
 def _points(params: Mapping[str, Any]) -> int:

@@ -88,10 +88,22 @@ def test_a_kernel_is_sharded_where_the_compiler_communicates():
     assert f"f32[{B},{S},{H},{D}]" not in run.hlo(w, x)[0]
 
 
-def test_an_unregistered_kernel_is_replicated_with_a_note_that_names_the_remedy():
+def test_an_unregistered_kernel_is_sharded_along_independent_dims_of_its_grid():
     step = step_with(flash)
     run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)))
     w, x = weights(), inputs()
+    assert not run.plan(w, x).stages[0].replicated
+    equal(jax.jit(step)(w, x), run(w, x))
+
+
+def test_an_unregistered_kernel_without_a_grid_is_replicated_with_a_note_that_names_the_remedy():
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda w: (norm(x @ w["in"], w["scale"]) ** 2).mean())(w)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
+
+    w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
+    x = jax.random.normal(jax.random.key(1), (64, M))
+    run = alpa_lite.parallelize(step, method=Sharded((8,)))
     plan = run.plan(w, x)
     assert {r.name for r in plan.stages[0].replicated} == {"pallas_call"}
     assert all("register_rule" in r.reason for r in plan.stages[0].replicated)

@@ -108,9 +108,7 @@ from alpa_lite.passes.factors.tables import SHARDY, TABLE
 from alpa_lite.passes.ir import primitives
 from alpa_lite.strategy import Factor, Rule
 
-_FUNCTION = "; alpa_lite.register_rule on the function that calls it says which dims may be sharded"
 _REMEDIES = {
-    "pallas_call": _FUNCTION,
     "ffi_call": "; alpa_lite.register_rule on the name of its target says which dims may be sharded",
 }
 """What gives a rule to operations that only their user knows."""

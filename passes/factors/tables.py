@@ -13,6 +13,7 @@ from typing import Any
 from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
+from alpa_lite.passes.factors.pallas import pallas
 from alpa_lite.passes.factors.partitioning import partitioned
 from alpa_lite.passes.factors.windows import WINDOWS
 from alpa_lite.passes.ir import primitives
@@ -303,6 +304,7 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
         "random_bits": keyed(leading("special")),
         **dict.fromkeys(primitives.CUDNN, cudnn),
         "custom_partitioning": partitioned,
+        "pallas_call": pallas,
         "random_split": keyed(leading("replicate")),
         "random_fold_in": keyed(elementwise),
     }

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Value
 
 BLOCK = 128
@@ -27,6 +28,10 @@ BLOCK = 128
 
 CUDNN = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"})
 """JAX's operations for cuDNN."""
+
+
+PALLAS = {"splash_m": "splash_attention", "flash_attention": "flash_attention"}
+"""Parts of the names of JAX's Pallas kernels, and the kernels' own."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -
 
 def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
     """What an operation is, if it is a pass of fused attention."""
+    if op.name == "pallas_call":
+        return _pallas(op, values)
     if op.name not in CUDNN:
         return None
     query, key, value = (_shape(op, values, i) for i in range(3))
@@ -65,6 +72,25 @@ def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
     backward = len(op.results) >= 3
     heads = query[0] * query[3 - length]
     return Attention("cudnn", backward, (10 if backward else 4) * heads * seen * (query[3] + value[3]) / 2)
+
+
+def _pallas(op: Op, values: Sequence[Value]) -> Attention | None:
+    """A pass of JAX's attention kernels for TPUs, which are known by their names.
+
+    Of the backward pass one kernel makes the gradients of keys and values, and one that of queries. A kernel whose
+    index maps compute which block is next skips blocks: it is counted as causal.
+    """
+    name = _jax.pallas_name(op.params)
+    kernel = next((known for part, known in PALLAS.items() if part in name), None)
+    grid = _jax.pallas_grid(op.params) if kernel else None
+    if kernel is None or grid is None:
+        return None
+    query, key = (_shape(op, values, grid.first + i) for i in range(2))
+    part = "dkv" if "dkv" in name else "dq" if "dq" in name else "fwd"
+    skips = any(step is None and size > 1 for blocks in grid.blocks[:3] for step, size in blocks[-2:-1])
+    seen = pairs(query[-2], key[-2], causal=skips)
+    products = {"fwd": 4, "dkv": 6, "dq": 4}[part]
+    return Attention(kernel, part != "fwd", products * math.prod(query[:-2]) * query[-1] * seen)
 
 
 def _shape(op: Op, values: Sequence[Value], number: int) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from alpa_lite import kernels
+from alpa_lite import flops, kernels
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir import attention
@@ -222,6 +222,8 @@ def work(op: Op, rule: Rule, values: Sequence[Value]) -> float:
     found = attention.attention_of(op, values)
     if found is not None:
         return found.flops
+    if op.name == "pallas_call":
+        return flops.of_pallas(op.params)
     if rule.source == "registered":
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]

@@ -28,7 +28,7 @@ from typing import Any
 from alpa_lite.graph import Op, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local import effects, indexing, partitioning, random, reductions, registered, windows
+from alpa_lite.passes.local import effects, indexing, pallas, partitioning, random, reductions, registered, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 from alpa_lite.strategy import Factor, Rule
 
@@ -243,6 +243,7 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     **dict.fromkeys(_PLAIN.split(), Setting.bound),
     **dict.fromkeys(primitives.CUDNN, Setting.bound),
     "custom_partitioning": partitioning.form,
+    "pallas_call": pallas.kernel,
     **_IDENTITY,
     primitives.CONSTRAINT: Setting.bound,
     "argmax": reductions.arg_extremum,
