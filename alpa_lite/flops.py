@@ -46,6 +46,30 @@ def _of_equation(eqn: Any) -> float:
     return sum(inner) * (params["length"] if name == "scan" else 1)
 
 
+def bytes_between_products(jaxpr: Any, outside: frozenset[int] | None = None) -> float:
+    """Bytes that are moved for arrays which products take or make and which do not leave a function.
+
+    An array that a product writes is read by what comes after it, and one that it reads was written before. Pallas
+    kernels are left out.
+
+    Args:
+      outside: the `id`s of variables that are counted elsewhere; None for the function's own operands and results.
+    """
+    opened, _ = _jax.open_jaxpr(jaxpr)
+    ends = frozenset(map(id, (*opened.invars, *opened.outvars))) if outside is None else outside
+    total = 0.0
+    for eqn in opened.eqns:
+        if eqn.primitive.name == "dot_general":
+            inner = [v.aval for v in (*eqn.invars, *eqn.outvars) if id(v) not in ends]
+            total += 2.0 * sum(aval.size * aval.dtype.itemsize for aval in inner)
+        elif eqn.primitive.name != "pallas_call":
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for found in _jax.inner_jaxprs(eqn.params):
+                pairs = [*zip(found.invars, eqn.invars, strict=False), *zip(found.outvars, eqn.outvars, strict=False)]
+                total += times * bytes_between_products(found, frozenset(id(v) for v, w in pairs if id(w) in ends))
+    return total
+
+
 def of_pallas(params: Mapping[str, Any]) -> float:
     """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid."""
     estimate = params.get("cost_estimate")

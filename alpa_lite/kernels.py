@@ -95,6 +95,18 @@ def flops_of(kernel: Kernel, types: Types) -> float:
         return 2.0 * math.prod(sizes.values())
 
 
+@functools.lru_cache(maxsize=512)
+def inner_bytes(kernel: Kernel, types: Types) -> float:
+    """Bytes that one call of a kernel moves between products that are ordinary operations, such as scores of attention.
+
+    Zero for a function that cannot be traced here.
+    """
+    try:
+        return flops.bytes_between_products(jax.make_jaxpr(kernel.fun)(*_specs(types)))
+    except Exception:  # whatever a user's function raises
+        return 0.0
+
+
 def call(kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
     """Calls a kernel as one operation."""
     return KERNEL.bind(*operands, kernel=kernel)

@@ -121,7 +121,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def kind(spending: Any) -> str:
     """What operations are: products, attention, or bound by memory."""
-    if "dot_product_attention" in spending.operation:
+    if "dot_product_attention" in spending.operation or spending.operation == "pallas_call":
         return "attention"
     return "product" if spending.operation == "dot_general" and spending.flops > spending.bytes else "memory"
 

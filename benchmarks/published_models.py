@@ -138,8 +138,20 @@ def attention(kernel: str) -> Attend:
             return jnp.einsum("bnts,bsnd->btnd", p, v)
 
         return scores
-    implementation = "xla" if kernel == "splash_attention" else "cudnn"
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    if kernel == "splash_attention":
+        return splash_attention
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def splash_attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention by JAX's kernel for TPUs."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    length, heads = q.shape[1:3]
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
 
 
 def checkpointed(block: Callable[..., Any], remat: str) -> Callable[..., Any]:

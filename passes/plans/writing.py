@@ -18,7 +18,7 @@ from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
-from alpa_lite.passes.plans import figures
+from alpa_lite.passes.plans import figures, scores
 from alpa_lite.passes.plans.decisions import decisions_of, fixed_of
 from alpa_lite.passes.programs.staged import Staged, notes
 from alpa_lite.passes.sharding import tables
@@ -114,6 +114,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
                     *notes(staged),
                     *_measured(cluster),
                     *_overlapped(staged.stages, cluster),
+                    *scores.notes(staged.stages, cluster, step, len(program.submeshes)),
                 )
             )
         ),

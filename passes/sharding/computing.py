@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax
+from alpa_lite import _jax, kernels
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Op, Value
+from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.choices import Choices, Reached
@@ -110,6 +111,12 @@ class Computing:
             out.flops += work(op, rule, self.values)
             out.starts += moved.starts
             out.efficiency = attention_efficiency(op, self.values, self.cost.cluster) or out.efficiency
+            if op.primitive is KERNEL:
+                avals = [a.aval if isinstance(a, Lit) else self.values[a] for a in op.operands]
+                inner = kernels.inner_bytes(op.params["kernel"], kernels.types_of(avals))
+                parallel = tuple([(f,) for f, factor in enumerate(rule.factors) if factor.kind in ("parallel", "sum")])
+                if inner:
+                    out.add(parallel, factors, inner)
             for dims, nbytes in zip(rule.operands, moved.reads, strict=True):
                 if nbytes:
                     out.add(dims, factors, nbytes)
