@@ -292,7 +292,7 @@ class Cluster:
 
     def attention(self, kernel: str, *, backward: bool) -> float | None:
         """The fraction of the peak that a pass of an attention kernel reaches; None for an unknown kernel."""
-        shares = dict(self.attention_efficiency or ()).get(kernel)
+        shares: Any = dict(self.attention_efficiency or ()).get(kernel)
         return None if shares is None else shares[backward]
 
     def levels(self, num_devices: int | None = None) -> tuple[Level, ...]:
@@ -462,7 +462,7 @@ def _attention_efficiency(cluster: Cluster) -> tuple[tuple[str, tuple[float, flo
             f"Cluster attention_efficiency={given!r}: give kernel -> (forward, backward), fractions of the peak above "
             "0, at most 1"
         )
-    return tuple(sorted(pairs))
+    return tuple(sorted((name, (shares[0], shares[-1])) for name, shares in pairs))
 
 
 def _validate(cluster: Cluster) -> None:

@@ -159,8 +159,8 @@ def utilisation(row: Mapping[str, Any], seconds: float) -> float:
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's coefficient."""
-    ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1]) if len(a) > 2 else math.nan
+    first, second = (np.argsort(np.argsort(x)) for x in (a, b))
+    return float(np.corrcoef(first, second)[0, 1]) if len(a) > 2 else math.nan
 
 
 def groups(rows: Iterable[Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:

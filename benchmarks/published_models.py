@@ -149,7 +149,7 @@ def splash_attention(q: Any, k: Any, v: Any) -> Any:
 
     length, heads = q.shape[1:3]
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
-    kernel = splash_attention_kernel.make_splash_mha_single_device(mask)
+    kernel: Any = splash_attention_kernel.make_splash_mha_single_device(mask)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(q.shape[-1]), k, v))
     return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
 

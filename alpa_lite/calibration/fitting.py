@@ -243,7 +243,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit]
 
 def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], seconds: Sequence[float]) -> Curve:
     """The curve through measured seconds, made monotone."""
-    return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic(np.log(seconds))), strict=True)))
+    return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic([math.log(s) for s in seconds])), strict=True)))
 
 
 def left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) -> list[float]:
