@@ -15,7 +15,7 @@ import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.passes.sharding.solver.ragged import lowest, reduced
+from alpa_lite.passes.sharding.solver.ragged import lowest
 
 _VISITS = 20  # of each node after which a descent ends
 _GAIN = 1e-12  # relative: what moves less is rounding, and would move back
@@ -25,9 +25,9 @@ class Descent:
     """Coordinate descent on one problem, prepared once."""
 
     def __init__(self, problem: Problem) -> None:
-        large = _large(problem)
         self._problem = problem
-        self._costs = np.minimum(problem.cost, large), np.minimum(problem.cells, large)
+        most = sum(len(x) * float(x.max(initial=0.0, where=x < np.inf)) for x in (problem.cost, problem.cells))
+        self._costs = problem.cost, problem.cells, 1e3 * most or 1.0
 
     def run(
         self, choice: Sequence[int] | np.ndarray, waiting: Iterable[int], visits: int, fixed: int = -1
@@ -57,11 +57,3 @@ def descend(problem: Problem, choice: np.ndarray | None = None) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
     choice = lowest(problem.cost, problem.links.first[:-1]) if choice is None else choice
     return Descent(problem).run(choice, range(nodes), _VISITS * nodes)
-
-
-def _large(problem: Problem) -> float:
-    """Seconds that stand for infinite ones."""
-    cost = np.where(np.isfinite(problem.cost), problem.cost, 0.0)
-    cells = np.where(np.isfinite(problem.cells), problem.cells, 0.0)
-    most = reduced(np.maximum, cost, problem.links.first).sum() + reduced(np.maximum, cells, problem.links.cell).sum()
-    return 1e3 * float(most) or 1.0

@@ -290,8 +290,9 @@ class Edges(NamedTuple):
 
 @compiled
 def _reply(
-    edges: Edges, cells: np.ndarray, choice: np.ndarray, e: int, i: int, total: np.ndarray, wanted: np.ndarray
-) -> None:
+    edges: Edges, cells: np.ndarray, large: float, choice: np.ndarray, e: int, i: int, total: np.ndarray,
+    wanted: np.ndarray,
+) -> None:  # fmt: skip
     """Add to `total` what an edge pays under each strategy of a node, but for what it pays under all of them."""
     src, at, wide, rows, begin = edges.edge[e]
     stop = edges.edge[e + 1, 4]
@@ -307,7 +308,7 @@ def _reply(
             row = at + edges.classes[rows + s] * wide
             for q in range(wide):
                 if wanted[q]:
-                    total[s] += cells[row + q]
+                    total[s] += min(cells[row + q], large)
         for c in range(begin, stop):
             if edges.consumer[c, 0] != i:
                 continue
@@ -316,18 +317,18 @@ def _reply(
             for d in range(begin, c):  # an earlier consumer of the same node pays for the column
                 again |= edges.consumer[d, 0] == i and edges.classes[edges.consumer[d, 1] + s] == q
             if not again:
-                total[s] += cells[row + q]
+                total[s] += min(cells[row + q], large)
 
 
 @compiled
 def descend(
-    edges: Edges, cost: np.ndarray, cells: np.ndarray, choice: np.ndarray, waiting: np.ndarray, visits: int,
-    fixed: int, gain: float,
+    edges: Edges, cost: np.ndarray, cells: np.ndarray, large: float, choice: np.ndarray, waiting: np.ndarray,
+    visits: int, fixed: int, gain: float,
 ) -> None:  # fmt: skip
     """Let one node at a time take the strategy that is best while its neighbours stay.
 
     Args:
-      choice: where it begins; changed.
+      large: seconds that stand for infinite ones. choice: where it begins; changed.
       waiting: nodes in the order in which they are visited first, each once.
       visits: of nodes, after which the descent ends.
       fixed: a node that keeps its strategy, or -1. gain: the least relative gain of a move.
@@ -351,9 +352,9 @@ def descend(
         if size == 1 or i == fixed:
             continue
         for s in range(size):
-            total[s] = cost[first + s]
+            total[s] = min(cost[first + s], large)
         for t in range(edges.node[i, 1], edges.node[i + 1, 1]):
-            _reply(edges, cells, choice, edges.touching[t], i, total, wanted)
+            _reply(edges, cells, large, choice, edges.touching[t], i, total, wanted)
         best, now = 0, total[choice[i]]
         for s in range(size):
             best = s if total[s] < total[best] else best
@@ -408,3 +409,11 @@ def prune(edges: Edges, cells: np.ndarray, keep: np.ndarray) -> None:
                             keep[edges.node[i, 0] + s] = False
                             changed = True
         first = False
+
+
+@compiled
+def add_items(owner: np.ndarray, at: np.ndarray, size: np.ndarray, each: np.ndarray, entries: np.ndarray) -> None:
+    """Add to the entries of each item's owner, which begin at `owner`, its sizes times its price."""
+    for n in range(len(owner)):
+        for c in range(at[n + 1] - at[n] if each[n] else 0):
+            entries[owner[n] + c] += each[n] * size[at[n] + c]

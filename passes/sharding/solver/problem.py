@@ -21,8 +21,9 @@ from functools import cached_property
 
 import numpy as np
 
+from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
-from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced, summed
+from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
 
 Consumer = tuple[int, np.ndarray]
 
@@ -240,13 +241,8 @@ def price_memory(problem: Problem, price: np.ndarray) -> Problem:
     items, links = problem.items, problem.links
     total = np.concatenate([[0.0], np.cumsum(price)])
     each = total[items.end + 1] - total[items.start]
-    which = np.flatnonzero(each)
-    if not len(which):
-        return forget_memory(problem)
-    length = np.diff(items.at)[which]
-    paid = np.repeat(each[which], length) * items.size[ranges(items.at[which], length)]
     entries = np.concatenate([problem.cost, problem.cells])
-    entries += summed(ranges(links.begin[items.owner[which]], length), paid, len(entries))
+    kernels.add_items(links.begin[items.owner], items.at, items.size, each, entries)
     return forget_memory(problem.with_costs(entries))
 
 

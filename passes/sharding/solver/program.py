@@ -25,7 +25,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from alpa_lite.passes.sharding.solver.problem import Edge, Problem, timeline
-from alpa_lite.passes.sharding.solver.work import BRANCH_NODES, NODE_ITERATIONS
+from alpa_lite.passes.sharding.solver.work import BRANCH_NODES, INTEGER_WORK, NODE_ITERATIONS
 
 SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many units make the objective and a memory row
 
@@ -323,7 +323,7 @@ def _milp(
     )
     nonzeros = sum(cast(sparse.csr_array, rows.A).nnz for rows in constraints)
     iterations = sum(rows.A.shape[0] for rows in constraints) + NODE_ITERATIONS * int(result.mip_node_count or 0)
-    work = nonzeros * iterations
+    work = nonzeros * iterations * (INTEGER_WORK if integral else 1)
     if result.status == 2:
         return Relaxed(None, np.inf, work=work)
     bound = result.mip_dual_bound if integral or result.status != 0 else result.fun

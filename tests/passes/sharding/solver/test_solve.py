@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alpa_lite.passes.sharding.solver import kernels, reading, restrict, solve, work
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
-from alpa_lite.passes.sharding.solver import reading, restrict, solve, work
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
@@ -567,3 +567,14 @@ def test_no_module_of_the_solver_reads_a_clock():
             assert not {"time", "datetime", "timeit"} & {name.split(".")[0] for name in names}, path
             if isinstance(node, ast.Constant):
                 assert node.value != "time_limit", path
+
+
+def test_each_loop_is_compiled_once():
+    """Arrays of another type or memory layout would compile it again, for seconds."""
+    for seed in range(10):
+        graph = random_graph(np.random.default_rng(seed), memory=True, forbidden=0.1)
+        solve.solve(with_budget(graph, 5.0))
+    loops = [value for value in vars(kernels).values() if hasattr(value, "signatures")]
+    assert len(loops) > 5
+    for loop in loops:
+        assert len(loop.signatures) <= 1, loop
