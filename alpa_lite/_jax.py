@@ -421,13 +421,17 @@ def empty_stack() -> Any:
 _PACKAGE = re.escape(os.path.dirname(os.path.abspath(__file__)))
 _OURS = re.compile(rf"{_PACKAGE}[/\\](?!models[/\\])")
 _INSTALLED = re.compile(rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\]")
+_FRAMEWORK = re.compile(
+    rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]"
+)
 
 
 def source_line(source: Any) -> str:
     """The user's source line of an equation, `folder/file:line (function)`, or "" where JAX knows none.
 
     JAX leaves out its own frames and the standard library's. Of what remains, the innermost frame outside of installed
-    packages is the user's; where there is none, the innermost frame is taken.
+    packages is the user's; where there is none, the innermost one outside of frameworks (Flax, Haiku, Equinox, Optax)
+    is that of the program, and else the innermost frame is taken.
     """
     return _line_of(source.traceback)
 
@@ -438,7 +442,8 @@ def _line_of(traceback: Any) -> str:
     frames = [f for f in _source_info_util.user_frames(traceback) if f and not _OURS.match(f.file_name)]
     if not frames:
         return ""
-    frame = next((f for f in frames if not _INSTALLED.match(f.file_name)), frames[0])
+    outside = (next((f for f in frames if not known.match(f.file_name)), None) for known in (_INSTALLED, _FRAMEWORK))
+    frame = next(filter(None, outside), frames[0])
     file = "/".join(re.split(r"[/\\]", frame.file_name)[-2:])
     return f"{file}:{frame.start_line} ({frame.function_name})"
 
@@ -586,6 +591,12 @@ def is_empty_constraint(eqn: Any) -> bool:
         _is_constraint(one) and (one.mesh.size == 1 or (inserted and set(one.mesh.axis_types) == {AxisType.Auto}))
         for one in shardings
     )
+
+
+def is_constraint(eqn: Any) -> bool:
+    """Whether an equation places all its operands on the mesh of a sharding, and does nothing else."""
+    shardings = _shardings_of(eqn)
+    return bool(shardings) and all(map(_is_constraint, shardings))
 
 
 def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:

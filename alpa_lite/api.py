@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -22,7 +24,8 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, same_program
 from alpa_lite.errors import OptionError
 from alpa_lite.likeness import compile_alike
-from alpa_lite.options import Method, Off, Options
+from alpa_lite.lowered import Lowered
+from alpa_lite.options import Method, Off, Options, PlanOptions, StepOptions
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
@@ -42,8 +45,20 @@ from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R", covariant=True)
 
-def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+
+@overload
+def parallelize(fun: Callable[P, R], **options: Unpack[StepOptions]) -> ParallelStep[P, R]: ...
+
+
+@overload
+def parallelize(fun: None = None, **options: Unpack[StepOptions]) -> Decorator: ...
+
+
+def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOptions]) -> Any:
     """Runs a step that is written for one device on every device of a cluster.
 
     Args:
@@ -66,9 +81,16 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       constrain: globs on scopes of Flax modules and `jax.named_scope`, with the `PartitionSpec` of the scope's output:
         `{"*/h_0/mlp": P("x", None)}`.
       allow, forbid: strategies that are searched, or that are not: "data parallel", "fsdp", "zero", "tensor parallel".
-      donate_argnums: as in `jax.jit`: these arguments are overwritten where they lie as planned. "auto" donates the
-        state, but only arrays that this step returned, or that `place` made to be given away: others are copied first,
-        so that a caller's own arrays, and results of another step, are never deleted. () donates nothing.
+      donate_argnums, donate_argnames: as in `jax.jit`: these arguments are overwritten where they are placed as
+        planned. "auto" donates the state, but only arrays that this step returned, or that `place` made to be given
+        away: others are copied first, so that a caller's own arrays, and results of another step, are never deleted.
+        () donates nothing.
+      in_shardings, out_shardings: as in `jax.jit`, as constraints of the plan: pytree prefixes of the positional
+        arguments and of the result, None where the plan may choose. For state one of the two is enough.
+      keep_unused, inline: as in `jax.jit`; a plan depends on neither.
+      compiler_options: for XLA, as in `jax.jit`.
+      ignore_annotations: plans as if the step had no sharding constraints, its arguments no annotations and no
+        shardings, and the context no mesh.
       like: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has them.
         For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
@@ -104,12 +126,35 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return ParallelStep(fun, checked)
 
 
+def _signature() -> inspect.Signature:
+    """The signature with each option as a keyword, for `help` and for completion at run time."""
+    kinds = inspect.Parameter
+    keywords = [
+        kinds(field.name, kinds.KEYWORD_ONLY, default=field.default, annotation=StepOptions.__annotations__[field.name])
+        for field in fields(Options)
+    ]
+    return inspect.Signature([kinds("fun", kinds.POSITIONAL_OR_KEYWORD, default=None), *keywords])
+
+
+parallelize.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Decorator(Protocol):
+    """A decorator with options."""
+
+    def __call__(self, fun: Callable[P, R], /) -> ParallelStep[P, R]:
+        """The step made from a function."""
+        ...
+
+
 def make_options(options: Mapping[str, Any]) -> Options:
     """`Options` from keyword arguments, with an error that lists the known names for an unknown one."""
     known = list(Options.__dataclass_fields__)
     for name in options:
         if name not in known:
-            raise OptionError(f"{name}={options[name]!r}: there is no such option; the options are {', '.join(known)}")
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "help(alpa_lite.parallelize) lists the options"
+            raise OptionError(f"{name}=: there is no such option; {hint}")
     return Options(**options)
 
 
@@ -118,7 +163,7 @@ def make_plan(
     *args: Any,
     cluster: Cluster | str,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """The plan of a step for a cluster that need not be attached; `args` are arrays or `jax.ShapeDtypeStruct`s.
 
@@ -141,17 +186,17 @@ of the host: each entry holds the graph, the plan and the compiled code. Trainin
 and evaluation, the last batch, a static flag), buckets of sequence lengths some more, each a power of two."""
 
 
-class ParallelStep:
+class ParallelStep(Generic[P, R]):
     """A step that plans once for each signature of its arguments and then runs on every device.
 
     Call it like the function that it was made from, in any thread. It keeps what it made for the last `SIGNATURES`
     signatures: structure, shapes and dtypes of the arguments, and values of those that are static.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options):
+    def __init__(self, fun: Callable[P, R], options: Options):
         if not callable(fun):
             raise OptionError(f"fun={fun!r}: give the train step, a function")
-        functools.update_wrapper(self, fun)
+        _wrap(self, fun)
         self._fun = fun
         self._options = options
         self._planned: OrderedDict[Any, _Planned] = OrderedDict()  # the last used at the end
@@ -164,7 +209,17 @@ class ParallelStep:
         self._first = 0  # the number of the first call
         self._current: Any = unplanned.plain(fun, options) if isinstance(options.method, Off) else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(self: ParallelStep[Concatenate[Any, Q], R], instance: object, owner: Any = None) -> BoundStep[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The step bound to an object as its method, as functions and those of `jax.jit` are."""
+        return self if instance is None else BoundStep(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
         call = alarm.turns.call()
         try:
@@ -307,6 +362,21 @@ class ParallelStep:
         state, arrays = around.born(birth, call, room=self.cluster.usable_memory / 4)
         self._owned.add(arrays)
         return state
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The planned step before it is compiled, as of a function under `jax.jit`: `step.lower(...).compile()`.
+
+        Args:
+          args, kwargs: arrays or `jax.ShapeDtypeStruct`s.
+        """
+        return Lowered(self._executable(args, kwargs), self._compiled(args, kwargs).plan)
+
+    def clear_cache(self) -> None:
+        """Drops all plans and executables: the next call plans again. State keeps its places."""
+        with self._lock:
+            self._planned.clear()
+            if not isinstance(self._options.method, Off):
+                self._current = None
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
@@ -469,6 +539,59 @@ class ParallelStep:
             logger.warning("%s is planned again, for another signature: %s", name, why)
 
 
+class BoundStep(Generic[P, R]):
+    """A step that is a method, bound to an object, which becomes its first argument."""
+
+    def __init__(self, step: ParallelStep[..., R], instance: Any):
+        self.__func__, self.__self__ = step, instance
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step; see `ParallelStep`."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """As `ParallelStep.place`, of the arguments after the object that the step is bound to, or of the batch."""
+        step = self.__func__
+        if not kwargs and around.is_batch_alone(step._calls(), args):
+            return step.place(*args)
+        placed = step.place(self.__self__, *args, **kwargs)
+        return (placed[0][1:], placed[1]) if kwargs else placed[1:]
+
+    def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
+        """As `ParallelStep.trace`."""
+        return self.__func__.trace(path, self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The step's own attributes; those that take its arguments take the others after the object."""
+        value = getattr(self.__func__, name)
+        return functools.partial(value, self.__self__) if name in ("plan", "shardings", "hlo", "lower") else value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoundStep) and (self.__func__, id(self.__self__)) == (
+            other.__func__, id(other.__self__)
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash((self.__func__, id(self.__self__)))
+
+    def __repr__(self) -> str:
+        return f"<{self.__func__!r} bound to a {type(self.__self__).__name__}>"
+
+
+def _wrap(step: ParallelStep[..., Any], fun: Callable[..., Any]) -> None:
+    """Gives a step the name, the documentation and the attributes of its function, as `functools.update_wrapper`.
+
+    A callable object keeps its attributes: they are its own, not those of a function.
+    """
+    functools.update_wrapper(step, fun, updated=())
+    if inspect.isfunction(fun):
+        step.__dict__.update({name: value for name, value in vars(fun).items() if not hasattr(type(step), name)})
+    step.__dict__["__wrapped__"] = fun
+    if not hasattr(fun, "__name__"):
+        inner = fun.func if isinstance(fun, functools.partial) else type(fun)
+        step.__dict__["__name__"] = getattr(inner, "__name__", "step")
+
+
 class _Planned:
     """What a step keeps for one signature, or several that make the same program; whoever makes it holds the lock."""
 
@@ -506,7 +629,10 @@ class _Planned:
 
 def _loaded(compiled: Compiled, options: Options, owned: Owned, copies: Copies) -> tuple[Compiled, AnyExecutable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
-    executable = loading.load(compiled.staged, compiled.plan, donate=options.donate_argnums, owned=owned, copies=copies)
+    executable = loading.load(
+        compiled.staged, compiled.plan, donate=options.donate, owned=owned, copies=copies,
+        compiler_options=dict(options.compiler_options),
+    )  # fmt: skip
     if options.verify == "hlo":
         plan = checks.verified_compiled(compiled.plan, compiled.staged, loading.compiled(executable))
         compiled = replace(compiled, plan=plan)

@@ -125,7 +125,7 @@ def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[
       planned: the call of some arguments, which is planned if it is new.
     """
     names, places = zip(*known[0].batch(), strict=True)
-    leaves, tree = jax.tree_util.tree_flatten(args)
+    leaves, tree = nnx_modules.flattened(args)
     if jax.process_count() == 1:
         call = planned(*known[0].given(places, args))
         return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))

@@ -20,6 +20,7 @@ class Calling:
       keywords: the keyword arguments that are not static, sorted.
       static_positions, static_keywords: the rest, with their values.
       modules: whether an argument holds an NNX object.
+      hide: takes leaves that are no arrays out of the arguments, into their structure; None if they have none.
     """
 
     names: tuple[str, ...]
@@ -28,11 +29,12 @@ class Calling:
     static_positions: Mapping[int, Any]
     static_keywords: Mapping[str, Any]
     modules: bool = False
+    hide: Callable[[Any], Any] | None = None
 
     @property
     def has_static(self) -> bool:
-        """Whether any argument is static."""
-        return bool(self.static_positions or self.static_keywords)
+        """Whether any argument, or a part of one, is static."""
+        return bool(self.static_positions or self.static_keywords or self.hide)
 
     @property
     def form(self) -> Form:
@@ -42,7 +44,8 @@ class Calling:
 
     def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that are not static."""
-        return tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
+        found = tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
+        return found if self.hide is None else self.hide(found)
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call from those that are traced, the static ones put in their places."""
@@ -60,8 +63,8 @@ class Calling:
             return False
         return (
             all(name in kwargs for name in self.keywords)
-            and all(_same(args[i], value) for i, value in self.static_positions.items())
-            and all(name in kwargs and _same(kwargs[name], value) for name, value in self.static_keywords.items())
+            and all(is_same(args[i], value) for i, value in self.static_positions.items())
+            and all(name in kwargs and is_same(kwargs[name], value) for name, value in self.static_keywords.items())
         )
 
     def roots(self) -> tuple[str, ...]:
@@ -69,6 +72,6 @@ class Calling:
         return (*(self.names[i] for i in self.dynamic), *self.keywords)
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether two static values are the same."""
     return type(one) is type(other) and (one is other or one == other)

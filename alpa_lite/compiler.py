@@ -31,12 +31,13 @@ from alpa_lite.passes.plans import comparing, replay, weighing
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.outcomes import Way
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
-from alpa_lite.passes.sharding import wishes
+from alpa_lite.passes.sharding import wishes, worth
 from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime, worthwhile
 from alpa_lite.passes.sharding.race import LITTLE
 from alpa_lite.passes.stages import Slower, planning, promise, staging
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.passes.tracing.jit_shardings import placed_arguments
 from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
@@ -131,9 +132,13 @@ def compile_step(
     with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)
-        said = [one for one in tracing.annotated(traced, args, kwargs) if not (one.array and kept.is_given(asked))]
+        said = [] if options.ignore_annotations else tracing.annotated(traced, args, kwargs)
+        said = [one for one in said if not (one.array and kept.is_given(asked))]
+        placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
+        context = None if options.ignore_annotations else context
         asked = replace(
-            asked, wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden)
+            asked,
+            wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden, placed, on),
         )
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         asked = asked.within(asked.deadline.left - AFTER * asked.deadline.spent)
@@ -178,7 +183,11 @@ def chosen(run: Passes, step: Step, asked: Asked) -> tuple[Plan, Staged]:
         staged = best(run, step, asked)
     staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
     staged = donated(staged, step, asked)
-    return run("plan", plans.write, staged, asked.cluster, method=asked.described, budget=asked.budget), staged
+    annotated = bool(worth.items(step.traced, asked.wishes))
+    plan = run(
+        "plan", plans.write, staged, asked.cluster, method=asked.described, budget=asked.budget, annotated=annotated
+    )
+    return plan, staged
 
 
 def cached(run: Passes, step: Step, asked: Asked, cache: PlanCache) -> tuple[Plan, Staged] | None:
@@ -206,7 +215,7 @@ def again(run: Passes, step: Step, asked: Asked, plan: Plan, budget: float) -> S
 
 def donated(staged: Staged, step: Step, asked: Asked) -> Staged:
     """The same with what the user named donated."""
-    named = asked.options.donate_argnums
+    named = asked.options.donate
     return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
 
 
@@ -225,7 +234,8 @@ def tracer(
         state_argnums=options.state_argnums, state_argnames=options.state_argnames,
         static_argnums=options.static_argnums, static_argnames=options.static_argnames, known=pins.state,
         platform=platform,
-        constrain=dict(options.constrain),
+        constrain=dict(options.constrain), out_shardings=options.out_shardings,
+        annotations=not options.ignore_annotations,
     )  # fmt: skip
     return tracing.under(_jax.context_mesh(), trace)
 

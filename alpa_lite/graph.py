@@ -221,6 +221,7 @@ class Traced:
       through: (position, argument) of each flat result of the user's step that is an argument as it came, and one that
         is no state. The graph does not return it: the caller gets the array that came, which need not lie where the
         plan reads it.
+      placed: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 
@@ -235,6 +236,7 @@ class Traced:
     name: str = "step"
     batch_named: bool = False
     through: tuple[tuple[int, int], ...] = ()
+    placed: tuple[tuple[int, Any], ...] = ()
     stacked: Stacked | None = None
 
 

@@ -286,7 +286,7 @@ def lowered(run: Passes, asked: Asked, chosen: Chosen[Decided]) -> Staged:
     if worth.items(traced, asked.wishes):
         costs = run(
             "constraints", worth.worth, traced, stage.grouping, stage.rules, asked.cluster, asked.method, found,
-            budget=asked.budget, pins=asked.pins, wishes=asked.wishes, time_limit=asked.time_limit,
+            budget=asked.budget, pins=asked.pins, wishes=asked.wishes,
         )  # fmt: skip
     planned = run("lowering", planning.lowered_whole, stage, asked.options.communication)
     solution = found.solution

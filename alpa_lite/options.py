@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
@@ -18,8 +21,6 @@ from alpa_lite.manual import Manual, check_spec, method_from_json
 from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
-
     from alpa_lite.plan import Plan
 
 __all__ = [
@@ -61,7 +62,14 @@ class Options:
       allow, forbid: names of strategies: "data parallel", "fsdp", "zero", "tensor parallel" (`methods.STRATEGIES` says
         what each is). Whatever is not allowed, if any is, and whatever is forbidden is left out of the search, which is
         that of one mesh. Both are held as tuples.
-      donate_argnums: the arguments whose buffers the step may reuse; "auto" stands for the state.
+      donate_argnums, donate_argnames: the arguments whose buffers the step may reuse; "auto" stands for the state.
+      in_shardings, out_shardings: as in `jax.jit`: pytree prefixes of the positional arguments and of the result, with
+        a `NamedSharding` over all devices, a `PartitionSpec`, or None where the plan may choose. They are constraints
+        of the plan, which is one of one mesh. State stays where it is: one of the two is enough for it.
+      keep_unused, inline: as in `jax.jit`; a plan depends on neither.
+      compiler_options: for XLA, as in `jax.jit`. Held as pairs.
+      ignore_annotations: whether to plan as if the step had no constraints of its own, its arguments no annotations and
+        no shardings, and the context no mesh.
       like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
       overlap: whether predicted seconds count communication that hides behind computing (gradient synchronisation, and
@@ -100,6 +108,13 @@ class Options:
     allow: tuple[str, ...] | None = None
     forbid: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
+    donate_argnames: tuple[str, ...] = ()
+    in_shardings: Any = field(default=None, hash=False)
+    out_shardings: Any = field(default=None, hash=False)
+    keep_unused: bool = False
+    inline: bool = False
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    ignore_annotations: bool = False
     like: tuple[Any, ...] = ()
     communication: Literal["explicit", "compiler"] = "explicit"
     overlap: bool = False
@@ -119,19 +134,70 @@ class Options:
         put("cluster", Cluster.named(self.cluster) if isinstance(self.cluster, str) else self.cluster)
         for name in ("batch_argnums", "state_argnums", "static_argnums", "donate_argnums"):
             put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
-        for name in ("batch_argnames", "state_argnames", "static_argnames"):
+        for name in ("batch_argnames", "state_argnames", "static_argnames", "donate_argnames"):
             put(name, _names(name, getattr(self, name)))
         put("like", _like(self.like))
-        put("constrain", _constrain(self.constrain))
+        put("constrain", _constrain(() if self.constrain is None else self.constrain))
+        for name in ("in_shardings", "out_shardings"):
+            put(name, _shardings(name, getattr(self, name)))
+        put("compiler_options", _compiler_options(self.compiler_options))
         put("allow", None if self.allow is None else _strategies("allow", self.allow))
-        put("forbid", _strategies("forbid", self.forbid))
+        put("forbid", _strategies("forbid", () if self.forbid is None else self.forbid))
         _validate(self)
+
+    @property
+    def donate(self) -> tuple[int | str, ...] | Literal["auto"]:
+        """The arguments whose buffers may be reused, by number or by name; "auto" stands for the state."""
+        if not self.donate_argnames:
+            return self.donate_argnums
+        return (*(() if self.donate_argnums == "auto" else self.donate_argnums), *self.donate_argnames)
 
     @property
     def forbidden(self) -> frozenset[str]:
         """The strategies that are left out."""
         unasked = () if self.allow is None else set(STRATEGIES) - set(self.allow)
         return frozenset((*self.forbid, *unasked))
+
+
+class PlanOptions(TypedDict, total=False):
+    """The keywords of `make_plan` beside the cluster, as a caller gives them; `Options` says what each means."""
+
+    method: Method | Literal["auto", "off"]
+    memory_per_device: int | str | None
+    num_microbatches: int | Literal["auto"]
+    allow_inexact: bool
+    batch_argnums: int | Sequence[int] | Literal["auto"]
+    batch_argnames: str | Sequence[str]
+    state_argnums: int | Sequence[int] | Literal["auto"]
+    state_argnames: str | Sequence[str]
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    constrain: Mapping[str, PartitionSpec] | Sequence[tuple[str, PartitionSpec]] | None
+    allow: str | Sequence[str] | None
+    forbid: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | Literal["auto"]
+    donate_argnames: str | Sequence[str]
+    in_shardings: Any
+    out_shardings: Any
+    keep_unused: bool
+    inline: bool
+    compiler_options: Mapping[str, Any] | Sequence[tuple[str, Any]] | None
+    ignore_annotations: bool
+    like: Any
+    communication: Literal["explicit", "compiler"]
+    overlap: bool
+    plan: Plan | str | os.PathLike[str] | None
+    verify: Literal["shardy", "hlo", "off"]
+    solver_time_limit: float
+    search_time_limit: float
+    dump_dir: str | os.PathLike[str] | None
+    cache_dir: str | os.PathLike[str] | None
+
+
+class StepOptions(PlanOptions, total=False):
+    """The keywords of `parallelize`, as a caller gives them."""
+
+    cluster: Cluster | str | None
 
 
 def _validate(options: Options) -> None:
@@ -153,7 +219,10 @@ def _validate(options: Options) -> None:
     rest = options.method.rest if isinstance(options.method, Manual) else options.method
     if options.forbidden and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
         refuse("forbid" if options.forbid else "allow", 'use method="auto", Sharded() or Manual(...), without plan=')
-    for name in ("allow_inexact", "overlap"):
+    for name in ("in_shardings", "out_shardings"):
+        if getattr(options, name) is not None and (isinstance(rest, Pipeline) or options.plan is not None):
+            raise OptionError(f'{name} places arguments on one mesh; use method="auto" or Sharded(), without plan=')
+    for name in ("allow_inexact", "overlap", "keep_unused", "inline", "ignore_annotations"):
         if not isinstance(getattr(options, name), bool):
             refuse(name, "give True or False")
     if options.communication not in ("explicit", "compiler"):
@@ -176,6 +245,8 @@ def _validate(options: Options) -> None:
         if state & (batch | join):
             what = sorted(state & (batch | join))
             refuse(f"state_{kind}", f"{what} cannot be state and the batch, or static; {leave}")
+    if set(options.donate_argnames) & set(options.static_argnames):
+        refuse("donate_argnames", "a static argument has no buffer to donate; leave it out")
     if options.donate_argnums != "auto" and set(options.donate_argnums) & set(options.static_argnums):
         refuse("donate_argnums", "a static argument has no buffer to donate; leave it out")
 
@@ -187,6 +258,26 @@ def _like(value: Any) -> tuple[Any, ...]:
         if not hasattr(item, "plans") and not hasattr(item, "division"):
             raise OptionError(f"like={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
     return items
+
+
+def _shardings(option: str, value: Any) -> Any:
+    """A pytree of shardings, its leaves checked."""
+    kinds = NamedSharding | PartitionSpec | None
+    for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)):
+        if not isinstance(leaf, kinds):
+            raise OptionError(
+                f"{option} holds a {type(leaf).__name__}; give a NamedSharding, a PartitionSpec, or None where the "
+                "plan may choose"
+            )
+    return tuple(value) if option == "in_shardings" and isinstance(value, list) else value
+
+
+def _compiler_options(value: Any) -> tuple[tuple[str, Any], ...]:
+    """The pairs of `compiler_options`."""
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise OptionError(f"compiler_options={value!r}: give a mapping from names of XLA's options to values, or None")
+    return tuple(pairs)
 
 
 def _strategies(option: str, value: Any) -> tuple[str, ...]:

@@ -35,7 +35,21 @@ logger = logging.getLogger(__name__)
 VARIABLE = "ALPA_LITE_CACHE_DIR"
 """The environment variable that names the directory where `cache_dir` is not given."""
 
-WITHOUT_EFFECT = frozenset({"plan", "cluster", "dump_dir", "cache_dir", "verify", "like"})
+WITHOUT_EFFECT = frozenset(
+    [
+        "plan",
+        "cluster",
+        "dump_dir",
+        "cache_dir",
+        "verify",
+        "like",
+        "in_shardings",
+        "out_shardings",
+        "keep_unused",
+        "inline",
+        "compiler_options",
+    ]
+)
 """Options that decide nothing about a plan, or are in the key in another form."""
 
 ROUNDING = 1e-9

@@ -26,7 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
-from alpa_lite.passes.tracing import conversion, nnx_modules
+from alpa_lite.passes.tracing import conversion, nnx_modules, static_leaves
 from alpa_lite.runtime import compiling, placement, presence
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Birth:
 
     def __init__(self, init: Callable[..., Any], args: Sequence[Any]) -> None:
         """Traces `init(*args)`. Nothing is executed."""
-        self._leaves, in_tree = jax.tree_util.tree_flatten(args)
+        self._leaves, in_tree = jax.tree_util.tree_flatten(static_leaves.hide(args))
         self._tree: Any = None
         self.paths: list[nnx_modules.LeafPath] = []
 

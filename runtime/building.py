@@ -77,14 +77,16 @@ class Builder:
     """
 
     def __init__(
-        self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None
-    ) -> None:
+        self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Args: as for `PipelineExecutable`.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
         """
         self._traced, self._written, self._cluster = traced, written, cluster
+        self._compiler_options = cluster.compiler_options if compiler_options is None else compiler_options
         self._program: Program = written.program
         self.devices = meshes.available() if devices is None else list(devices)
         needed = max(submesh.devices.stop for submesh in self._program.submeshes)
@@ -219,7 +221,7 @@ class Builder:
         executable = self._program.executables[number]
         lowered, results, numbered = self._lowered(number, run)
         mesh = self.meshes[executable.mesh]
-        compiled = compiling.compiled(lowered, mesh.devices.flat, self._cluster.compiler_options)
+        compiled = compiling.compiled(lowered, mesh.devices.flat, self._compiler_options)
         launch = pacing.paced(compiled, mesh.devices.flat)
         if numbered and mesh.size > 1:
             look = callbacks.looking(executable.name, mesh, results, self._failures)

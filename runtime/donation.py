@@ -21,8 +21,8 @@ from alpa_lite.graph import Traced
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.pins import layout_of_spec
 
-Donate = str | int | Sequence[int]
-"""What a user says of donation: "auto", or the positions of arguments."""
+Donate = str | int | Sequence[int | str]
+"""What a user says of donation: "auto", or positions and names of arguments."""
 
 
 def donated(

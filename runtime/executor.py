@@ -108,7 +108,7 @@ class Executable:
         )
         self._donated = donation.donated(traced, in_specs, out_specs, donate)
         state = {argument for _, argument in traced.state}
-        ranges = argument_leaves(traced)
+        ranges = argument_leaves(traced, positional=True)
         self._state_positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
         self._arity = len(ranges) if state and state.isdisjoint(range(ranges[-1].stop if ranges else 0, count)) else -1
         self._kept = [i for i in range(count) if i not in set(self._donated)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from alpa_lite.graph import Traced
@@ -25,6 +26,7 @@ AnyExecutable = Executable | PipelineExecutable
 def load(
     staged: Staged, plan: Plan, *, donate: Donate = "auto", devices: Sequence[Any] | None = None,
     owned: Owned | None = None, copies: Copies | None = None,
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> AnyExecutable:  # fmt: skip
     """The planned step on devices that are here: one executable for one mesh, else the lists of the submeshes.
 
@@ -33,20 +35,22 @@ def load(
       devices: in the order of the cluster; by default the first of `jax.devices()`.
       owned: what the step may overwrite, shared by its executables.
       copies: of frozen weights, shared likewise.
+      compiler_options: beyond those of the cluster.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
     """
+    settings = {**plan.cluster.compiler_options, **compiler_options}
     if plan.pipelined:
-        named = donate != "auto"
         return PipelineExecutable(
-            staged.traced, staged.written, plan.cluster, devices, owned=owned, named=named, copies=copies
-        )
+            staged.traced, staged.written, plan.cluster, devices, owned=owned, named=donate != "auto", copies=copies,
+            compiler_options=settings,
+        )  # fmt: skip
     (stage,) = staged.stages
     return _load_step(
         stage.graph.traced, stage.program,
         communication=stage.communication, donate=donate, devices=devices, owned=owned, copies=copies,
-        compiler_options=plan.cluster.compiler_options,
+        compiler_options=settings,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ class PipelineExecutable:
     def __init__(
         self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
         *, owned: Owned | None = None, named: bool = False, copies: Copies | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         """Prepares the executables; they are compiled by the first call, or by `compile`.
 
@@ -66,13 +67,14 @@ class PipelineExecutable:
           owned: what the step may overwrite, shared with other executables; by default what it returns itself.
           copies: of frozen weights, shared likewise.
           named: whether the user named what is donated, so that what is placed is taken as it is.
+          compiler_options: for XLA; by default those of the cluster.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
         """
         self._traced = traced
         self._program: Program = written.program
-        self._builder = Builder(traced, written, cluster, devices)
+        self._builder = Builder(traced, written, cluster, devices, compiler_options)
         self._meshes, self._sharding = self._builder.meshes, self._builder.sharding
         assert traced.calling is not None
         self._calling = traced.calling

@@ -23,7 +23,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.paths import keys as keys_of_path
 from alpa_lite.paths import tokens
@@ -53,9 +53,7 @@ class Flat:
 
     def with_leaves(self, leaves: Sequence[Any]) -> Any:
         """The pytree with other leaves; NNX objects are new ones."""
-        if nnx_modules.present(self.tree):
-            return nnx_modules.unflattened(self.treedef, leaves)
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return nnx_modules.unflattened(self.treedef, leaves)
 
 
 def flat(tree: Any) -> Flat:
@@ -83,7 +81,7 @@ def _inner_keys(path: LeafPath) -> tuple[str, ...]:
 def stored(tree: Any, leaves: Sequence[Any]) -> Any:
     """The pytree that Orbax is given: the same containers, NNX objects as nested dicts, with these leaves."""
     is_node = nnx_modules.is_node()
-    outer, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
+    outer, treedef = jax.tree_util.tree_flatten_with_path(static_leaves.hide(tree), is_leaf=is_node)
     held: dict[tuple[Any, ...], list[tuple[LeafPath, Any]]] = {}
     for path, leaf in zip(nnx_modules.leaf_paths(tree), leaves, strict=True):
         held.setdefault(path.keys, []).append((path, leaf))

@@ -39,7 +39,7 @@ def renderable(plan: Plan) -> Group:
         section("Predicted", _predicted(plan)),
     ]
     if plan.comparisons:
-        parts.append(section("Beside it, at the same prices", _comparisons(plan)))
+        parts.append(section("Beside it, at the same prices", _comparisons(plan), *_cost_of_annotations(plan)))
     remarks = [*plan.verification[:1], *plan.notes[:_MOST_NOTES]]
     hidden = len(plan.notes) - _MOST_NOTES + max(0, len(plan.verification) - 1)
     more = [f"and {hidden} more in details()"] if hidden > 0 else []
@@ -164,6 +164,21 @@ def _comparisons(plan: Plan) -> RenderableType:
         size = "" if row.bytes_per_device is None else units.nbytes(row.bytes_per_device)
         add(out, row.name, shape_text(row.mesh_shape, row.name == "pipeline"), step, size, why_not(plan, row))
     return out
+
+
+def _cost_of_annotations(plan: Plan) -> list[RenderableType]:
+    """A line where the step's own shardings make the plan slower than a baseline of the table."""
+    rows = [
+        (row.step_seconds, row.name)
+        for row in plan.comparisons
+        if row.step_seconds is not None and (row.bytes_per_device or 0) <= plan.memory_per_device
+    ]
+    seconds, name = min(rows, default=(plan.step_seconds, ""))
+    if "annotations" not in plan.ingredients or seconds >= plan.step_seconds:
+        return []
+    share = units.percent(plan.step_seconds - seconds, seconds)
+    said = f"shardings in the code make it {share} slower than {name}; ignore_annotations=True plans without them"
+    return [*_wrapped(said)]
 
 
 def shape_text(shape: tuple[int, ...], pipelined: bool) -> str:

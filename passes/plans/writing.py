@@ -41,7 +41,7 @@ from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
 
-def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Plan:
+def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:
     """The plan of a step in planned stages. `verification` and `planning_seconds` are left empty.
 
     So are the alternatives of decisions, which `weighing` adds.
@@ -50,6 +50,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
       cluster: all devices.
       method: what was asked for, in words.
       budget: bytes per device.
+      annotated: whether the step, its arguments or the context say of themselves where values are placed.
     """
     program = staged.program
     stages: list[Stage] = []
@@ -65,7 +66,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float) -> Pl
         stages.append(stage)
         listed += own
     listed += _transfers(program)
-    parts = _whole_ingredients(staged, stages, cluster)
+    parts = _whole_ingredients(staged, stages, cluster) | ({"annotations": "heeded"} if annotated else {})
     step = staged.seconds
     verdict = replace(staged.verdict, bound=min(staged.verdict.bound, step))  # a step that is simulated can be had
     return Plan(

@@ -9,7 +9,8 @@ the end `Dense_0/kernel` of `state/params/Dense_0/kernel`. If several parameters
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from alpa_lite import _jax, paths
@@ -59,7 +60,8 @@ def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
 
 def of(
     traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None,
-    forbidden: frozenset[str] = frozenset(),
+    forbidden: frozenset[str] = frozenset(), placed: Mapping[str, Wish] = MappingProxyType({}),
+    placed_on: LogicalMesh | None = None,
 ) -> Wishes:  # fmt: skip
     """All that the user says of a step.
 
@@ -71,15 +73,18 @@ def of(
       said: what the arguments say of themselves.
       context: the JAX mesh of the context; None without one.
       forbidden: names of strategies.
+      placed: stored path of an argument -> what `in_shardings` and `out_shardings` say of it.
+      placed_on: their mesh, which comes before all others.
 
     Raises:
       OptionError: an entry of `Manual` names no argument, or a path is ambiguous.
     """
-    found = manual(traced, method) if isinstance(method, Manual) else {}
+    found = (manual(traced, method) if isinstance(method, Manual) else {}) | dict(placed)
     names = method.names if isinstance(method, Manual) else ()
     notes: list[str] = []
     mesh, why = None, ""
-    for candidate, source in _meshes(traced, said, context):
+    first = {} if placed_on is None else {placed_on: _SHARDINGS}
+    for candidate, source in (first | _meshes(traced, said, context)).items():
         if candidate.size != num_devices:
             notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not heeded")
         elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
@@ -107,7 +112,7 @@ def of(
         )
         leaves = {}
     scopes = [op.params["dims"] for op in traced.graph.ops() if op.name == CONSTRAINT and op.params["mesh"] is None]
-    dims = [*scopes, *(wish.dims for wish in leaves.values())]
+    dims = [*scopes, *(wish.dims for wish in (*leaves.values(), *placed.values()))]
     more = mesh is None and not names and bool(dims)
     if more and not (isinstance(method, Sharded) and method.mesh_shape is not None):
         names = tuple(dict.fromkeys(a for some in dims for axes in some for a in axes or ()))
@@ -122,7 +127,10 @@ more names layers and not axes: without rules they say nothing of a mesh."""
 _ARRAYS = "an array that arrives sharded"
 
 
-def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> Iterator[tuple[LogicalMesh, str]]:
+_SHARDINGS = "in_shardings or out_shardings"
+
+
+def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[LogicalMesh, str]:
     """The distinct meshes that the user names, with their sources, the most binding first."""
     found: dict[LogicalMesh, str] = {}
     if context is not None:
@@ -135,7 +143,7 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> Iterato
     for one in sorted(said, key=lambda one: one.array):
         if one.mesh is not None:
             found.setdefault(one.mesh, _ARRAYS if one.array else one.why)
-    yield from found.items()
+    return found
 
 
 def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:

@@ -313,33 +313,41 @@ def _type_text(kind: tuple[tuple[int, ...], Any]) -> str:
     return f"{kind[1]}[{','.join(map(str, kind[0]))}]"
 
 
-def donated_leaves(traced: Traced, donate: int | str | Sequence[int]) -> list[int]:
-    """The numbers of the leaves of the positional arguments that `donate_argnums` names.
+def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> list[int]:
+    """The numbers of the leaves of the arguments that `donate_argnums` and `donate_argnames` name.
+
+    A name that is not passed, as that of a default, donates nothing.
 
     Raises:
       OptionError: there is no such argument, or it is static.
     """
     assert not isinstance(donate, str), "callers know what is donated automatically"
-    positions = (donate,) if isinstance(donate, int) else tuple(donate)
+    named = (donate,) if isinstance(donate, int) else tuple(donate)
     calling = traced.calling
     assert calling is not None
-    ranges = dict(zip(calling.dynamic, argument_leaves(traced), strict=True))
+    leaves = argument_leaves(traced)
+    positions = dict(zip(calling.dynamic, leaves, strict=False))
+    roots: dict[int | str, range] = dict(zip(calling.roots(), leaves, strict=True))
     count = len(calling.names)
-    for position in positions:
-        if position % max(count, 1) not in ranges or not -count <= position < count:
+    chosen: set[int] = set()
+    for one in named:
+        if isinstance(one, str):
+            chosen.update(roots.get(one, ()))
+            continue
+        if one % max(count, 1) not in positions or not -count <= one < count:
             raise OptionError(
-                f"donate_argnums names argument {position}, which is static or does not exist: the step was called "
+                f"donate_argnums names argument {one}, which is static or does not exist: the step was called "
                 f"with {count} positional arguments"
             )
-    through = {argument for _, argument in traced.through}  # the caller gets these back
-    return sorted({leaf for position in positions for leaf in ranges[position % count]} - through)
+        chosen.update(positions[one % count])
+    return sorted(chosen - {argument for _, argument in traced.through})  # the caller gets these back
 
 
-def argument_leaves(traced: Traced) -> list[range]:
-    """The numbers of the leaves of each positional argument that is not static."""
+def argument_leaves(traced: Traced, positional: bool = False) -> list[range]:
+    """The numbers of the leaves of each argument that is not static: positional ones, then keywords if not left out."""
     out, start = [], 0
-    args_tree, _ = jax.tree_util.treedef_children(traced.in_tree)
-    for tree in jax.tree_util.treedef_children(args_tree):
-        out.append(range(start, start + tree.num_leaves))
-        start += tree.num_leaves
+    for group in jax.tree_util.treedef_children(traced.in_tree)[: 1 if positional else 2]:
+        for tree in jax.tree_util.treedef_children(group):
+            out.append(range(start, start + tree.num_leaves))
+            start += tree.num_leaves
     return out

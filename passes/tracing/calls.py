@@ -16,6 +16,7 @@ of this module.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ import numpy as np
 
 from alpa_lite.calling import Calling, Form
 from alpa_lite.errors import SignatureError
-from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing import nnx_modules, static_leaves
+from alpa_lite.paths import shown
 
 LeafType = tuple[tuple[int, ...], Any, bool]
 """(shape, dtype, weak) of a leaf."""
@@ -132,7 +134,26 @@ def calling(
         static_positions=static_positions,
         static_keywords=static_keywords,
     )
-    return replace(found, modules=nnx_modules.present(found.traced(args, kwargs)))
+    traced, all_static = found.traced(args, kwargs), static_leaves.has_static_numbers(fun)
+    hidden = static_leaves.hide(traced, all_static)
+    if hidden is not traced:
+        _check_constants(found, traced, all_static)
+        found = replace(found, hide=functools.partial(static_leaves.hide, numbers=all_static))
+    return replace(found, modules=nnx_modules.present(hidden))
+
+
+def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
+    """Raises SignatureError for a leaf that is neither an array nor hashable."""
+    stops = static_leaves.is_nnx_object()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)[0]:
+        if not stops(leaf) and static_leaves.is_constant(leaf, numbers):
+            try:
+                hash(leaf)
+            except TypeError as error:
+                raise SignatureError(
+                    f"{shown(path_of(calling, path, ''))} is a {type(leaf).__name__}, neither an array nor hashable; "
+                    "convert it to arrays, or leave it out of the arguments"
+                ) from error
 
 
 def leaf_type(leaf: Any) -> LeafType:

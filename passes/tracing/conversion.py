@@ -67,7 +67,7 @@ ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
-def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "") -> Graph:
+def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", annotations: bool = True) -> Graph:
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
     Args:
@@ -75,11 +75,12 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "") -> G
       literals.
       keys: writes the keys; a new one by default. For a part of another graph, that graph's.
       platform: "cpu", "cuda", "rocm" or "tpu", whose branches are taken; all are kept if it is not known.
+      annotations: whether what says where a value lies is heeded.
 
     Returns:
       The graph: values and ops numbered densely, in program order, dead ops removed.
     """
-    builder = _Builder(keys or Keys(), platform)
+    builder = _Builder(keys or Keys(), platform, annotations)
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     ops: list[Op] = []
@@ -96,12 +97,13 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "") -> G
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self, keys: KeyWriter, platform: str) -> None:
+    def __init__(self, keys: KeyWriter, platform: str, annotations: bool) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
         self.keys = keys
         self._platform = platform
+        self._ignored = _jax.is_empty_constraint if annotations else _jax.is_constraint
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
         self._heads: dict[int, tuple[str, bool]] = {}
@@ -165,7 +167,7 @@ class _Builder:
                 results = self._call(eqn, operands, stack, ops)
             elif name == "cond" and (branch := self._branch(eqn.params)) is not None:
                 results = self._inlined(branch, eqn, operands[1:], stack, ops)
-            elif name in primitives.PLACEMENT and _jax.is_empty_constraint(eqn):
+            elif name in primitives.PLACEMENT and self._ignored(eqn):
                 results = operands
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)

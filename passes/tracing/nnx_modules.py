@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 
+from alpa_lite.passes.tracing import static_leaves
+
 
 def present(tree: Any) -> bool:
     """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
@@ -49,7 +51,7 @@ def split_arguments(tree: Any, tag: Any) -> Any:
     """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
     from flax import nnx
 
-    return nnx.extract.to_tree(tree, split_fn=_split, ctxtag=tag)
+    return static_leaves.hide(nnx.extract.to_tree(tree, split_fn=_split, ctxtag=tag))
 
 
 def merge_arguments(pure: Any, tag: Any) -> Any:
@@ -64,7 +66,7 @@ def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
     from flax import nnx
 
     kept = nnx.extract.clear_non_graph_nodes(arguments)
-    return nnx.extract.to_tree((kept, out), split_fn=_split, ctxtag=tag)
+    return static_leaves.hide(nnx.extract.to_tree((kept, out), split_fn=_split, ctxtag=tag))
 
 
 def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
@@ -90,11 +92,12 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:
     """The flat leaves of a pytree that may hold NNX objects, and what `unflattened` makes the same of."""
+    tree = static_leaves.hide(tree)
     if not present(tree):
         return jax.tree_util.tree_flatten(tree)
     from flax import nnx
 
-    return jax.tree_util.tree_flatten(nnx.extract.to_tree(tree, split_fn=_split))
+    return jax.tree_util.tree_flatten(static_leaves.hide(nnx.extract.to_tree(tree, split_fn=_split)))
 
 
 def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
@@ -124,6 +127,7 @@ class LeafPath:
 
 def leaf_paths(tree: Any) -> list[LeafPath]:
     """The paths of the flat leaves of `split_arguments(tree)`, in their order."""
+    tree = static_leaves.hide(tree)
     if not present(tree):
         return [LeafPath(tuple(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     from flax import nnx
@@ -145,10 +149,7 @@ def leaf_paths(tree: Any) -> list[LeafPath]:
     return out
 
 
-def is_node() -> Callable[[Any], bool]:
-    """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
-    nnx = sys.modules.get("flax.nnx")
-    return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node
+is_node = static_leaves.is_nnx_object
 
 
 def _split(context: Any, path: Any, prefix: Any, node: Any) -> Any:

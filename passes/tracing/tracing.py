@@ -19,10 +19,20 @@ from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.graph import Argument, Traced
-from alpa_lite.passes.tracing import arguments, attention, batches, calls, conversion, nnx_modules, references
+from alpa_lite.passes.tracing import (
+    arguments,
+    attention,
+    batches,
+    calls,
+    conversion,
+    nnx_modules,
+    references,
+    static_leaves,
+)
 from alpa_lite.passes.tracing.arguments import Argnums
 from alpa_lite.passes.tracing.constraints import constrained
 from alpa_lite.passes.tracing.evidence import Evidence
+from alpa_lite.passes.tracing.jit_shardings import constrained_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
 from alpa_lite.paths import shown
 
@@ -42,6 +52,8 @@ def trace(
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     platform: str = "",
     constrain: Mapping[str, Any] = MappingProxyType({}),
+    out_shardings: Any = None,
+    annotations: bool = True,
 ) -> Traced:
     """Traces `fun(*args, **kwargs)`.
 
@@ -56,6 +68,8 @@ def trace(
       shapes: for the flat arguments with these numbers, in place of their own.
       platform: that the step is planned for.
       constrain: glob on scopes -> `PartitionSpec` of their outputs (`constraints`).
+      out_shardings: as in `jax.jit`.
+      annotations: whether constraints that the step itself writes are heeded.
 
     Returns:
       The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
@@ -72,7 +86,7 @@ def trace(
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     with _jax.attention_given_to(attention.whole, platform):
         jaxpr = run.jaxpr()
-    graph = constrained(conversion.graph_of(jaxpr, platform=platform), constrain)
+    graph = constrained(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
@@ -102,6 +116,9 @@ def trace(
     handed = frozenset(argument for _, argument in through)
     batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, {shape[0] for shape in results})
     left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
+    given = dict(enumerate(run.spread("out_shardings", out_shardings)))
+    stays = {**pairs, **dict(through)}
+    graph = constrained_results(graph, {n: one for n, one in given.items() if n not in stays}, outputs.paths)
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
         graph=replace(graph, block=block),
@@ -115,6 +132,7 @@ def trace(
         name=getattr(fun, "__name__", "step"),
         batch_named=named is not None,
         through=tuple(through),
+        placed=tuple((argument, given[n]) for n, argument in stays.items() if given.get(n) is not None),
     )
 
 
@@ -142,6 +160,7 @@ class _Run:
         self.out_tree: Any = None
         self.inputs: Flat
         self.outputs: Flat
+        self.result: Any = None
 
     def jaxpr(self) -> Any:
         """The closed jaxpr of the step."""
@@ -181,14 +200,22 @@ class _Run:
     def _flat(self, *leaves: Any) -> list[Any]:
         """The step on flat leaves."""
         pure = jax.tree_util.tree_unflatten(self.in_tree, leaves)
+        numbers = static_leaves.has_static_numbers(self._fun)
         if not self._calling.modules:
-            out = self._calling.call(self._fun, *pure)
+            self.result = out = static_leaves.hide(self._calling.call(self._fun, *pure), numbers)
             return self._flatten_result(out, [replace(p, keys=(None, *p.keys)) for p in nnx_modules.leaf_paths(out)])
         copies = nnx_modules.merge_arguments(pure, self)
-        out = self._calling.call(self._fun, *copies)
+        self.result = out = static_leaves.hide(self._calling.call(self._fun, *copies), numbers)
         paths = nnx_modules.leaf_paths((copies, out))
         kept = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
         return self._flatten_result(nnx_modules.split_results(copies, out, self), kept)
+
+    def spread(self, option: str, prefix: Any) -> list[Any]:
+        """For each flat result what a pytree prefix of the result gives it."""
+        if prefix is None:
+            return [None] * len(self.outputs.paths)
+        found = spread(option, prefix, self.result)
+        return [None] * (len(self.outputs.paths) - len(found)) + found
 
     def _flatten_result(self, out: Any, paths: list[nnx_modules.LeafPath]) -> list[Any]:
         """The flat leaves of the result.
@@ -226,8 +253,8 @@ def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtype
         own, dtype, weak = calls.leaf_type(leaf)
     except TypeError as error:
         raise SignatureError(
-            f"{shown(path)} is a {type(leaf).__name__}, not an array; name the argument in static_argnums or "
-            "static_argnames"
+            f"{shown(path)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or leave it out "
+            "of the arguments"
         ) from error
     return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)
 

@@ -1,0 +1,126 @@
+"""Leaves of pytrees that are no arrays: functions, texts, dtypes, meshes. They are constants of the program.
+
+`hide` puts each in a node without children, so that flattening a pytree leaves it in the structure, by which calls are
+compared, and unflattening gives it back. Python numbers are arrays, as in `jax.jit`, but for those that a module of
+Equinox holds, which are constants, as in `equinox.filter_jit`: the rate of a dropout, whether it is off. Of a step that
+is made by `equinox.filter_jit` all are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.calling import is_same
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_NUMBERS = (bool, int, float, complex)
+
+
+class Constant:
+    """A leaf that is no array, as the data of a pytree's node; equal if type and value are."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class _Node:
+    """What stands for a constant in a pytree."""
+
+    __slots__ = ("constant",)
+
+    def __init__(self, constant: Constant) -> None:
+        self.constant = constant
+
+
+jax.tree_util.register_pytree_node(_Node, lambda node: ((), node.constant), lambda constant, _: constant.value)
+
+
+def has_static_numbers(fun: Any) -> bool:
+    """Whether a step was made by `equinox.filter_jit`, for which Python numbers are constants wherever they are."""
+    return "equinox" in sys.modules and type(fun).__module__.split(".")[0] == "equinox" and hasattr(fun, "__wrapped__")
+
+
+def hide(tree: Any, numbers: bool = False) -> Any:
+    """The pytree with a node in place of each leaf that is no array; as it is if it has none.
+
+    Args:
+      tree: a pytree; NNX objects in it, which are split later, are left alone.
+      numbers: whether Python numbers are constants, too.
+    """
+    is_module, is_node = _is_module(), is_nnx_object()
+
+    def replaced(leaf: Any, numbers: bool) -> Any:
+        return _Node(Constant(leaf)) if is_constant(leaf, numbers) else leaf
+
+    def outer(value: Any) -> Any:
+        if is_node(value):
+            return value
+        if is_module(value):
+            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, True), value)
+        return replaced(value, numbers)
+
+    def stops(value: Any) -> bool:
+        return is_node(value) or is_module(value)
+
+    def has_constants(value: Any) -> bool:
+        if is_module(value):
+            return any(is_constant(leaf, True) for leaf in jax.tree_util.tree_leaves(value))
+        return not is_node(value) and is_constant(value, numbers)
+
+    if not any(map(has_constants, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
+        return tree  # to rebuild it would bring hidden leaves back
+    return jax.tree_util.tree_map(outer, tree, is_leaf=stops)
+
+
+def is_constant(leaf: Any, numbers: bool) -> bool:
+    """Whether a leaf is no array."""
+    if type(leaf) is _jax.PlainArray or isinstance(leaf, _ARRAYS):
+        return False
+    if isinstance(leaf, _NUMBERS):
+        return numbers
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return True
+    except OverflowError:  # an integer with more bits than its dtype
+        return False
+    return False
+
+
+def constants_of(tree: Any) -> Iterator[Constant]:
+    """The constants in the structure of a hidden pytree, a `PyTreeDef`, in its order."""
+    data = tree.node_data()
+    if data is not None and data[0] is _Node:
+        yield data[1]
+    for child in tree.children():
+        yield from constants_of(child)
+
+
+def is_nnx_object() -> Callable[[Any], bool]:
+    """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
+    nnx = sys.modules.get("flax.nnx")
+    return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node
+
+
+def _is_module() -> Callable[[Any], bool]:
+    """Whether a value is a module of Equinox."""
+    equinox = sys.modules.get("equinox")
+    module = getattr(equinox, "Module", None)
+    return (lambda _: False) if module is None else (lambda value: isinstance(value, module))
