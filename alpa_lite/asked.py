@@ -76,6 +76,10 @@ class Asked:
         """Bytes per device that a plan may use."""
         return self.options.memory_per_device or self.cluster.usable_memory
 
+    def with_budget(self, budget: float) -> Asked:
+        """The same with another budget."""
+        return replace(self, options=replace(self.options, memory_per_device=budget))
+
     @property
     def time_limit(self) -> float:
         """Seconds for the integer programs of one step: `Options.solver_time_limit`, or what is left of the search."""

@@ -22,7 +22,7 @@ from typing import Any
 from alpa_lite import _jax, collecting, frames, kept, one_mesh, owned, pipelining, plan_cache, replanning, schedules
 from alpa_lite.asked import Asked, Step
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, OrderError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.one_mesh import OneMesh
 from alpa_lite.options import Options
@@ -283,11 +283,11 @@ def best(run: Passes, step: Step, asked: Asked) -> Staged:
         why = f"none takes less than {slower.seconds:.4g} s, by the costs of its layers"
     except OutOfTime as late:
         why, note = LITTLE if late.little else "not searched in time", str(late)
-    except (InfeasibleError, MicrobatchError, OptionError, OrderError) as error:
+    except (InfeasibleError, MicrobatchError, OptionError, PlanError) as error:
         if mesh is None:
             if reason is None:
                 raise
-            raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+            raise neither(reason, error) from reason
         why, note = str(error).split(";")[0], f"no pipeline was compared: {error}"
         if mesh.whole is None:
             return _instead(run, asked, mesh, error)
@@ -352,7 +352,14 @@ def _instead(run: Passes, asked: Asked, mesh: OneMesh, error: Exception) -> Stag
     try:
         return one_mesh.finished(run, asked, mesh.longer(asked.deadline, must=True))
     except (InfeasibleError, MicrobatchError) as reason:
-        raise InfeasibleError(f"{reason} No pipeline fits either: {error}") from reason
+        raise neither(reason, error) from reason
+
+
+def neither(reason: Exception, error: Exception) -> InfeasibleError:
+    """That neither one mesh nor a pipeline fits, with the smaller of the budgets with which one of them does."""
+    known = (getattr(one, "smallest_budget", None) for one in (reason, error))
+    least = min((budget for budget in known if budget is not None), default=None)
+    return InfeasibleError(f"{reason} No pipeline fits either: {error}", least)
 
 
 def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
@@ -410,5 +417,6 @@ def _check_memory(plan: Plan, options: Options) -> None:
     if options.plan is not None and options.memory_per_device is not None and needed > options.memory_per_device:
         raise InfeasibleError(
             f"the given plan needs {units.exact_bytes(needed)} per device, more than memory_per_device="
-            f"{units.exact_bytes(options.memory_per_device)}; leave that out, or plan again without plan="
+            f"{units.exact_bytes(options.memory_per_device)}; leave that out, or plan again without plan=",
+            needed,
         )

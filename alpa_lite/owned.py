@@ -248,7 +248,8 @@ def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
         raise InfeasibleError(
             f"{parts.loop.traced.name} needs {units.nbytes(staged.needed)} per device where its state lies, of "
             f"{units.nbytes(int(asked.budget))}, and leaves are copied: {copied[0]}. Take the loop over them out of "
-            "the step, and call it once for each iteration, or give more memory_per_device"
+            "the step, and call it once for each iteration, or give more memory_per_device",
+            staged.needed,
         )
     return staged
 

@@ -102,8 +102,21 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
     given = asked.num_microbatches
     counts = [given] if given else numbers.of_pipelines(step.traced, step.rules, asked.cluster, asked.pipeline)
     cut = functools.cache(functools.partial(in_layers, run, step, asked))
-    price = functools.cache(functools.partial(priced_layers, run, asked, cut, {}))
-    layers = Layered(counts, kinds, cut, price)
+    layers = Layered(counts, kinds, cut, functools.cache(functools.partial(priced_layers, run, asked, cut, {})))
+    try:
+        staged = best(run, step, asked, layers, below=below, must=must)
+    except InfeasibleError as error:
+        if math.isfinite(below) or error.smallest_budget is None:
+            raise
+    else:
+        if math.isfinite(below) or staged.needed <= asked.budget or asked.pipeline.lengths:
+            return fitting(staged, asked)
+    return fitting(of_least_memory(run, asked, layers), asked)
+
+
+def best(run: Passes, step: Step, asked: Asked, layers: Layered, *, below: float, must: bool) -> Staged:
+    """The best pipeline by the costs of its layers, whether its program fits the budget or not. As `pipeline`."""
+    counts, cut = layers.counts, layers.cut
     refusal = token_slicing.refusal(step.traced, asked, counts)
     try:
         first = asked if refusal is not None else token_slicing.for_whole(asked)
@@ -111,7 +124,7 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
     except Slower:
         if refusal is not None:
             raise
-        return fitting(in_slices_alone(run, asked, layers, below), asked)
+        return in_slices_alone(run, asked, layers, below)
     if asked.pipeline.lengths:
         stages_for = for_slices(run, asked, layers, chosen, len(asked.pipeline.lengths))
         staged = token_slicing.in_given(run, asked, staged, chosen, stages_for, cut, realised, took)
@@ -120,7 +133,28 @@ def pipeline(run: Passes, step: Step, asked: Asked, *, below: float = math.inf, 
         staged = token_slicing.best(run, asked, staged, stages_for, counts, cut, realised, took) or staged
     elif refusal:
         staged = noted(staged, refusal)
-    return fitting(staged, asked)
+    return staged
+
+
+def of_least_memory(run: Passes, asked: Asked, layers: Layered) -> Staged:
+    """The pipeline of the least memory that is known: its stages are those that need the least by the costs of layers.
+
+    The budget has no part in it, nor has anything that was searched within the budget: so what it needs is a budget
+    that works.
+
+    Raises:
+      InfeasibleError: there are no stages, whatever the memory.
+    """
+    price = functools.cache(functools.partial(priced_layers, run, asked, layers.cut, {}))
+    layers, room, none = replace(layers, price=price), 1.0, asked.with_budget(1.0)
+    while True:
+        try:
+            chosen, _ = Chooser(run, asked.with_budget(room), layers, True).best(math.inf, {})
+            return realised(run, chosen, none)
+        except InfeasibleError as error:
+            if error.smallest_budget is None or error.smallest_budget <= room:
+                raise
+            room = (1 + CERTAIN) * error.smallest_budget
 
 
 def in_slices_alone(run: Passes, asked: Asked, layers: Layered, below: float) -> Staged:
@@ -425,8 +459,9 @@ def fitting(staged: Staged, asked: Asked) -> Staged:
     if staged.needed > asked.budget:
         worst = int(np.argmax(list(map(sum, staged.bytes))))
         raise InfeasibleError(
-            f"the pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed)} per device on "
-            f"submesh {worst}, of {units.exact_bytes(asked.budget)}; allow more memory, more micro-batches or "
-            "more stages"
+            f"memory_per_device={units.exact_bytes(asked.budget)} is too small: the pipeline of {len(staged.stages)} "
+            f"stages needs {units.exact_bytes(staged.needed)} per device on submesh {worst}; allow more memory, more "
+            "micro-batches or more stages",
+            staged.needed,
         )
     return staged

@@ -187,6 +187,7 @@ class _Search(Generic[T]):
         self.one_is_enough = False  # where something faster is likely elsewhere
         self.slowest = {True: 0.0, False: 0.0}  # seconds that trying a way took, by whether it was ready
         self.misfits: list[Way] = []
+        self.least: dict[Way, float] = {}  # bytes per device that no plan of a misfit has less of, 0 if not known
         self.refused: MicrobatchError | None = None
         self.skipped: list[Way] = []
         self.little: list[Way] = []
@@ -385,6 +386,7 @@ class _Search(Generic[T]):
             return 2 * way.count if found.is_bound and not self.given else None
         if self.best is None or found.least > 0:
             self.misfits.append(way)
+            self.least[way] = found.least
         self.narrow += [way] * found.wider
         return doublings(way.count, found.least, self.floor, self.budget) if may_fit else None
 
@@ -412,14 +414,21 @@ class _Search(Generic[T]):
         if not self.misfits:
             raise InfeasibleError("nothing else may be computed again")
         first, last = self.misfits[0], max(way.count for way in self.misfits)
-        try:
-            self.best = self.first = first, self.solve(first, math.inf, Lessons(), self.deadline)
-        except InfeasibleError as error:
-            why = str(self.refused) if last == first.count and self.refused else ""
-            why = f"the step does not fit with {last} of them." if last > first.count else why
-            if not why or self.given:
-                raise
-            raise InfeasibleError(f"{error} Micro-batches do not help: {why}", error.smallest_budget) from error
+        smallest = min(self.misfits, key=lambda way: self.least.get(way) or math.inf)
+        refusals: list[tuple[float, Way, InfeasibleError]] = []
+        for way in dict.fromkeys((smallest, first)):
+            try:
+                self.best = self.first = way, self.solve(way, math.inf, Lessons(), self.deadline)
+                return
+            except InfeasibleError as error:
+                refusals.append((error.smallest_budget or math.inf, way, error))
+        _, way, error = min(refusals, key=lambda refusal: refusal[0])
+        why = f" Micro-batches do not help: {self.refused}" if last == first.count and self.refused else ""
+        why = f" More micro-batches do not help: the step does not fit with {last} of them." if last > way.count else why
+        why = f" This is with {way}." if way != first else why
+        if not why or (self.given and way == first):
+            raise error
+        raise InfeasibleError(f"{error}{why}", error.smallest_budget) from error
 
     def fewer_layers(self) -> None:
         """Fewer layers computed again, by bisection, where all of them are the best."""
