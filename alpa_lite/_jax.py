@@ -174,12 +174,15 @@ def expansion(eqn: Any) -> Any:
     From 0.12 some functions of JAX (`jnp.searchsorted`) are one equation of a primitive that says itself what it
     expands to. A loop that was vectorised with a condition for each element has an array of conditions: it runs until
     all are false, and leaves the elements alone whose condition is false. A linear solve that has been differentiated
-    is what its user gave to solve with.
+    is what its user gave to solve with. A reshape that takes dims in another order transposes first, as gradients of
+    convolutions in groups do.
     """
     if eqn.primitive.name == "call_hi_primitive":
         return traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return traced(eqn, functools.partial(_one_condition, eqn.params))
+    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+        return traced(eqn, functools.partial(_transposed_first, eqn.params))
     if eqn.primitive.name == "custom_linear_solve":
         return traced(eqn, functools.partial(_solved, eqn.params))
     return None
@@ -367,6 +370,11 @@ def _solved(params: Mapping[str, Any], *operands: Any) -> Any:
     first = lengths.matvec + lengths.vecmat
     rest = first + lengths.solve + lengths.transpose_solve
     return _extend_core.jaxpr_as_fun(jaxprs.solve)(*operands[first : first + lengths.solve], *operands[rest:])
+
+
+def _transposed_first(params: Mapping[str, Any], x: Any) -> Any:
+    """A reshape that takes the dims in another order, as two operations."""
+    return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
 def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:

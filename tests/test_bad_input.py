@@ -139,7 +139,13 @@ def test_a_manual_spec_that_does_not_fit():
 
 def test_an_impossible_budget():
     text = message(alpa_lite.InfeasibleError, args=arguments(16, 512, 2048), memory_per_device=1000)
-    names(text, "memory_per_device=1000", "state/w1 (4.00 MiB)", "state/w2 (4.00 MiB)", "smallest budget that works")
+    names(
+        text,
+        "memory_per_device=1000",
+        "state/w1 (4.00 MiB)",
+        "state/w2 (4.00 MiB)",
+        "smallest budget that works on one mesh",
+    )
     names(text, "more devices", "jax.checkpoint", "smaller batch")
 
 

@@ -424,8 +424,10 @@ class _Search(Generic[T]):
                 refusals.append((error.smallest_budget or math.inf, way, error))
         _, way, error = min(refusals, key=lambda refusal: refusal[0])
         why = f" Micro-batches do not help: {self.refused}" if last == first.count and self.refused else ""
-        why = f" More micro-batches do not help: the step does not fit with {last} of them." if last > way.count else why
-        why = f" This is with {way}." if way != first else why
+        if way != first:
+            why = f" This is with {way}."
+        elif last > way.count:
+            why = f" Micro-batches do not help: the step does not fit with {last} of them."
         if not why or (self.given and way == first):
             raise error
         raise InfeasibleError(f"{error}{why}", error.smallest_budget) from error

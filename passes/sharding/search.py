@@ -113,7 +113,7 @@ def search(
             told = race.least is not None or (is_beaten and short) or (waiting and not is_beaten)
             if math.isfinite(cutoff) and (race.hopeless or (lessons.quick and told)):
                 raise race.beaten(tried_all=not waiting or is_beaten)
-            if race.hopeless and race.least is not None and math.isfinite(race.least.bound):
+            if race.hopeless and race.least is not None and math.isfinite(race.least.peak):
                 raise _too_small(traced, cluster, budget, race.least)
             if lessons.quick and is_beaten:
                 return rest(deadline.within(_FIRST * deadline.left))
@@ -291,11 +291,12 @@ def _take_least(traced: Traced, race: Race, cluster: Cluster, deadline: Deadline
       InfeasibleError: it does not; says what binds, the smallest budget that works as far as the time allows to find
         it, and what would fit.
     """
-    smallest, where, tried = math.inf, race.tried[0][1].mesh, race.tried
+    smallest, where, tried, proven = math.inf, race.tried[0][1].mesh, race.tried, True
     ways = (False,) if cluster.platform in strategies.MERGING else (False, True)
     for regather in ways:
         for number, (_, problem, space) in enumerate(tried):
             if number and deadline.over:
+                proven = False
                 break
             own = problem.build(regather=True) if regather else space
             peak, solution = solve.minimal_budget(own.program, gap=1e-2)
@@ -304,10 +305,17 @@ def _take_least(traced: Traced, race: Race, cluster: Cluster, deadline: Deadline
                 return
             if peak < smallest:
                 smallest, where = peak, problem.mesh
+            proven = proven and math.isinf(solution.bound)
+    if math.isinf(smallest) and proven:
+        raise InfeasibleError(
+            f"method={race.method} admits no sharding of this step on {cluster.num_devices} devices, whatever the "
+            "memory: what it fixes of arguments and operations contradicts itself. Use method='auto', or fix less "
+            "(constrain, allow, forbid)."
+        )
     if math.isinf(smallest):
         raise InfeasibleError(
-            f"no sharding within memory_per_device={units.exact_bytes(race.budget)} was found in "
-            f"{deadline.seconds:.3g} seconds; allow more (solver_time_limit, search_time_limit), or more memory."
+            f"no sharding within memory_per_device={units.exact_bytes(race.budget)} was found; allow more "
+            "(search_time_limit), or more memory."
         )
     raise _too_small(traced, cluster, race.budget, Least(smallest, smallest, where))
 
@@ -320,12 +328,12 @@ def _too_small(traced: Traced, cluster: Cluster, budget: float, least: Least) ->
     largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in leaves)
     total = sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
     return InfeasibleError(
-        f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works is "
+        f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works on one mesh is "
         f"{_smallest(least)} per device, on a mesh of {' x '.join(map(str, least.mesh.shape))}. The "
         f"arguments alone take {units.nbytes(total)} before they are sharded over {cluster.num_devices} devices; the "
         f"largest of them: {largest}. A larger budget, more devices, rematerialisation "
         f"(jax.checkpoint around a layer) or a smaller batch would fit.",
-        least.peak if math.isfinite(least.peak) else None,
+        math.ceil(least.peak) if math.isfinite(least.peak) else None,
     )
 
 

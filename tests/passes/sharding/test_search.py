@@ -142,7 +142,7 @@ def test_a_tightening_budget_trades_communication_for_state():
     plans = [adam_plan(None)]
     peak = plans[0].stages[0].memory.total
     plans += [adam_plan(int(peak * share)) for share in (0.95, 0.9, 0.85)]
-    said = re.findall(r"smallest budget that works is [\d.]+ \wiB \(([\d,]+) bytes\)", str(refusal(peak // 4)))
+    said = re.findall(r"works on one mesh is [\d.]+ \wiB \(([\d,]+) bytes\)", str(refusal(peak // 4)))
     smallest = int(said[0].replace(",", ""))
     plans.append(adam_plan(smallest))
     refusal(int(smallest * 0.999))

@@ -32,7 +32,7 @@ def searched(share: float, lessons: Lessons | None = None) -> search.Found:
 
 
 def test_what_does_not_fit_says_which_budget_is_the_smallest():
-    with pytest.raises(InfeasibleError, match="smallest budget that works is") as caught:
+    with pytest.raises(InfeasibleError, match="smallest budget that works on one mesh is") as caught:
         searched(0.001)
     assert caught.value.smallest_budget
 
@@ -40,7 +40,7 @@ def test_what_does_not_fit_says_which_budget_is_the_smallest():
 @pytest.mark.parametrize(
     ("peak", "said", "budget"),
     [
-        (math.inf, r"at least 1\.00 GiB \([\d,]+ bytes\) per device", None),
+        (math.inf, r"3\.76 MiB \(3,944,832 bytes\) per device", 3_944_832),
         (
             3 * 2**30,
             r"at least 1\.00 GiB \([\d,]+ bytes\) and at most 3\.00 GiB \([\d,]+ bytes\) per device",
@@ -50,9 +50,9 @@ def test_what_does_not_fit_says_which_budget_is_the_smallest():
     ],
 )
 def test_what_does_not_fit_says_what_was_found_of_the_smallest_budget_in_the_time(monkeypatch, peak, said, budget):
-    """A bound alone rules out that anything fits, though no layout is known."""
+    """Without a layout of few bytes, the one of the least is looked for, so that a budget that works is known."""
     monkeypatch.setattr(solve, "bound_of_peak", lambda program: (float(2**30), peak))
-    text = f"the smallest budget that works is {said}, on a mesh of 4 x 2"
+    text = f"the smallest budget that works on one mesh is {said}, on a mesh of 4 x 2"
     with pytest.raises(InfeasibleError, match=text) as caught:
         searched(0.001, Lessons(quick=True))
     assert caught.value.smallest_budget == budget
