@@ -6,6 +6,8 @@ virtual CPU devices or submeshes of them, micro-batches, communication, and what
 - two calls, the second on the state that the first returned, with plain `jit` on copies, per leaf. The tolerances are
   those of `alpa_lite.check`: rounding by dtype, else thirty times what a change of the arguments in their last place
   does to the leaf;
+- from seed 1,000,000 on, callbacks run as often as under plain `jit`, and the second call may run under another
+  setting of JAX, or with an array of the state that the first returned in the batch, too (`random_further`);
 - `alpa_lite.check`, which looks for its own differences operation by operation;
 - the library's verification: collectives of the lowered program, and of the compiled one, are those of the plan;
 - the plan, saved, loaded and run again without solving, gives the same bits; summaries and explanations do not raise.
@@ -46,7 +48,7 @@ from alpa_lite import schedules
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.runtime import comparing
-from benchmarks import random_operations, virtual_devices
+from benchmarks import random_further, random_operations, virtual_devices
 from benchmarks.differential_results import RESULTS, Counts, keep
 from benchmarks.random_programs import Program, kinds_of
 
@@ -60,6 +62,8 @@ REFUSALS = (InfeasibleError, MicrobatchError, OptionError)
 _ENLARGED = 30.0
 WIDER = 10_000
 """From this seed on, programs have the lines of `random_wider`, too; those of earlier seeds stay what they were."""
+FURTHER = 1_000_000
+"""From this seed on, programs have the lines and features of `random_further`, too."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Contest:
     options: str
     reports: bool
     specs: tuple[tuple[str, str], ...] = ()
+    features: random_further.Features = random_further.NO_FEATURES
 
     def text(self, program: Program) -> str:
         """The options for a program, specs of the leaves alone that it has."""
@@ -88,7 +93,22 @@ class Contest:
         return (
             f"import alpa_lite\n{cluster if 'FREE_LINKS' in self.options else ''}"
             f"planned = alpa_lite.parallelize(step, {self.text(program)})\n"
-            "print(alpa_lite.check(planned, state, batch))\n"
+            f"{self._again()}print(alpa_lite.check(planned, state, batch))\n"
+        )
+
+    def _again(self) -> str:
+        """The lines of a script that show a feature."""
+        features = self.features
+        if not features.names():
+            return ""
+        returned = ""
+        if features.returned is not None:
+            state, batch = features.returned
+            returned = f"    batch = {{**batch, {batch!r}: state[{state!r}]}}\n"
+        context = random_further.SETTINGS.get(features.setting, "contextlib.nullcontext()")
+        return (
+            f"import contextlib\nstate, _ = planned(state, batch)\nwith {context}:\n{returned}"
+            "    planned(state, batch)\n"
         )
 
 
@@ -206,6 +226,7 @@ def run(program: Program, contest: Contest) -> Outcome:
     jitted = jax.jit(step)
     try:
         want = jitted(*fresh())
+        calls = _calls(step)
     except Exception as error:
         outcome.refusal = f"plain jit: {_plain(str(error))}"
         return outcome
@@ -220,14 +241,31 @@ def run(program: Program, contest: Contest) -> Outcome:
         return outcome
     except Exception as error:
         raise failure("planning and running", error) from error
+    _same_calls("first call", _calls(step), calls)
     first = jax.tree.map(lambda leaf: leaf, got)
     conditioning = _Conditioning(compiled.source)
     outcome.leaves += compare("first call", first, want, fresh, conditioning)
     kept = jax.tree.map(_words, jax.tree.map(_copied, got))
     again = jax.tree.map(_copied, got[0])
-    want = _guarded("plain jit", lambda: jitted(again, fresh()[1]))
-    got = _guarded("second call", lambda: planned(got[0], fresh()[1]))
-    outcome.leaves += compare("second call", got, want, lambda: (again, fresh()[1]), conditioning)
+    with contest.features.context():
+        try:
+            want = jitted(*contest.features.arguments(again, fresh()[1]))
+            calls = _calls(step)
+        except Exception as error:
+            outcome.refusal = f"plain jit: {_plain(str(error))}"
+            return outcome
+        try:
+            got = planned(*contest.features.arguments(got[0], fresh()[1]))
+        except REFUSALS as refusal:
+            outcome.refusal = f"{type(refusal).__name__}: {_plain(str(refusal))}"
+            return outcome
+        except Exception as error:
+            raise failure("second call", error) from error
+        _same_calls("second call", _calls(step), calls)
+        given = lambda: contest.features.arguments(again, fresh()[1])  # noqa: E731
+        if contest.features.setting:
+            conditioning = _Conditioning(planned.planned(given(), {})[0].source)
+        outcome.leaves += compare("second call", got, want, given, conditioning)
     checked = _guarded("check", lambda: alpa_lite.check(planned, *fresh()))
     if not checked:
         raise Failure("check", f"Checked {checked}")
@@ -236,6 +274,21 @@ def run(program: Program, contest: Contest) -> Outcome:
     outcome.leaves += _replayed(plan, step, contest, fresh(), kept)
     _guarded("reports", lambda: _report(plan, contest, program))
     return outcome
+
+
+def _calls(step: Any) -> int:
+    """The calls of callbacks since it was asked last."""
+    jax.effects_barrier()
+    calls = step.__globals__.get("CALLS", [])
+    count = len(calls)
+    calls.clear()
+    return count
+
+
+def _same_calls(where: str, mine: int, others: int) -> None:
+    """Raises Failure unless callbacks ran as often as under plain `jit`."""
+    if mine != others:
+        raise Failure(where, f"Effects differ: {mine} calls, {others} under plain jit")
 
 
 def _guarded(where: str, function: Callable[[], Any]) -> Any:
@@ -404,8 +457,12 @@ def _size(program: Program) -> tuple[int, int]:
 def made(seed: int) -> tuple[Program, Contest]:
     """The program of a seed, and how it is planned."""
     layered = random.Random(seed).random() < 0.4
-    program = (random_operations.layered if layered else random_operations.general)(seed, seed >= WIDER)
-    return program, contest_of(program, seed, layered)
+    make = random_operations.layered if layered else random_operations.general
+    program = make(seed, seed >= WIDER, seed >= FURTHER)
+    contest = contest_of(program, seed, layered)
+    if seed >= FURTHER:
+        contest = dataclasses.replace(contest, features=random_further.features(program, seed))
+    return program, contest
 
 
 def search(seeds: range, seconds: float, shrink: float, folder: Path | None = None) -> Counts:
@@ -420,6 +477,7 @@ def search(seeds: range, seconds: float, shrink: float, folder: Path | None = No
         print(f"{seed} {contest.method}, {len(program.lines)} lines", file=sys.stderr, flush=True)
         counts.programs[contest.method] += 1
         counts.kinds.update(kinds_of(program))
+        counts.kinds.update(contest.features.names())
         try:
             outcome = _guarded("comparing", lambda program=program, contest=contest: run(program, contest))
         except Failure as found:

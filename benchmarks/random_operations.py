@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from benchmarks import random_wider
+from benchmarks import random_further, random_wider
 from benchmarks.random_programs import Builder, Program, Value, entered, is_float
 
 FLOATS = ("float32",)
@@ -23,8 +23,8 @@ LAYERS: dict[str, Callable[[Builder, Value], Value | None]] = {}
 _kind, _layer = entered(KINDS), entered(LAYERS)
 
 
-def general(seed: int, wider: bool = False) -> Program:
-    """A step of many primitives; with `wider`, of those of `random_wider`, too."""
+def general(seed: int, wider: bool = False, further: bool = False) -> Program:
+    """A step of many primitives; with `wider`, of those of `random_wider`, too; with `further`, of `random_further`."""
     b = Builder(seed)
     rng = b.rng
     gradient = rng.random() < 0.45
@@ -45,11 +45,13 @@ def general(seed: int, wider: bool = False) -> Program:
     if gradient:
         names.remove("while_loop")
     wanted = rng.randint(4, 14)
-    for _ in range(4 * wanted):
+    for number in range(4 * wanted):
+        if further and number % 3 == 0:
+            rng.choice(list(random_further.KINDS.values()))(b)
         kinds[rng.choice(names)](b)
         if len(b.lines) >= wanted:
             break
-    program = b.finished(gradient, generator)
+    program = dataclasses.replace(b.finished(gradient, generator), further=further)
     return varied(program, b) if wider else program
 
 
@@ -74,8 +76,8 @@ def varied(program: Program, b: Builder) -> Program:
     )  # fmt: skip
 
 
-def layered(seed: int, wider: bool = False) -> Program:
-    """A chain of layers over examples; with `wider`, of those of `random_wider`, too."""
+def layered(seed: int, wider: bool = False, further: bool = False) -> Program:
+    """A chain of layers over examples; with `wider`, of those of `random_wider`, too; with `further`, as `general`."""
     b = Builder(seed)
     rng = b.rng
     examples, width = rng.choice((8, 16, 16, 32)), rng.choice((8, 16, 8, 12))
@@ -90,6 +92,9 @@ def layered(seed: int, wider: bool = False) -> Program:
     for _ in range(rng.randint(3, 7)):
         h = kinds[rng.choice(names)](b, h) or h
     outputs = []
+    for _ in range(rng.randint(1, 2) if further else 0):
+        made = rng.choice(list(random_further.KINDS.values()))(b)
+        outputs += [made.name] if isinstance(made, Value) and rng.random() < 0.7 else []
     error = b.add("loss", f"{h.name} - {target.name}", [h, target])
     assert error is not None
     outputs.append(error.name)
@@ -105,6 +110,7 @@ def layered(seed: int, wider: bool = False) -> Program:
     key = b.state[0]
     b.add("key", f"jax.random.split({key.name})[0]", [key])
     program = b.finished(rng.random() < 0.9, rng.choice(("threefry2x32", "rbg")), outputs)
+    program = dataclasses.replace(program, further=further)
     return varied(program, b) if wider else program
 
 

@@ -1,4 +1,4 @@
-"""What the source of every random program begins with: functions that its lines call."""
+"""The beginning of the source of random programs: functions that their lines call; `FURTHER`, those of some seeds."""
 
 PRELUDE = '''
 import functools
@@ -189,4 +189,104 @@ def attended(h, w, heads):
     scores = jnp.einsum('bqhd,bkhd->bhqk', q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
     return jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), k).reshape(h.shape)
+'''
+
+FURTHER = '''
+from jax.experimental import io_callback
+
+CALLS = []
+
+
+def noted(x):
+    CALLS.append(1)
+
+
+def answered(x):
+    CALLS.append(1)
+    return np.asarray(x)
+
+
+def debugged(x, ordered):
+    """A value, with a callback that sees its sum."""
+    jax.debug.callback(noted, jnp.sum(lax.stop_gradient(x)), ordered=ordered)
+    return x * 1
+
+
+def called_out(x, ordered):
+    """What a callback returns of a value."""
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return lax.stop_gradient(io_callback(answered, kind, lax.stop_gradient(x), ordered=ordered))
+
+
+def called_out_once(x, ordered):
+    """A callback on nothing."""
+    kind = jax.ShapeDtypeStruct((), jnp.float32)
+    io_callback(answered, kind, np.float32(1), ordered=ordered)
+    return x * 1
+
+
+def summed_in_ref(x):
+    ref = jax.new_ref(jnp.zeros(x.shape[1:], x.dtype))
+    ref[...] += jnp.mean(x, 0)
+    return x + ref[...]
+
+
+def scanned_in_ref(x):
+    ref = jax.new_ref(jnp.zeros(x.shape[1:], x.dtype))
+    def body(carry, row):
+        ref[...] += 0.1 * row
+        return carry, None
+    lax.scan(body, 0, x)
+    return jnp.tanh(x) + ref[...]
+
+
+def looped_in_ref(x):
+    ref = jax.new_ref(lax.stop_gradient(x))
+    def body(i, carry):
+        ref[...] = 0.5 * ref[...] + jnp.mean(ref[...])
+        return carry
+    lax.fori_loop(0, 3, body, 0)
+    return x + ref[...]
+
+
+def branched_in_ref(x):
+    ref = jax.new_ref(lax.stop_gradient(x))
+    def changed():
+        ref[...] = ref[...] * 0.5
+    lax.cond(lax.stop_gradient(jnp.sum(x)) > 1e9, lambda: None, changed)
+    return x + ref[...]
+
+
+def _moved(x):
+    """A matrix that a loop moves a vector with: a product over all rows of x."""
+    x = lax.stop_gradient(x)
+    return (lambda v: v - 0.1 * (x.T @ (x @ v)) / x.shape[0]), jnp.mean(x, 0)
+
+
+def counted_up(x):
+    move, v = _moved(x)
+    return x + lax.while_loop(lambda c: c[1] < 5, lambda c: (move(c[0]), c[1] + 1), (v, 0))[0]
+
+
+def counted_down(x):
+    move, v = _moved(x)
+    return x + lax.while_loop(lambda c: c[1] >= 1, lambda c: (move(c[0]), c[1] - 2), (v, 7))[0]
+
+
+def counted_in_scan(x):
+    move, v = _moved(x)
+    inner = lambda u: lax.fori_loop(0, jnp.minimum(2, 3), lambda i, u: move(u), u)
+    return x + lax.scan(lambda u, _: (inner(u), None), v, None, length=2)[0]
+
+
+def counted_with_branch(x):
+    move, v = _moved(x)
+    body = lambda c: (lax.cond(c[1] % 2 == 0, move, lambda u: u * 0.5, c[0]), c[1] + 1)
+    return x + lax.while_loop(lambda c: c[1] < 4, body, (v, 0))[0]
+
+
+def counted_until_small(x):
+    move, v = _moved(x)
+    body = lambda c: (move(c[0]), c[1] + 1)
+    return x + lax.while_loop(lambda c: (c[1] < 4) & (jnp.sum(jnp.abs(c[0])) < 1e6), body, (v, 0))[0]
 '''

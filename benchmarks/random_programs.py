@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.random_prelude import PRELUDE
+from benchmarks.random_prelude import FURTHER, PRELUDE
 
 SIZES = (8, 16, 4, 8, 16, 6, 3, 5, 12, 2, 1, 24)
 LARGEST = 8192
+NARROW = ("int2", "int4", "uint4")
 
 Kind = TypeVar("Kind", bound=Callable[..., object])
 
@@ -65,6 +66,7 @@ class Program:
       generator: of random keys.
       optimizer: the function of the prelude that makes the new state of the gradients.
       feeding: the function of the prelude that the arguments go through, if any.
+      further: whether it may call the functions of `random_prelude.FURTHER`.
     """
 
     seed: int
@@ -77,6 +79,12 @@ class Program:
     generator: str
     optimizer: str = "descended"
     feeding: str = ""
+    further: bool = False
+
+    @property
+    def prelude(self) -> str:
+        """The source before the step's."""
+        return PRELUDE + FURTHER if self.further else PRELUDE
 
     def source(self) -> str:
         """The step as text."""
@@ -107,7 +115,7 @@ class Program:
     def function(self) -> Any:
         """The step."""
         space: dict[str, Any] = {"__name__": "random_program"}
-        source = PRELUDE + "\n" + self.source()
+        source = self.prelude + "\n" + self.source()
         exec(compile(source, f"program_{self.seed}.py", "exec"), space)
         return space["step"]
 
@@ -120,7 +128,7 @@ class Program:
             state["moments"] = {v.name: state[v.name] * 0 for v in self.state if is_float(v.dtype)}
         if self.feeding:
             space: dict[str, Any] = {}
-            exec(PRELUDE, space)
+            exec(self.prelude, space)
             return space[self.feeding](state, batch)
         return state, batch
 
@@ -135,7 +143,7 @@ class Program:
             "import jax",
             'jax.config.update("jax_platforms", "cpu")',
             'jax.config.update("jax_num_cpu_devices", 8)',
-            PRELUDE,
+            self.prelude,
             self.source(),
             "rng = np.random.default_rng(0)",
             f"state = {{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in self.state)}}}",
@@ -217,8 +225,10 @@ def _array(rng: np.random.Generator, generator: str, value: Value) -> Any:
         return jnp.asarray(rng.integers(0, 2, value.shape).astype(bool))
     if value.dtype == "complex64":
         return jnp.asarray((rng.normal(size=value.shape) + 1j * rng.normal(size=value.shape)) / 2, value.dtype)
-    if is_float(value.dtype):
+    if is_float(value.dtype) or value.dtype.startswith("float8"):
         return jnp.asarray(rng.normal(size=value.shape) / 2, value.dtype)
+    if value.dtype in NARROW:
+        return jnp.asarray(rng.integers(0, 2, value.shape), value.dtype)
     return jnp.asarray(rng.integers(0, 6, value.shape), value.dtype)
 
 
@@ -228,8 +238,10 @@ def _made(value: Value, generator: str) -> str:
         return f"jax.random.key(7, impl={generator!r})"
     if value.dtype == "bool":
         return f"jnp.asarray(rng.integers(0, 2, {value.shape}), bool)"
-    if is_float(value.dtype):
+    if is_float(value.dtype) or value.dtype.startswith("float8"):
         return f"jnp.asarray(rng.normal(size={value.shape}) / 2, {value.dtype!r})"
+    if value.dtype in NARROW:
+        return f"jnp.asarray(rng.integers(0, 2, {value.shape}), {value.dtype!r})"
     return f"jnp.asarray(rng.integers(0, 6, {value.shape}), {value.dtype!r})"
 
 
@@ -244,7 +256,7 @@ class Builder:
         self.lines: list[Line] = []
         self.values: dict[str, Value] = {}
         self._space: dict[str, Any] = {}
-        exec(PRELUDE, self._space)
+        exec(PRELUDE + FURTHER, self._space)
 
     def leaf(self, where: str, shape: tuple[int, ...], dtype: str = "float32") -> Value:
         """A new leaf of the state or of the batch."""

@@ -56,8 +56,8 @@ def compare(groups: int, inputs: int, outputs: int, method: str) -> alpa_lite.Pl
 @pytest.mark.parametrize(("groups", "sharded"), [(2, False), (8, True)])
 def test_a_kernel_is_sharded_where_its_groups_divide(groups: int, sharded: bool) -> None:
     plan = compare(groups, 16, 32, "tensor")
-    specs = {leaf.path: leaf.spec for leaf in plan.stages[0].arguments}
-    assert bool(set(specs["weights/grouped"]) - {None}) == sharded
+    (spec,) = [leaf.spec for leaf in plan.stages[0].arguments if "grouped" in leaf.path]
+    assert any(spec) == sharded
 
 
 @pytest.mark.slow
