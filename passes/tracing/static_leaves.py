@@ -66,26 +66,29 @@ def hide(tree: Any, numbers: bool = False) -> Any:
     """
     is_module, is_node = _is_module(), is_nnx_object()
 
+    def is_hidden(value: Any) -> bool:
+        return isinstance(value, _Node)  # to rebuild one would bring its leaf back
+
     def replaced(leaf: Any, numbers: bool) -> Any:
-        return _Node(Constant(leaf)) if is_constant(leaf, numbers) else leaf
+        return leaf if is_hidden(leaf) or not is_constant(leaf, numbers) else _Node(Constant(leaf))
 
     def outer(value: Any) -> Any:
         if is_node(value):
             return value
         if is_module(value):
-            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, True), value)
+            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, True), value, is_leaf=is_hidden)
         return replaced(value, numbers)
 
     def stops(value: Any) -> bool:
-        return is_node(value) or is_module(value)
+        return is_node(value) or is_module(value) or is_hidden(value)
 
     def has_constants(value: Any) -> bool:
         if is_module(value):
             return any(is_constant(leaf, True) for leaf in jax.tree_util.tree_leaves(value))
-        return not is_node(value) and is_constant(value, numbers)
+        return not (is_node(value) or is_hidden(value)) and is_constant(value, numbers)
 
     if not any(map(has_constants, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
-        return tree  # to rebuild it would bring hidden leaves back
+        return tree
     return jax.tree_util.tree_map(outer, tree, is_leaf=stops)
 
 
