@@ -751,6 +751,17 @@ is_deleted: Callable[[Any], bool] = PlainArray.is_deleted
 """Of a `jax.Array`, as an unbound method: `map` with it takes a third of the time of `operator.methodcaller`."""
 
 
+def accept_default_layouts(compiled: Any) -> Any:
+    """Has a compiled program take arrays in the layouts that arrays of their types have by default. Returns it.
+
+    Up to 0.10, programs compiled ahead of time compare layouts with their number of bits per item, which differs for
+    types of fewer than eight, and refuse what `jax.jit` takes. The list for dispatch holds None for default layouts.
+    """
+    executable = compiled._executable
+    executable._xla_in_layouts = executable._dispatch_in_layouts
+    return compiled
+
+
 # --- several processes: blocks of arrays ------------------------------------------------------------------------------
 
 

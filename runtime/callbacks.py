@@ -29,6 +29,7 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
 from alpa_lite.processes.alarm import alarm
+from alpa_lite.runtime import compiling
 
 MARKER = f"{ExecutionError.__name__}: "
 """What stands before our message in the text that JAX makes of an exception."""
@@ -129,7 +130,8 @@ def looking(
     number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     wanted = [NamedSharding(mesh, PartitionSpec(mesh.axis_names)), *(one.sharding for one in results)]
     donated = tuple(range(1, 1 + len(results)))
-    second = jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results).compile()
+    lowered = jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results)
+    second = compiling.compiled(lowered, mesh.devices.flat)
 
     return lambda microbatch, arrays: second(microbatch, *arrays)[1:]
 

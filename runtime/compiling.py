@@ -24,7 +24,7 @@ def compiled(
       options: what the compiler is asked for.
     """
     with kept(devices):
-        return lowered.compile(dict(options or {}) or None)
+        return _jax.accept_default_layouts(lowered.compile(dict(options or {}) or None))
 
 
 def kept(devices: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
+from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges
 from alpa_lite.runtime import compiling, pacing, relabelling
@@ -148,7 +149,10 @@ def _zeros(way: Way, device: Any, known: dict[Any, Any]) -> Any:
 
 def _moved(ways: Sequence[Way], axes: tuple[str, ...], size: int, *blocks: Any) -> list[Any]:
     """What each of `size` devices does."""
-    return [_one(way, block, axes, size) for way, block in zip(ways, blocks, strict=True)]
+    return [
+        in_bytes(lambda block, way=way: _one(way, block, axes, size), block)
+        for way, block in zip(ways, blocks, strict=True)
+    ]
 
 
 def _one(way: Way, block: Any, axes: tuple[str, ...], size: int) -> Any:
@@ -178,11 +182,11 @@ def _one(way: Way, block: Any, axes: tuple[str, ...], size: int) -> Any:
         if one.shape == way.taken:  # whole blocks: each receiver gets one, in this round or in another
             out = piece if out is None else chosen({h.destination for h in one.hops}, piece, out)
             continue
-        old = jnp.zeros(way.taken, way.dtype) if out is None else out
+        old = jnp.zeros(way.taken, block.dtype) if out is None else out
         new = lax.dynamic_update_slice(old, piece, starts({h.destination: h.put for h in one.hops}, len(way.taken)))
         receive = {hop.destination for hop in one.hops}
         out = new if receive == receivers else chosen(receive, new, old)
-    return jnp.zeros(way.taken, way.dtype) if out is None else out
+    return jnp.zeros(way.taken, block.dtype) if out is None else out
 
 
 def way_between(

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
@@ -197,7 +198,7 @@ def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any
     def join(*pieces: Any) -> list[Any]:
         out, rest = [], list(pieces)
         for _, ranges, _ in parts:
-            out.append(_join(rest[: len(ranges)], ranges, 0))
+            out.append(in_bytes(lambda *own, ranges=ranges: _join(own, ranges, 0), *rest[: len(ranges)]))
             del rest[: len(ranges)]
         return out
 

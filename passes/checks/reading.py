@@ -140,14 +140,14 @@ def constant(value: Any) -> int | None:
 
 
 def item_bits(kind: Any) -> int:
-    """Bits of one item of a tensor type; a truth value takes eight, as in memory. 0 for what is no tensor."""
+    """Bits of one item of a tensor type, eight at least, as collectives send it. 0 for what is not a tensor."""
     if not isinstance(kind, ir.RankedTensorType):
         return 0
     item: Any = kind.element_type
     if isinstance(item, ir.ComplexType):
         part: Any = item.element_type
         return 2 * part.width
-    return 8 if item.width == 1 else item.width
+    return max(8, item.width)
 
 
 def nbytes(kind: Any) -> int:

@@ -25,7 +25,16 @@ from jax import lax
 
 from alpa_lite.graph import Lit
 from alpa_lite.layout import Axes
-from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number, offset, sharded_dims
+from alpa_lite.passes.local.types import (
+    LocalCollective,
+    LocalForm,
+    Setting,
+    bind,
+    block_number,
+    in_bytes,
+    offset,
+    sharded_dims,
+)
 
 
 def _reduced_axes(s: Setting, dims: tuple[int, ...]) -> Axes:
@@ -82,7 +91,7 @@ def reduce_again(s: Setting) -> LocalForm | None:
     params = s.params()
 
     def run(x: jax.Array) -> list:
-        parts = lax.all_gather(bind(s.op, [x], params)[0], axes, axis=0)
+        parts = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), bind(s.op, [x], params)[0])
         return bind(s.op, [parts], {**params, "axes": (0,)})
 
     return s.form(run, LocalCollective("all_gather", axes, s.mesh.product(axes) * s.result_bytes()))
@@ -98,11 +107,11 @@ def arg_extremum(s: Setting) -> LocalForm | None:
 
     def run(x: jax.Array) -> list:
         if block == 1:
-            values = lax.all_gather(lax.squeeze(x, (dim,)), axes, axis=0)
+            values = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(x, (dim,)))
             return list(bind(s.op, [values], {**s.op.params, "axes": (0,)}))
         (index,) = bind(s.op, [x])
         value = jnp.take_along_axis(x, lax.expand_dims(index, (dim,)), axis=dim, mode="promise_in_bounds")
-        values = lax.all_gather(lax.squeeze(value, (dim,)), axes, axis=0)
+        values = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(value, (dim,)))
         (best,) = bind(s.op, [values], {**s.op.params, "axes": (0,)})
         indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
@@ -125,7 +134,8 @@ def cumulative(s: Setting) -> LocalForm | None:
     def run(x: jax.Array) -> list:
         (running,) = bind(s.op, [x])
         at = 0 if reverse else running.shape[dim] - 1
-        totals = lax.all_gather(lax.slice_in_dim(running, at, at + 1, axis=dim), axes, axis=dim, tiled=True)
+        last = lax.slice_in_dim(running, at, at + 1, axis=dim)
+        totals = in_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), last)
         number = lax.broadcasted_iota(np.int32, totals.shape, dim)
         mine = block_number(axes)
         earlier = number > mine if reverse else number < mine

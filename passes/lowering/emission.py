@@ -21,7 +21,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
-from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.local.types import LocalForm, in_bytes
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -228,7 +228,10 @@ def _alone(form: LocalForm, mesh: AnyMesh) -> Callable[..., Sequence[Any]]:
 
     def run(*blocks: Any) -> list[Any]:
         made = form.run(*blocks)
-        return [lax.psum(x, la.partial) if la.partial else x for x, la in zip(made, form.results, strict=True)]
+        return [
+            in_bytes(lambda x, la=la: lax.psum(x, la.partial), x) if la.partial else x
+            for x, la in zip(made, form.results, strict=True)
+        ]
 
     return jax.shard_map(
         run,
@@ -334,6 +337,10 @@ def _tied(body: Body, traced: Traced) -> frozenset[int]:
 
 def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
     """One elementary change of layout of a local block."""
+    return in_bytes(lambda x: _change_layout(x, step, shape, mesh), block)
+
+
+def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
     match step.kind:
         case "slice":
             sizes = list(block.shape)
