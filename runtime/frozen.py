@@ -5,8 +5,8 @@ device), the first call copies them to the mesh, and the copy is found again by 
 as long as that array lives: the next call moves nothing. Copies are shared by the executables of a step, and by the
 steps that share its state.
 
-That works for arrays that cannot change: those of JAX, and NumPy arrays that are read-only. A NumPy array that can be
-written is copied at every call, with a warning at the first.
+That works for arrays that cannot change, which are those of JAX. A NumPy array is copied at every call, with a warning
+at the first: even if it is read-only, other views of its memory may be written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Copies:
         """
         if placement.is_placed(leaf, sharding):
             return leaf
-        if not _lasts(leaf):
+        if not isinstance(leaf, jax.Array):
             if not self._warned and isinstance(leaf, np.ndarray):
                 self._warned = True
                 logger.warning(
-                    "frozen weights come in NumPy arrays that can be written, such as one of %s bytes: they are copied "
-                    "to the devices in every call; pass jax.Arrays, or what step.place returns",
-                    leaf.nbytes,
-                )
+                    "frozen weights come in NumPy arrays %s, such as one of %s bytes: they are copied to the devices "
+                    "in every call; pass jax.Arrays, or what step.place returns",
+                    "that can be written" if leaf.flags.writeable else "whose memory may be written", leaf.nbytes,
+                )  # fmt: skip
             return None
         key = id(leaf), sharding
         found = self._held.get(key)
@@ -56,14 +56,6 @@ class Copies:
             (copy,) = placement.copies([leaf], [sharding])
             found = self._held[key] = weakref.ref(leaf, lambda _: self._held.pop(key, None)), copy
         return found[1]
-
-
-def _lasts(leaf: Any) -> bool:
-    """Whether an array keeps its values, and can be watched."""
-    if isinstance(leaf, np.ndarray):
-        base = leaf.base
-        return not leaf.flags.writeable and not (isinstance(base, np.ndarray) and base.flags.writeable)
-    return isinstance(leaf, jax.Array)
 
 
 class Frozen:

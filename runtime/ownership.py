@@ -10,6 +10,13 @@ references (`Owned.last`), so that a call costs one comparison of identities; it
 garbage, so that a state that the user has dropped is not kept alive. When a call is given anything else, what the last
 call returned becomes one of the arrays that are known weakly, by id.
 
+*Aliases.* The same buffer may reach a step twice: an array as state and as a reference (a target network), twice in
+one pytree, or as a view of the state, such as one of its shards. JAX 0.10 ends the process where a donated buffer is
+another argument too, JAX 0.12 raises. So such state is copied, the copy is donated, and the array is its holder's from
+then on. Arrays that a step made have buffers of their own, and only arrays that are committed to devices can be views
+of them: a call looks at those of these that it has not seen, and compares addresses where the blocks have the same
+type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
+
 A *deleted* array that is given again is an error (`errors.DonatedError`). JAX 0.12 raises before it runs or donates
 anything, and its error is translated; JAX 0.10 checks what was deleted by `delete`, but an array that was donated ends
 the process (`_jax.DIES_OF_DELETED`), so that there arrays are looked at before the call: 8 us for 300 of them on eight
@@ -19,10 +26,13 @@ devices, where a call takes 3,500.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
@@ -64,9 +74,85 @@ class Owned:
         """Whether the step made this array."""
         return self._known.get(id(array)) is array
 
+    def unshared(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """Which arrays a call may overwrite. Those whose buffers it is given more than once are their holder's now.
+
+        Args:
+          leaves: of the call, none of them deleted.
+          ours: whether an array may be overwritten if it is given once.
+        """
+        counts = Counter(map(id, leaves))
+        arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+        views = {i: kind for i, leaf in arrays.items() if not self.has(leaf) and (kind := _view_type(leaf))}
+        types = set(views.values())
+        holders: dict[Any, set[int]] = {}
+        for i, array in arrays.items():
+            if types and _view_type(array) in types:
+                for buffer in _buffers(array):
+                    holders.setdefault(buffer, set()).add(i)
+        shared = {i for i, count in counts.items() if count > 1}
+        shared.update(*(found for found in holders.values() if len(found) > 1))
+        for i in shared:
+            self._known.pop(i, None)
+        return (lambda array: id(array) not in shared and ours(array)) if shared else ours
+
     def _forget(self, canary: weakref.ref[Any]) -> None:
         if self.last is not None and self.last[0] is canary:
             self.last = None
+
+
+class Disjoint:
+    """Whether arguments that are kept share no buffer with the state that the last call returned, which is donated.
+
+    An array that shared none when it was first given shares none with the state that was computed since.
+    """
+
+    def __init__(self, shardings: Sequence[Any], avals: Sequence[Any], has: Callable[[Any], bool]) -> None:
+        """Args:
+        shardings, avals: of the donated arguments.
+        has: whether the step made an array.
+        """
+        self._places: dict[Any, list[int]] = {}
+        for n, (sharding, aval) in enumerate(zip(shardings, avals, strict=True)):
+            block, dtype = sharding.shard_shape(aval.shape), aval.dtype
+            if jnp.issubdtype(dtype, jax.dtypes.extended):
+                block, dtype = (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
+            self._places.setdefault((block, dtype), []).append(n)
+        self._has = has
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __call__(self, kept: Sequence[Any], donated: Sequence[Any]) -> bool:
+        """Looks at those of `kept` that were not seen yet."""
+        seen = self._seen
+        for key, leaf in zip(map(id, kept), kept, strict=True):
+            if key in seen or (kind := _view_type(leaf)) is None:
+                continue
+            places = self._places.get(kind, ())
+            if any(leaf is donated[n] for n in places):
+                return False
+            if places and not self._has(leaf):
+                buffers = set(_buffers(leaf))
+                if any(not buffers.isdisjoint(_buffers(donated[n])) for n in places):
+                    return False
+            seen[key] = weakref.ref(leaf, lambda _, key=key: seen.pop(key, None))
+        return True
+
+
+def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
+    """Shape and dtype of an array's blocks; None for a leaf that shares no buffer with an array that a step made."""
+    if type(leaf) is not _jax.PlainArray:
+        if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
+            return None
+        leaf = _jax.data_of_keys(leaf)
+    return (leaf.sharding.shard_shape(leaf.shape), leaf.dtype) if leaf.committed and leaf.size else None
+
+
+def _buffers(array: Any) -> list[tuple[Any, int]]:
+    """Device and address of each block that is here; none of a deleted array."""
+    if array.is_deleted():
+        return []
+    plain = array if type(array) is _jax.PlainArray else _jax.data_of_keys(array)
+    return [(block.device, block.unsafe_buffer_pointer()) for block in _jax.blocks_of(plain)]
 
 
 def any_deleted(leaves: Iterable[Any]) -> bool:

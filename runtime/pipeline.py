@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +82,7 @@ class PipelineExecutable:
         self._steps: list[Step] = []
         self._items: list[Run | Send] = []  # the instruction of each step
         self._empty: list[Any] = []  # all buffers before the arguments are placed
-        self._donated = returning.donated_inputs(self._program)
+        self._donated = returning.owned_inputs(self._program)  # what becomes, or may become, the step's own
         self._elsewhere: Elsewhere | None = None
         if any(device.process_index != jax.process_index() for device in self._builder.devices):
             self._elsewhere = Elsewhere(
@@ -93,16 +92,22 @@ class PipelineExecutable:
         self._state = returning.returning_state(self._program, traced) if self._stacked is None else []
         if self._elsewhere is not None:
             self._state = [one for one in self._state if one[0] not in self._elsewhere.state]
+        self._shared = returning.shared_outputs(self._program, traced)
         self._whole_state = returning.whole_state(traced)
         state = {argument for argument, _, _ in self._state}
         if self._elsewhere is not None:
             state |= self._elsewhere.state
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
         self._compiling = threading.Lock()
+        values, block = traced.graph.values, traced.graph.block
         self._owned = Owned() if owned is None else owned
         self._ours: Callable[[Any], bool] = (lambda _: True) if named else self._owned.has
         first = [i.numbers[0] for i in traced.stacked.arguments] if traced.stacked else range(len(traced.arguments))
-        values, block = traced.graph.values, traced.graph.block
+        self._disjoint = ownership.Disjoint(
+            [self._sharding(number) for _, number, _ in self._state],
+            [values[block.inputs[argument]].aval for argument, _, _ in self._state],
+            self._owned.has,
+        )
         self._arguments = [traced.arguments[i] for i in first]  # of the user's step
         self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
         self._returned_weak: list[bool] = []  # of the state that a call returns
@@ -223,7 +228,7 @@ class PipelineExecutable:
     def _copies(self, leaves: list[Any]) -> list[Any]:
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
         self._weak_and_alive(leaves)
-        leaves = self._apart(leaves)
+        leaves = self._apart(leaves, self._ours)
         self._check(range(len(leaves)), leaves)
         out, copied = list(leaves), []
         for i, buffers in enumerate(self._program.inputs):
@@ -237,11 +242,11 @@ class PipelineExecutable:
             self._owned.add(array for one, array in zip(stacked.arguments, out, strict=True) if one.bounds)
         return out
 
-    def _apart(self, leaves: list[Any]) -> list[Any]:
+    def _apart(self, leaves: list[Any], ours: Callable[[Any], bool]) -> list[Any]:
         """The arguments of the program: stacked leaves in the parts that stages own."""
         if self._stacked is None:
             return leaves
-        parts = self._stacked.apart(leaves, self._ours)
+        parts = self._stacked.apart(leaves, ours)
         leaves.clear()
         self._owned.add(part for one in self._stacked.cut for part in parts[one])
         return parts
@@ -257,17 +262,18 @@ class PipelineExecutable:
         else:
             leaves = self._copies(self._leaves(pure))
         self.compile()
-        return self._placed(self._apart(leaves))
+        return self._placed(self._apart(leaves, self._ours), self._ours)
 
-    def _placed(self, leaves: Sequence[Any], last: bool = False) -> list[Any]:
+    def _placed(self, leaves: Sequence[Any], ours: Callable[[Any], bool] | None) -> list[Any]:
         """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
 
         Args:
           leaves: the arguments of the program.
-          last: whether the state is what the last call returned.
+          ours: whether an array may be overwritten; None if the state is what the last call returned, which may be.
         """
         env = list(self._empty)
-        if last:
+        if ours is None:
+            ours = self._ours
             for argument, number, _ in self._state:
                 env[number] = leaves[argument]
             places: Sequence[int] = [i for i in self._rest if not self._is_there(i, leaves[i], env)]
@@ -280,7 +286,7 @@ class PipelineExecutable:
         groups = [(i, number) for i in places for number in self._program.inputs[i]]
         if self._elsewhere is not None:
             groups = [one for one in groups if self._is_concerned(leaves[one[0]], one[1])]
-        moved: list[tuple[Any, int]] = []
+        moved: list[tuple[int, int]] = []
         donated: dict[int, list[tuple[Any, int]]] = {}  # one executable copies on one submesh
         for i, number in groups:
             leaf = leaves[i]
@@ -291,15 +297,17 @@ class PipelineExecutable:
             elif self._traced.arguments[i].role == "frozen" and self._held(leaf, number, env):
                 continue
             else:
-                moved.append((leaf, number))
+                moved.append((i, number))
         if moved:
-            arrays = presence.put([leaf for leaf, _ in moved], [self._sharding(number) for _, number in moved])
+            own = dict(zip(read := [*dict(moved)], placement.snapshot([leaves[i] for i in read]), strict=True))
+            arrays = presence.put([own[i] for i, _ in moved], [self._sharding(number) for _, number in moved])
             for (_, number), array in zip(moved, arrays, strict=True):
                 env[number] = array
-        if donated:
-            read = Counter(id(leaf) for leaf in leaves)
-            for _, group in sorted(donated.items()):
-                self._settle(group, read, env)
+        for _, group in sorted(donated.items()):
+            shardings = [self._sharding(number) for _, number in group]
+            ready = placement.settle([leaf for leaf, _ in group], shardings, ours)
+            for (_, number), array in zip(group, ready, strict=True):
+                env[number] = array
         return env
 
     def _is_there(self, argument: int, leaf: Any, env: list[Any]) -> bool:
@@ -348,18 +356,8 @@ class PipelineExecutable:
         env[number] = self._stays.of(leaf, self._sharding(number))
         return env[number] is not None
 
-    def _settle(self, group: Sequence[tuple[Any, int]], read: Counter[int], env: list[Any]) -> None:
-        """Places leaves that are donated on one submesh. What is another argument too is copied."""
-        shardings = [self._sharding(number) for _, number in group]
-        shared = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] > 1]
-        fresh = placement.copies([group[n][0] for n in shared], [shardings[n] for n in shared])
-        alone = [n for n, (leaf, _) in enumerate(group) if read[id(leaf)] == 1]
-        ready = placement.settle([group[n][0] for n in alone], [shardings[n] for n in alone], self._ours)
-        for n, array in (*zip(shared, fresh, strict=True), *zip(alone, ready, strict=True)):
-            env[group[n][1]] = array
-
     def _is_last(self, leaves: Sequence[Any]) -> bool:
-        """Whether the state is, leaf for leaf, what the last call returned, and no other argument is part of it."""
+        """Whether the state is, leaf for leaf, what the last call returned, and shares no buffer with the rest."""
         own = self._owned.last
         if own is None or own[2] is not self or not self._steady:
             return False
@@ -368,7 +366,7 @@ class PipelineExecutable:
             return False
         if self._elsewhere is not None and not self._elsewhere.unchanged(leaves):
             return False
-        return {id(leaves[i]) for i in self._rest}.isdisjoint(map(id, state))
+        return self._disjoint([leaves[i] for i in self._rest], state)
 
     def _remember(self, outputs: Sequence[Any]) -> None:
         """Remembers the state among the results of the program, which the step may overwrite if it comes back."""
@@ -432,6 +430,7 @@ class PipelineExecutable:
         if not self._compiled:
             self.compile()
         last = self._stacked is None and len(leaves) == len(self._arguments) and self._is_last(leaves)
+        ours = None
         if last:
             if [is_weak(leaves[i]) for i in self._rest] != [self._weak.planned[i] for i in self._rest]:
                 self._weak.check(leaves)
@@ -440,8 +439,9 @@ class PipelineExecutable:
         else:
             self._owned.recall()
             self._weak_and_alive(leaves)
-        leaves = self._apart(leaves)
-        env = self._placed(leaves, last)
+            ours = self._owned.unshared(leaves, self._ours)
+        leaves = self._apart(leaves, ours or self._ours)
+        env = self._placed(leaves, ours)
         leaves.clear()
         self._dispatch(env, self._followed() if watchdog.watching else None)
         outputs = self._outputs(env)
@@ -453,8 +453,11 @@ class PipelineExecutable:
         return whole
 
     def _outputs(self, env: Sequence[Any]) -> list[Any]:
-        """The flat results of the program."""
+        """The flat results of the program, each in buffers of its own."""
         outputs = [env[i] for i in self._program.outputs]
+        shared = [n for n in self._shared if outputs[n] is not None]
+        for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
+            outputs[n] = copied
         return outputs if self._elsewhere is None else self._elsewhere.complete(outputs)
 
     def _followed(self) -> Watch | None:

@@ -28,8 +28,34 @@ _GROUPS = 8
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of the caller as a result: arrays of JAX themselves, NumPy arrays and numbers as arrays of JAX."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    """A leaf of the caller as a result: arrays of JAX themselves, copies of NumPy arrays, numbers as arrays of JAX."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(snapshot([leaf])[0])
+
+
+def snapshot(leaves: Sequence[Any]) -> Sequence[Any]:
+    """The leaves with copies of NumPy arrays, which their holder may write as soon as the call returns.
+
+    JAX reads them later: it copies to several devices while the step runs, and on CPUs an executable reads the memory
+    itself if it is aligned. So copies are aligned, which makes them the only ones there. A list or a tuple, as it came.
+    """
+    if _IMMUTABLE.issuperset(map(type, leaves)):
+        return leaves
+    out = [_aligned(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return out if isinstance(leaves, list) else tuple(out)
+
+
+_IMMUTABLE = frozenset({_jax.PlainArray, bool, int, float, complex})
+_ALIGNMENT = 64  # bytes; of XLA's CPU buffers
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    if array.dtype.hasobject or not array.dtype.itemsize:  # JAX refuses these
+        return array
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    out = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
 
 
 def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
@@ -49,19 +75,15 @@ def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
 def settle(
     leaves: Sequence[Any], shardings: Sequence[NamedSharding], ours: Callable[[Any], bool]
 ) -> list[Any]:  # fmt: skip
-    """The leaves, ready to be donated: copies of those that are not ours, not placed, or came before in the list.
+    """The leaves, ready to be donated: copies of those that are not ours or not placed.
 
     Args:
       leaves: arrays, NumPy arrays or Python scalars.
       shardings: where each must lie.
       ours: whether an array may be overwritten.
     """
-    seen: set[int] = set()
-    foreign = []
-    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if id(leaf) in seen or not ours(leaf) or not is_placed(leaf, sharding):
-            foreign.append(i)
-        seen.add(id(leaf))
+    pairs = enumerate(zip(leaves, shardings, strict=True))
+    foreign = [i for i, (leaf, sharding) in pairs if not (ours(leaf) and is_placed(leaf, sharding))]
     out = list(leaves)
     for i, copied in zip(foreign, copies([leaves[i] for i in foreign], [shardings[i] for i in foreign]), strict=True):
         out[i] = copied
@@ -80,10 +102,7 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
         while stop < len(leaves) and total + sizes[stop] <= limit:
             total += sizes[stop]
             stop += 1
-        put = presence.put(leaves[start:stop], shardings[start:stop])
-        for here in _by_mesh(shardings[start:stop]):
-            for i, copied in zip(here, _fresh([put[i] for i in here]), strict=True):
-                put[i] = copied
+        put = fresh(presence.put(leaves[start:stop], shardings[start:stop]))
         if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
             jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
         out.extend(put)
@@ -92,13 +111,18 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
     return out
 
 
-def _by_mesh(shardings: Sequence[NamedSharding]) -> list[list[int]]:
-    """The positions of arrays that have a block here, those of one mesh together: one executable copies them."""
-    found: dict[Any, list[int]] = {}
-    for i, sharding in enumerate(shardings):
-        if presence.is_here(sharding):
-            found.setdefault(sharding.mesh, []).append(i)
-    return list(found.values())
+@_jax.without_mesh()
+def fresh(arrays: Sequence[Any]) -> list[Any]:
+    """Copies of arrays where they are; what has no block here as it is. One executable copies those of a mesh."""
+    out = list(arrays)
+    meshes: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        if presence.is_here(array.sharding):
+            meshes.setdefault(array.sharding.mesh, []).append(i)
+    for here in meshes.values():
+        for i, copied in zip(here, _fresh([arrays[i] for i in here]), strict=True):
+            out[i] = copied
+    return out
 
 
 @functools.partial(jax.jit, donate_argnums=())

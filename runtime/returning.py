@@ -10,17 +10,15 @@ from alpa_lite.graph import Traced
 from alpa_lite.program import Program, Run
 
 
-def donated_inputs(program: Program) -> frozenset[int]:
-    """The argument buffers that some run consumes."""
+def owned_inputs(program: Program) -> frozenset[int]:
+    """The argument buffers that some run consumes, or that are results: these must not be the caller's."""
     given = {b for group in program.inputs for b in group}
-    return frozenset(
-        b for items in program.lists for item in items if isinstance(item, Run)
-        for b in program.consumed(item) if b in given
-    )  # fmt: skip
+    runs = (item for items in program.lists for item in items if isinstance(item, Run))
+    return frozenset(given & {*program.outputs, *(b for item in runs for b in program.consumed(item))})
 
 
 def returning_state(program: Program, traced: Traced) -> list[tuple[int, int, int]]:
-    """(argument, its buffer, output) of the state that comes back where the next call wants it; all, or none."""
+    """(argument, its buffer, output) of the state that comes back where the next call wants it."""
     found = []
     for output, argument in traced.state:
         group, made = program.inputs[argument], program.outputs[output]
@@ -29,8 +27,24 @@ def returning_state(program: Program, traced: Traced) -> list[tuple[int, int, in
         there, here = program.buffers[group[0]], program.buffers[made]
         if (there.mesh, there.layout) == (here.mesh, here.layout):
             found.append((argument, group[0], output))
-    made = [program.outputs[output] for _, _, output in found]
-    return found if len(set(made)) == len(made) else []
+    return found
+
+
+def shared_outputs(program: Program, traced: Traced) -> list[int]:
+    """The results whose buffers are also state that was given or is returned: a later call may donate these.
+
+    Of equal results, new state keeps the buffer.
+    """
+    state = dict(traced.state)
+    held = {b for argument in state.values() for b in program.inputs[argument]}
+    found = []
+    for n in sorted(range(len(program.outputs)), key=lambda n: n not in state):
+        buffer = program.outputs[n]
+        if buffer in held and not (n in state and buffer in program.inputs[state[n]]):
+            found.append(n)
+        if n in state:
+            held.add(buffer)
+    return sorted(found)
 
 
 def whole_state(traced: Traced) -> list[int]:

@@ -71,7 +71,6 @@ class StackedLeaves:
         """
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
-        seen: set[int] = set()
         out: list[Any] = []
         foreign: dict[Any, list[tuple[int, Any, NamedSharding]]] = {}
         for leaf, one in zip(leaves, self._arguments, strict=True):
@@ -80,8 +79,7 @@ class StackedLeaves:
                 continue
             aval = self._avals[one.numbers[0]]
             check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
-            parts = one.apart(leaf) if id(leaf) not in seen and ours(leaf) else None
-            seen.add(id(leaf))
+            parts = one.apart(leaf) if ours(leaf) else None
             if parts is None:
                 spans = itertools.pairwise(one.bounds)
                 parts = [leaf[low:high] for low, high in spans]
