@@ -451,7 +451,7 @@ def _attention_efficiency(cluster: Cluster) -> tuple[tuple[str, tuple[float, flo
         given = presets.ATTENTION_EFFICIENCY.get(cluster.platform, {})
     items = given.items() if isinstance(given, Mapping) else given
     try:
-        pairs = [
+        pairs: list[tuple[str, tuple[float, ...]]] = [
             (str(name), (float(x), float(x)) if isinstance(x, int | float) else tuple(map(float, x)))
             for name, x in items
         ]
