@@ -11,6 +11,7 @@ Evaluation after training (`like=train_step`), the short last batch and another 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -102,23 +103,47 @@ def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[Log
     return None if found is None else (*found, layout_of_spec(sharding.spec, leaf.ndim))
 
 
-def plans_of(like: Sequence[Any]) -> tuple[Plan, ...]:
-    """The plans of the option `like`.
+def plans_of(like: Sequence[Any], given: Mapping[str, Any]) -> tuple[Plan, ...]:
+    """The plans of the option `like`. A step that has none yet is planned from the shapes at hand.
+
+    Args:
+      like: steps and plans.
+      given: the arguments of the call, by name.
 
     Raises:
-      OptionError: a step has no plan yet.
+      OptionError: a step has no plan yet, and cannot be planned from these arguments.
     """
     out: list[Plan] = []
     for one in like:
         plans = (one,) if isinstance(one, Plan) else one.plans
         if not plans:
-            name = _name(one)
-            raise OptionError(
-                f"like={name}: {name} has no plan yet, so it is not known where its state lies; call it first, or "
-                f"{name}.plan(...) with its arguments or their shapes"
-            )
+            name, found = _name(one), _arguments_for(one, given)
+            failure = f"it cannot be planned from {', '.join(given)}"
+            if found is not None:
+                try:
+                    plans = (one.plan(*found[0], **found[1]),)
+                except Exception as error:  # what the step raises for arguments that may not be its own
+                    failure += f" ({type(error).__name__}: {error})"
+            if not plans:
+                raise OptionError(
+                    f"like={name}: {name} has no plan yet, and {failure}, so it is not known where its state is "
+                    f"placed; call it first, or {name}.plan(...) with its arguments or their shapes"
+                )
         out += plans
     return tuple(out)
+
+
+def _arguments_for(step: Any, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments of a step that has not been called: those of its parameters' names, else all in their order."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    named = [p for p in parameters if p.name in given]
+    if all(p in named or p.default is not p.empty for p in parameters):
+        keywords = {p.name: given[p.name] for p in named if p.kind == p.KEYWORD_ONLY}
+        return [given[p.name] for p in named if p.kind != p.KEYWORD_ONLY], keywords
+    needed = [p for p in parameters if p.default is p.empty]
+    return (list(given.values()), {}) if len(needed) == len(given) else None
 
 
 def compile_alike(
@@ -151,7 +176,10 @@ def compile_alike(
     flat = leaves.flat_arguments(call, args, kwargs)
     if options.like:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
-        found = Likeness(plans_of(options.like), f"the state is kept where {names} has it").pins(flat)
+        positional = dict(zip(call.names, args, strict=True))
+        found = Likeness(
+            plans_of(options.like, {**positional, **kwargs}), f"the state is kept where {names} has it"
+        ).pins(flat)
         if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
         return planned(fun, args, kwargs, options, cluster, found, why=why)

@@ -6,7 +6,7 @@ as long as that array lives: the next call moves nothing. Copies are shared by t
 steps that share its state.
 
 That works for arrays that cannot change, which are those of JAX. A NumPy array is copied at every call, with a warning
-at the first: even if it is read-only, other views of its memory may be written.
+once it comes again: even if it is read-only, other views of its memory may be written.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, NamedSharding], tuple[weakref.ref[Any], jax.Array]] = {}
+        self._hosts: weakref.WeakValueDictionary[tuple[int, NamedSharding], np.ndarray] = weakref.WeakValueDictionary()
         self._warned = False
 
     def of(self, leaf: Any, sharding: NamedSharding) -> jax.Array | None:
@@ -42,7 +43,7 @@ class Copies:
         if placement.is_placed(leaf, sharding):
             return leaf
         if not isinstance(leaf, jax.Array):
-            if not self._warned and isinstance(leaf, np.ndarray):
+            if not self._warned and isinstance(leaf, np.ndarray) and self._is_repeated(leaf, sharding):
                 self._warned = True
                 logger.warning(
                     "frozen weights come in NumPy arrays %s, such as one of %s bytes: they are copied to the devices "
@@ -56,6 +57,12 @@ class Copies:
             (copy,) = placement.copies([leaf], [sharding])
             found = self._held[key] = weakref.ref(leaf, lambda _: self._held.pop(key, None)), copy
         return found[1]
+
+    def _is_repeated(self, leaf: np.ndarray, sharding: NamedSharding) -> bool:
+        """Whether an array of the host was passed before: data are others in every call."""
+        before = self._hosts.get((id(leaf), sharding))
+        self._hosts[id(leaf), sharding] = leaf
+        return before is leaf
 
 
 class Frozen:

@@ -151,10 +151,13 @@ def test_abstract_and_host_leaves_are_matched_by_the_ends_of_their_paths() -> No
     assert made.stages[0].inputs == found.stages[0].inputs
 
 
-def test_a_step_that_is_not_planned_yet_cannot_be_liked() -> None:
+def test_a_step_that_is_not_planned_yet_is_planned_from_the_shapes_at_hand() -> None:
     step = parallel(train, "zero")
     with pytest.raises(OptionError, match=r"like=train: train has no plan yet.*train\.plan\(\.\.\.\)"):
-        alpa_lite.parallelize(evaluate, like=step)(initial(), examples(8))
+        alpa_lite.parallelize(norm_of, like=step)(initial().params)
+    found = alpa_lite.parallelize(evaluate, like=step)(initial(), examples(8))
+    comparing.compare(found, jax.jit(evaluate)(initial(), examples(8)))
+    assert len(step.plans) == 1
     with pytest.raises(OptionError, match="like=3: give a step that parallelize made, a Plan"):
         alpa_lite.parallelize(evaluate, like=3)
 

@@ -126,7 +126,7 @@ LINEAR_CHAIN = _names("neg transpose reshape squeeze copy convert_element_type")
 
 LINEAR_IN_FIRST = _names("""
     neg transpose reshape squeeze copy broadcast_in_dim reduce_sum slice rev cumsum split reduce_window_sum real imag
-    dynamic_slice gather unstack sharding_constraint reshard user_constraint
+    conj dynamic_slice gather unstack sharding_constraint reshard user_constraint
 """)
 """Linear in the first operand; the others are indices."""
 
@@ -136,7 +136,7 @@ LINEAR_IN_EACH = PRODUCTS | _names("mul ragged_dot_general")
 JOINING = _names("concatenate stack")
 """For no layout does it matter in which order their operands come."""
 
-LINEAR_IN_ALL = ADDITIONS | JOINING | _names("pad")
+LINEAR_IN_ALL = ADDITIONS | JOINING | _names("complex pad")
 """Linear in all operands together."""
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

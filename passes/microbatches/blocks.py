@@ -93,7 +93,7 @@ class Scope:
         if want.kind in ("whole", "inner"):
             return self._whole(value, want)
         assert want.kind == "sliced" and base.kind in ("whole", "inner", "local"), (base, want)
-        return self._block(value, want.dim, base)
+        return self._block(value, want, base)
 
     def _as_partial(self, value: int, base: State) -> Atom:
         if base == LOCAL:
@@ -133,27 +133,28 @@ class Scope:
         self.ops.append(self.builder.moved(op, operands, results))
         self.env.update({(v, WHOLE): r for v, r in zip(op.results, results, strict=True)})
 
-    def _block(self, value: int, dim: int, base: State) -> Atom:
+    def _block(self, value: int, want: State, base: State) -> Atom:
         """This micro-batch's block of a value that is the same in all of them."""
-        found = self._local_block(value, dim)
+        found = self._local_block(value, want)
         if found is not None:
             return found
         assert base != LOCAL
-        cuts, examples = self.builder.cuts, self.builder.cuts.of(value, dim)
+        dim, cuts, examples = want.dim, self.builder.cuts, self.builder.cuts.of(value, want)
 
         def one(count: jax.Array, x: jax.Array) -> list[jax.Array]:
             return [cuts.one(x, dim, examples, count)]
 
         return self.trace(one, [self.counter(), self.fetch(value, base)], self._source(value))
 
-    def _local_block(self, value: int, dim: int) -> Atom | None:
+    def _local_block(self, value: int, want: State) -> Atom | None:
         """The same by the local form of what makes the value; None if it has none."""
         if value not in self.analysis.producers:
             return None
+        dim = want.dim
         op, result = self.analysis.producers[value]
         if op.name == "optimization_barrier":
-            return self.fetch(op.operands[result], sliced(dim))
-        made = self.analysis.block_form(value, dim)
+            return self.fetch(op.operands[result], want)
+        made = None if want.segments else self.analysis.block_form(value, dim)
         if made is None:
             return None
         op, form = made
@@ -188,7 +189,7 @@ class Scope:
             return False
         for atom in op.operands:
             if not isinstance(atom, Lit) and len(self.builder.shape_of(atom)):
-                strides.want(atom, dim, strides.of(value, dim))
+                strides.want(atom, dim, strides.of(value, sliced(dim)))
         return True
 
     def counter(self) -> Atom:
@@ -388,7 +389,7 @@ class Nested(Scope):
             return None
         atom, kind = self._ports[value]
         if self.builder.strides is not None and want.kind == "sliced":
-            self.builder.strides.want(atom, want.dim + (kind != "const"), self.builder.strides.of(value, want.dim))
+            self.builder.strides.want(atom, want.dim + (kind != "const"), self.builder.strides.of(value, want))
         outer = self.parent.fetch(atom, want if kind == "const" else shifted(want, 1))
         if isinstance(outer, Lit):
             return outer

@@ -79,8 +79,8 @@ class _Loop(Scope):
                 return None
             return self._const(self.outside.need(value))
         if want.kind == "sliced" and (analysis.outside(value) or analysis.state[value] == WHOLE):
-            found = self._local_block(value, want.dim) if analysis.state[value] == WHOLE else None
-            return found if found is not None else self._scanned(self.outside.blocks(value, want.dim))
+            found = self._local_block(value, want) if analysis.state[value] == WHOLE else None
+            return found if found is not None else self._scanned(self.outside.blocks(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
@@ -126,12 +126,12 @@ class _Loop(Scope):
         """The scan, and the operations that make the exported values of its results."""
         post: list[Op] = []
         carries: list[tuple[int, Carried]] = []
-        stacked: list[tuple[int, int, Atom, int]] = []  # value, the dim of its blocks, the body's output, the result
+        stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
         for value, state in self._exports.items():
             if state.kind == "sliced" or (state == LOCAL and self.builder.parts == 1):
                 inner = self.fetch(value, state)
                 result = self.builder.shaped(value, (self.builder.parts, *self.builder.shape_of(inner)))
-                stacked.append((value, max(state.dim, 0), inner, result))
+                stacked.append((value, state, inner, result))
             else:
                 carries.append((value, self._accumulated(value, state)))
         params = {"length": self.builder.parts, "reverse": False, "unroll": 1}
@@ -144,9 +144,9 @@ class _Loop(Scope):
                 run = functools.partial(_converted, dtype=dtype)
                 result = self.outside.made(run, [result], post, ("back", dtype))
             self._renames[value] = result
-        for value, dim, _, result in stacked:
-            cuts = self.builder.cuts
-            examples = cuts.of(value, dim)
+        for value, state, _, result in stacked:
+            cuts, dim = self.builder.cuts, max(state.dim, 0)
+            examples = cuts.of(value, state)
             run = functools.partial(_joined, cuts=cuts, dim=dim, examples=examples)
             self._renames[value] = self.outside.made(run, [result], post, ("joined", dim, examples))
         return scan, post
@@ -185,5 +185,5 @@ def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]
 
 
-def _joined(x: jax.Array, cuts: Consecutive | Strides, dim: int, examples: int) -> list[jax.Array]:
+def _joined(x: jax.Array, cuts: Consecutive | Strides, dim: int, examples: Any) -> list[jax.Array]:
     return [cuts.joined(x, dim, examples)]

@@ -124,9 +124,10 @@ def accumulate(
     analysis, (size, dims) = found
     try:
         graph, scan, is_strided = _emitted(analysis, strided)
-    except ValueError as error:  # all that reads the batch comes before the loop, as far as anything does
-        if analysis.unfit:
-            refused = Refused(analysis.unfit[0].op, analysis.unfit[0], frozenset())
+    except ValueError as error:  # all that reads the batch comes before or after the loop, as far as anything does
+        failures = [*analysis.unfit, *(cause for cause in analysis.cause.values() if cause is not None)]
+        if failures:
+            refused = Refused(failures[0].op, failures[0], frozenset())
             raise _refusal(refused, num_microbatches, True, traced.graph) from error
         raise MicrobatchError(f"num_microbatches={num_microbatches}: {error}; use num_microbatches=1") from error
     notes = _notes(traced, analysis, size, dims)
@@ -288,7 +289,7 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
     several = []  # batches
     if len(leading) > 1 and all(size % parts == 0 for size in leading):
         several = [(batch[0][2][0], {value: 0 for _, value, _ in batch})]
-    if not fits and not several:
+    if not fits and not several and not any(size % parts == 0 for size in leading if not traced.batch_named):
         path, _, shape = next(item for item in batch if sizes[0] in item[2])
         raise _indivisible(path, shape, sizes[0], parts)
     out = []
@@ -297,7 +298,11 @@ def _candidates(traced: Traced, parts: int) -> list[tuple[int, dict[int, int]]]:
         common = set.intersection(*(set(dims) for _, dims in have))
         out.append((size, {value: min(common) if common else dims[0] for value, dims in have}))
     whole = any(size not in shape for size in fits for *_, shape in batch)  # these would not be cut
-    return [*several, *out] if whole else [*out, *several]
+    out = [*several, *out] if whole else [*out, *several]
+    if len(leading) > 1 and not traced.batch_named:  # the arguments of one size may be all that is a batch
+        alone = [(size, {v: 0 for _, v, shape in batch if shape[0] == size}) for size in leading if size % parts == 0]
+        out += [one for one in sorted(alone, key=lambda one: -len(one[1])) if one not in out]
+    return out
 
 
 def _batch(traced: Traced) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -432,7 +437,7 @@ def _cut_note(traced: Traced, parts: int, size: int, dims: Mapping[int, int]) ->
 def _combined(traced: Traced, analysis: Analysis) -> dict[str, str]:
     """How micro-batches are combined into each leaf of the result that depends on a local reduction, by path."""
     ops = traced.graph.block.ops
-    own = [op for op in ops if not analysis.local.isdisjoint(o.index for o in (op, *_nested(op)))]
+    own = [op for op in ops if any(o.index in analysis.local for o in (op, *_nested(op)))]
     inexact = flow.made_of(ops, [value for op in own for value in op.results])
     makers = flow.producers(ops)
 
@@ -444,7 +449,7 @@ def _combined(traced: Traced, analysis: Analysis) -> dict[str, str]:
 
     found = {}
     for output, atom in zip(traced.outputs, traced.graph.block.outputs, strict=True):
-        if atom in inexact:
+        if isinstance(atom, int) and atom in inexact:
             after = lambda v: [r for r in makers[v].reads if r in inexact] if analysis.state[v] == AFTER else []  # noqa: E731
             kinds = {kind(value) for value in flow.reach([atom], after)}
             found[output.path] = next((one for one in COMBINED if one in kinds), "")

@@ -12,7 +12,7 @@ from jax import lax
 from alpa_lite.graph import Atom, Lit, Op
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.microbatches.building import Builder, Traceable
-from alpa_lite.passes.microbatches.states import AFTER, WHOLE
+from alpa_lite.passes.microbatches.states import AFTER, WHOLE, State
 
 
 class Outside:
@@ -25,7 +25,7 @@ class Outside:
         self._early: set[int] = set()  # values that are computed before the loop
         self._late: set[int] = set()  # and after it, unless they are early
         self._effects: set[int] = set()  # operations after the loop, by index
-        self._blocks: dict[tuple[int, int], int] = {}
+        self._blocks: dict[tuple[int, State], int] = {}
         self._counter: int | None = None
 
     # -- before ---------------------------------------------------------------------------------------------------
@@ -48,11 +48,11 @@ class Outside:
 
         marked.update(reach(missing([value]), made_of))
 
-    def blocks(self, value: int, dim: int) -> int:
-        """The value with its micro-batches stacked along a new leading dim."""
-        key = (value, dim)
+    def blocks(self, value: int, state: State) -> int:
+        """The value with its micro-batches, in a sliced state, stacked along a new leading dim."""
+        key = (value, state)
         if key not in self._blocks:
-            cuts, examples = self.builder.cuts, self.builder.cuts.of(value, dim)
+            dim, cuts, examples = state.dim, self.builder.cuts, self.builder.cuts.of(value, state)
 
             def cut(x: jax.Array) -> list[jax.Array]:
                 return [cuts.cut(x, dim, examples)]

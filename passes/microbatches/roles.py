@@ -9,8 +9,11 @@ Control flow is analysed through its bodies; the states of what loops carry are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+import jax
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
@@ -19,7 +22,7 @@ from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm, rebinding
 from alpa_lite.passes.microbatches.journal import Journal
-from alpa_lite.passes.microbatches.rows import aligned_form
+from alpa_lite.passes.microbatches.segments import segmented_role
 from alpa_lite.passes.microbatches.states import (
     AXIS,
     INNER,
@@ -41,7 +44,7 @@ from alpa_lite.strategy import Rule
 ONCE = "its effect happens once, for the whole batch"
 
 _OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
-"""Operations whose form depends on more than their key: on what makes their indices, and on how JAX draws."""
+"""Operations whose form depends on more than their key, such as on how JAX draws."""
 
 
 class Classifier:
@@ -71,6 +74,7 @@ class Classifier:
         self.graph, self.values, self.rules = graph, graph.values, rules
         self.parts = parts
         self.local = frozenset[int]()
+        self.segments: dict[int, tuple[int, ...]] = {}  # size of a dim -> the segments that it had last
         self.mesh = LogicalMesh((parts,), (AXIS,))
         self.journal = journal
         self.state: dict[int, State] = journal.table()
@@ -157,7 +161,8 @@ class Classifier:
         """Whether a role is that of every operation with the key of this one on operands in these states."""
         if role.kind == "form":
             bound = role.form is not None and rebinding(role.form) is not None
-            return bound and role.operands == states and not role.scale and op.name not in _OWN_FORMS
+            is_common = role.operands == states and not role.scale and not role.segmented
+            return bound and is_common and op.name not in _OWN_FORMS
         return role.kind in ("whole", "copy")
 
     def _classified(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
@@ -188,13 +193,14 @@ class Classifier:
         rule = self.rules[op.key]
         factors = rule.operands[number][state.dim]
         failure = Failure(op, rule.reason or "it works across the examples of the batch")
-        forms = [aligned_form(op, self.values, self.producers, self.parts)]
-        forms += [self.form(op, factors[0])] if factors else []
-        for form in forms:
-            found = None if form is None else self._fits(op, states, form)
-            if found is not None:
-                return found
-        return failure
+        form = self.form(op, factors[0]) if factors else None
+        found = None if form is None else self._fits(op, states, form)
+        if found is None and self.parts > 1:
+            found = segmented_role(op, states, self.values, self.parts, self.segments)
+            for value, one in zip(op.results, () if found is None else found.results, strict=False):
+                if one.segments:
+                    self.segments[self.values[value].shape[one.dim]] = one.segments
+        return failure if found is None else found
 
     def _fits(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
         """The role for a form, if the operands can be had as it wants them."""
@@ -204,16 +210,66 @@ class Classifier:
             if given.kind in ("inner", "local") and want == WHOLE:
                 want = given
             single = self.parts == 1 and given == LOCAL
-            if want != given and not single and not self.can_block(op.operands[len(wanted)], want.dim):
+            plain = given._replace(segments=())
+            if want != plain and not single and not self.can_block(op.operands[len(wanted)], want.dim):
                 return None
             wanted.append(want)
         results = tuple(state_of(layout) for layout in form.results)
+        if any(state.segments for state in states):
+            found = self._in_segments(op, states, form, wanted, results)
+            if found is None:
+                return None
+            wanted, results = found
         if WHOLE in results:
             return None
         scale = op.index in self.local and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
         return Role("form", tuple(wanted), results, form, scale=scale)
+
+    def _in_segments(
+        self, op: Op, states: Sequence[State], form: LocalForm, wanted: Sequence[State], results: Sequence[State]
+    ) -> tuple[list[State], tuple[State, ...]] | None:
+        """The states of operands and results if the factor that is cut consists of segments; None if they cannot be."""
+        rule = self.rules[op.key]
+        kept: set[tuple[int, ...]] = set()
+
+        def sizes(dims: Sequence[Sequence[int]], state: State) -> tuple[int, int]:
+            """Of the factor that is cut, and of the dim that holds it."""
+            factors = dims[state.dim]
+            return rule.factors[factors[0]].size, math.prod(rule.factors[f].size for f in factors)
+
+        for dims, want, given in zip(rule.operands, wanted, states, strict=True):
+            if want.kind != "sliced" or given.kind in ("whole", "inner"):
+                continue
+            size, whole = sizes(dims, want)
+            if given.kind != "sliced" or any(n * size % whole for n in given.segments):
+                return None
+            kept.add(tuple(n * size // whole for n in given.segments))
+        if len(kept) != 1 or () in kept or any(n % self.parts for one in kept for n in one):
+            return None
+        (segments,) = kept
+        if rebinding(form) is None and self._is_positional(op, form):
+            return None
+
+        def cut(dims: Sequence[Sequence[int]], state: State) -> State:
+            if state.kind != "sliced":
+                return state
+            size, whole = sizes(dims, state)
+            return state._replace(segments=tuple(n * whole // size for n in segments))
+
+        return list(map(cut, rule.operands, wanted)), tuple(map(cut, rule.results, results))
+
+    def _is_positional(self, op: Op, form: LocalForm) -> bool:
+        """Whether a form computes with the number of its block."""
+        if op.name in primitives.DRAWS:
+            return True
+        specs = []
+        for atom, layout in zip(op.operands, form.operands, strict=True):
+            aval = atom.aval if isinstance(atom, Lit) else self.values[atom].aval
+            shape = tuple(n // self.parts if axes else n for n, axes in zip(aval.shape, layout.dims, strict=True))
+            specs.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+        return "axis_index" in str(jax.make_jaxpr(form.run, axis_env=[(AXIS, self.parts)])(*specs))
 
     def can_block(self, atom: Atom, dim: int) -> bool:
         """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""
@@ -301,7 +357,7 @@ class Classifier:
     def _scan(self, op: Op, states: Sequence[State]) -> Role | Failure:
         view = ScanView(op)
         consts, start, stacked = view.taken(states)
-        if sliced(0) in stacked:
+        if any(s.kind == "sliced" and s.dim == 0 for s in stacked):
             return self._map(view, states)
         xs = [shifted(s, -1) for s in stacked]
         atoms = [*view.operands.consts, *[None] * view.num_carry, *view.operands.xs]

@@ -35,13 +35,14 @@ AXIS = "microbatch"
 
 
 class State(NamedTuple):
-    """How a value depends on the micro-batch; `dim` is that of a sliced value.
+    """How a value depends on the micro-batch; `dim` is that of a sliced value, `segments` its sizes if it has several.
 
     A tuple, since tables are looked up by it for each operand of each operation.
     """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
     dim: int = -1
+    segments: tuple[int, ...] = ()
 
 
 WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner", "partial", "local", "after"))
@@ -69,7 +70,7 @@ def state_of(layout: Layout) -> State:
 
 def shifted(state: State, by: int) -> State:
     """The state with its dim moved, as stacking or unstacking a leading dim does."""
-    return sliced(state.dim + by) if state.kind == "sliced" else state
+    return state._replace(dim=state.dim + by) if state.kind == "sliced" else state
 
 
 def join(first: State, second: State) -> State | None:
@@ -99,6 +100,7 @@ class Role:
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
       length: for "scan" and "map", the length in a micro-batch.
+      segmented: whether a form makes segments or takes them apart (`segments`).
     """
 
     kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
@@ -108,6 +110,7 @@ class Role:
     inner: tuple[State, ...] = ()
     scale: bool = False
     length: int = 0
+    segmented: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from jax import lax
 from alpa_lite.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.microbatches.analysis import Analysis
+from alpa_lite.passes.microbatches.segments import segments_of
 from alpa_lite.passes.microbatches.states import Role, State
 
 
@@ -36,33 +37,37 @@ class Ordered(Exception):
 
 
 class Consecutive:
-    """Micro-batches of consecutive examples: how arrays are cut into them along a dim, and joined again."""
+    """Micro-batches of consecutive examples, in each segment of a dim: how arrays are cut into them, and joined."""
 
     def __init__(self, parts: int) -> None:
         """`parts`: the number of micro-batches."""
         self.parts = parts
 
-    def of(self, value: int, dim: int) -> int:
-        """How many examples a value holds along a dim, which does not matter here."""
-        del value, dim
-        return 0
+    def of(self, value: int, state: State) -> tuple[int, ...]:
+        """The segments of a value along the dim that is cut."""
+        del value
+        return state.segments
 
-    def cut(self, x: Any, dim: int, examples: int) -> Any:
+    def cut(self, x: Any, dim: int, segments: Any) -> Any:
         """The micro-batches of an array, stacked along a new leading dim."""
-        del examples
+        if segments:
+            return lax.concatenate([self.cut(piece, dim, ()) for piece in lax.split(x, segments, dim)], dim + 1)
         shape = (*x.shape[:dim], self.parts, x.shape[dim] // self.parts, *x.shape[dim + 1 :])
         split = lax.reshape(x, shape)
         return lax.transpose(split, (dim, *(d for d in range(len(shape)) if d != dim))) if dim else split
 
-    def one(self, x: Any, dim: int, examples: int, count: Any) -> Any:
+    def one(self, x: Any, dim: int, segments: Any, count: Any) -> Any:
         """The micro-batch of an array with a number."""
-        del examples
+        if segments:
+            return lax.concatenate([self.one(piece, dim, (), count) for piece in lax.split(x, segments, dim)], dim)
         size = x.shape[dim] // self.parts
         return lax.dynamic_slice_in_dim(x, lax.mul(count, np.int32(size)), size, dim)
 
-    def joined(self, x: Any, dim: int, examples: int) -> Any:
+    def joined(self, x: Any, dim: int, segments: Any) -> Any:
         """What `cut` has cut."""
-        del examples
+        if segments:
+            pieces = lax.split(x, [n // self.parts for n in segments], dim + 1)
+            return lax.concatenate([self.joined(piece, dim, ()) for piece in pieces], dim)
         if self.parts == 1:
             return lax.squeeze(x, (0,))  # whatever it is, a number without dims among it
         order = (*range(1, dim + 1), 0, *range(dim + 1, x.ndim))
@@ -88,9 +93,9 @@ class Strides:
                 self._define(value, state, analysis.values[value].shape[state.dim])
         self._block(analysis.graph.block)
 
-    def of(self, value: int, dim: int) -> int:
-        """E of a value that is cut along a dim. Raises Ordered if nobody knows it."""
-        found = self._wanted.get((value, dim)) or self.examples.get(value)
+    def of(self, value: int, state: State) -> int:
+        """E of a value that is cut along a dim. Raises Ordered if it is not known."""
+        found = self._wanted.get((value, state.dim)) or self.examples.get(value)
         if found is None:
             raise Ordered
         return found
@@ -103,18 +108,18 @@ class Strides:
         if known != examples or self.analysis.values[atom].shape[dim] % examples:
             raise Ordered
 
-    def cut(self, x: Any, dim: int, examples: int) -> Any:
+    def cut(self, x: Any, dim: int, examples: Any) -> Any:
         """The micro-batches of an array, stacked along a new leading dim."""
         split = lax.reshape(x, self._split(x.shape, dim, examples))
         order = (dim + 1, *(d for d in range(split.ndim) if d != dim + 1))
         return _merged(lax.transpose(split, order), dim + 1, 2)
 
-    def one(self, x: Any, dim: int, examples: int, count: Any) -> Any:
+    def one(self, x: Any, dim: int, examples: Any, count: Any) -> Any:
         """The micro-batch of an array with a number."""
         split = lax.reshape(x, self._split(x.shape, dim, examples))
         return _merged(lax.dynamic_index_in_dim(split, count, dim + 1, keepdims=False), dim, 2)
 
-    def joined(self, x: Any, dim: int, examples: int) -> Any:
+    def joined(self, x: Any, dim: int, examples: Any) -> Any:
         """What `cut` has cut."""
         shape = x.shape
         each = shape[dim + 1] // (examples // self.parts)
@@ -122,7 +127,7 @@ class Strides:
         order = (*range(1, dim + 2), 0, *range(dim + 2, split.ndim))
         return _merged(lax.transpose(split, order), dim, 3)
 
-    def _split(self, shape: Sequence[int], dim: int, examples: int) -> tuple[int, ...]:
+    def _split(self, shape: Sequence[int], dim: int, examples: Any) -> tuple[int, ...]:
         """A dim as (examples of a micro-batch, micro-batches, elements of an example)."""
         return (*shape[:dim], examples // self.parts, self.parts, shape[dim] // examples, *shape[dim + 1 :])
 
@@ -181,6 +186,9 @@ class Strides:
             self._define(value, state, examples)
 
     def _form(self, op: Op, role: Role) -> None:
+        if role.segmented:
+            self._segmented(op, role)
+            return
         examples = self._common(op, role)
         if examples is not None:
             case = op.key, role.operands, examples
@@ -189,6 +197,30 @@ class Strides:
             if not self._divided[case]:
                 raise Ordered
         self._like(op, role, examples)
+
+    def _segmented(self, op: Op, role: Role) -> None:
+        """Segments that have as many rows an example: every m-th example of each is that of the whole dim."""
+        values = self.analysis.values
+        cut = [(a, s) for a, s in zip(op.operands, role.operands, strict=True) if s.kind == "sliced"]
+        dims = [(a, s, values[a].shape[s.dim]) for a, s in cut if isinstance(a, int)]
+        known = [(size, self._known(a, s)) for a, s, size in dims]
+        rows = {size // examples for size, examples in known if examples is not None}
+        if not rows:
+            return  # in a loop, before it is known
+        if len(rows) != 1:
+            raise Ordered
+        (each,) = rows
+        for atom, state, size in dims:
+            if any(n % (each * self.parts) for n in segments_of(state, size)):
+                raise Ordered
+            self.want(atom, state.dim, size // each)
+        (_, first, whole), *_ = dims
+        in_segment = segments_of(first, whole)[0] // each  # examples
+        for value, state in zip(op.results, role.results, strict=True):
+            size = values[value].shape[state.dim]
+            if op.name == "reshape":
+                each = segments_of(state, size)[0] // in_segment
+            self._define(value, state, size // each)
 
     def _divides(self, key: Any, states: Sequence[State], examples: int) -> bool:
         """Whether the factors along which operations of a key are cut consist of so many examples."""

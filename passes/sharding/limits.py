@@ -252,6 +252,9 @@ def _textbook(
     out: Layouts = {}
     count = mesh.product(axes)
     kinds = facts.state
+    data = [v for v, a in zip(traced.graph.block.inputs, traced.arguments, strict=False) if a.role == "batch"]
+    sizes = {traced.graph.values[value].shape[0] for value in data if traced.graph.values[value].shape}
+    may_be_whole = not traced.batch_named and any(size % count == 0 for size in sizes)
     cut_by_loops = _stacked(grouping)
     in_blocks = parameters_of_products(facts, count) if isinstance(method, TensorParallel) else set()
 
@@ -272,6 +275,8 @@ def _textbook(
                 out[group] = (whole,)
             elif wishes.names_leaf(argument.path):
                 continue
+            elif shape[0] % count and may_be_whole:
+                out[group] = (whole,)
             elif shape[0] % count:
                 raise OptionError(
                     f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "

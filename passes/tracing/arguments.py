@@ -6,9 +6,10 @@ which that output is an update of (`evidence`). The rules, in order:
 
 1. A leaf of an NNX object is state if the step updates it: it does so in place.
 2. Outputs are searched top down for pytrees with at least one container that have the structure, shapes and dtypes of
-   a whole argument not yet taken, at least one leaf of which is carried from the argument's and changed: gradients and
-   predictions are no new state, nor are weights that are handed through. Of several such arguments the one whose name
-   the output's key repeats, else the one that most leaves are carried from, else the first.
+   a whole argument not yet taken, and at least one leaf of which is carried from a leaf of the argument, be it in
+   another place (buffers that change places): gradients and predictions are no new state, nor are weights that are
+   handed through. Of several such arguments the one whose name the output's key repeats, else the one that most leaves
+   are carried from, else the first.
 3. The same structure with most of the shapes and dtypes equal: the leaves that differ are no state, and a note says so.
 4. If nothing matched so far, the same with parts of arguments: `step(everything)`.
 5. A bare array is a weak sign: predictions often have the batch's shape, and a loss that of any scalar. Random keys
@@ -24,10 +25,10 @@ donate it.
 
 A step without state is a function like any other: evaluation, prediction, gradients. Keys and scalars are never the
 batch, nor, where anything else could be, is an argument that comes back as it went in or that products read as a weight
-(`evidence`). What remains is the batch if all of it shares one leading dim; of several arguments, those are whose
-arrays share one while others' do not. Anything else is ambiguous: for a step with state an error that names the
-arguments, without state a note. What is left of the arrays is *frozen*: weights that the step reads and does not
-return.
+(`evidence`): these are *frozen*, and so are pytrees whose arrays share no leading dim. An argument with indices, or a
+bare array next to state, is data however it is read: the nodes of a graph are looked up, and an adjacency matrix is
+multiplied. All else is data. The batch is the data whose leading dim most arguments share (in a step without state
+first: that a result has); where none is shared, each is a batch of its own size (nodes, edges and graphs).
 """
 
 from __future__ import annotations
@@ -152,13 +153,13 @@ class _Matcher:
             return
         if not any(number in self.pairs or self._outputs.modules[number] for number in tree.leaves):
             fitting = [part for part in candidates.get(tree.treedef, ()) if self._fits(tree, part, exact)]
-            weights = {id(part): self._weight(tree, part) for part in fitting}
+            weights = {id(part): self._weight(tree, part, candidates[tree.treedef]) for part in fitting}
             chosen = [part for part in fitting if weights[id(part)]]
             chosen.sort(key=lambda part: (part.key != tree.key, -weights[id(part)]))
             if chosen and (not alone or len(chosen) == 1 or chosen[0].key == tree.key):
                 self._take(tree, chosen[0])
                 return
-            if fitting and not chosen and not alone:
+            if fitting and not chosen and not alone and not all(map(self._evidence.hands_through, tree.leaves)):
                 self._doubt(tree, fitting[0])
         for child in self._outputs.children(tree, depth):
             self._descend(child, depth + 1, candidates, exact, alone)
@@ -169,14 +170,19 @@ class _Matcher:
         equal = sum(map(self._same, tree.leaves, part.leaves))
         return equal == len(tree.leaves) if exact else 2 * equal > len(tree.leaves)
 
-    def _weight(self, tree: Tree, part: Tree) -> int:
-        """How many leaves of a result are carried from those of an argument; of one that is named at least one."""
-        pairs = list(zip(tree.leaves, part.leaves, strict=True))
-        carried = [(n, i) for n, i in pairs if self._evidence.carried(n, i) and not self._evidence.unchanged(n, i)]
-        if not self._known.isdisjoint(part.leaves) and not any(self._evidence.learnt(n) for n, _ in carried):
+    def _weight(self, tree: Tree, part: Tree, alike: Sequence[Tree]) -> int:
+        """How many leaves of a result are carried from leaves of an argument; of one that is named at least one.
+
+        Parts of one structure (`alike`) may change places with each other.
+        """
+        changed = [n for n, i in zip(tree.leaves, part.leaves, strict=True) if not self._evidence.unchanged(n, i)]
+        carried = [n for n in changed if not self._evidence.origins(n).isdisjoint(part.leaves)]
+        if not carried and part.key == tree.key:
+            others = {leaf for other in alike for leaf in other.leaves}
+            carried = [n for n in changed if not self._evidence.origins(n).isdisjoint(others)]
+        if not self._known.isdisjoint(part.leaves) and not any(map(self._evidence.learnt, carried)):
             return 0
-        found = len(carried)
-        return max(found, self._named is not None)
+        return max(len(carried), self._named is not None)
 
     def _doubt(self, tree: Tree, part: Tree) -> None:
         """A note that a result looks like state and was not taken for it."""
@@ -185,10 +191,12 @@ class _Matcher:
             what = "gradients"
             self.differentiated.update(part.leaves)
         name = shown(common_path(self._outputs, tree)) or "the result"
-        self.notes.append(
+        note = (
             f"{name} has the structure of {shown(common_path(self._inputs, part))} but holds {what}, no update of it: "
             "it is not taken as new state; state_argnums or state_argnames say otherwise"
         )
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _take(self, tree: Tree, part: Tree) -> None:
         self._taken.update(part.leaves)

@@ -6,24 +6,25 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from alpa_lite.errors import SignatureError
+import numpy as np
+
 from alpa_lite.passes.tracing.leaves import Flat, Tree, common_path, is_batch_like
 from alpa_lite.paths import shown
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch as far as it can be told.
+    """The batch as far as the step determines it.
 
     Attributes:
       leaves: the numbers of its leaves.
       note: which arguments it is, and why.
-      beside: the other leaves of these arguments.
+      data: other leaves that are neither state nor frozen.
     """
 
     leaves: frozenset[int]
     note: str
-    beside: frozenset[int] = frozenset()
+    data: frozenset[int] = frozenset()
 
 
 def find_batch(
@@ -44,10 +45,7 @@ def find_batch(
       known: others that are no batch.
       handed, weights: those that the step returns as they are, and those that it reads as weights: an argument of
         nothing but the former, or with one of the latter, is no batch if any other could be.
-      results: the leading dims of results that are no gradients.
-
-    Raises:
-      SignatureError: several arguments of a step with state could be the batch.
+      results: the leading dims of results that are no gradients, which tell the batch of a step without state.
     """
     if named is not None:
         units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
@@ -58,24 +56,17 @@ def find_batch(
     units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
     if named is None:
         units = [unit for unit in units if not handed.issuperset(unit.leaves)] or units
-        units = [unit for unit in units if weights.isdisjoint(unit.leaves)] or units
+        units = [unit for unit in units if not _is_frozen(inputs, unit, weights, bool(state))] or units
+        uniform = [unit for unit in units if len(_leading(inputs, unit)) == 1 or _has_indices(inputs, unit)]
+        units = uniform or (units if state else [])
+    data = frozenset(i for unit in units for i in unit.leaves)
     if not units:
-        return Batch(frozenset(), "no argument was taken as the batch")
-    leading = [Counter(inputs.types[i][0][0] for i in u.leaves if is_batch_like(*inputs.types[i])) for u in units]
+        return Batch(
+            frozenset(), "no argument was taken as the batch; batch_argnums=(i,) or batch_argnames=(name,) name it"
+        )
+    leading = [_leading(inputs, unit) for unit in units]
     if named is None:
-        kept = _uniform(units, leading, results, bool(state))
-        if kept is None:
-            listed = "; ".join(
-                f"{shown(common_path(inputs, unit))} with leading dims {sorted(c)}"
-                for unit, c in zip(units, leading, strict=True)
-            )
-            settle = "Name it with batch_argnums=(i,) or batch_argnames=(name,)"
-            if state:
-                raise SignatureError(
-                    f"cannot tell which argument is the batch: {listed}. {settle}, or return the arguments that are "
-                    "state; with batch_argnums=() the step is planned without a batch"
-                )
-            return Batch(frozenset(), f"no argument was taken as the batch: {listed}. {settle}")
+        kept = _most_shared(leading, () if state else results)
         units, leading = [units[k] for k in kept], [leading[k] for k in kept]
     common = set(leading[0]).intersection(*leading[1:])
     total = sum(leading, Counter())
@@ -94,23 +85,35 @@ def find_batch(
     one = len(units) == 1
     why = why.format("it" if one else "them")
     note = f"{names} {'was' if one else 'were'} taken as the batch ({dims}): {why}"
-    return Batch(leaves, note, frozenset(i for unit in units for i in unit.leaves) - leaves)
+    return Batch(leaves, note, data - leaves)
 
 
-def _uniform(
-    units: Sequence[Tree], leading: Sequence[Counter[int]], results: Collection[int], has_state: bool
-) -> list[int] | None:
-    """Which units are the batch, by number; None if that cannot be told.
+def _is_frozen(inputs: Flat, unit: Tree, weights: frozenset[int], has_state: bool) -> bool:
+    """Whether an argument that products read as a weight is one."""
+    if weights.isdisjoint(unit.leaves) or (unit.is_bare and has_state):
+        return False
+    return not _has_indices(inputs, unit)
 
-    A single unit of a step with state is the batch. Of several, or without state, those are whose arrays share one
-    leading dim: if they differ among themselves and there is no state, those whose dim leads some result.
-    """
-    if len(units) == 1 and has_state:
-        return [0]
-    uniform = [k for k, counter in enumerate(leading) if len(counter) == 1]
-    if len({dim for k in uniform for dim in leading[k]}) > 1 and not has_state:
-        uniform = [k for k in uniform if any(dim in results for dim in leading[k])]
-    return uniform if len({dim for k in uniform for dim in leading[k]}) == 1 else None
+
+def _has_indices(inputs: Flat, unit: Tree) -> bool:
+    """Whether an argument holds arrays of integers, wider than those of quantised weights."""
+    return any(shape and dtype in (np.int32, np.int64) for shape, dtype in (inputs.types[i] for i in unit.leaves))
+
+
+def _leading(inputs: Flat, unit: Tree) -> Counter[int]:
+    """How many arrays of an argument have each leading dim."""
+    return Counter(inputs.types[i][0][0] for i in unit.leaves if is_batch_like(*inputs.types[i]))
+
+
+def _most_shared(leading: Sequence[Counter[int]], results: Collection[int]) -> list[int]:
+    """Which arguments, by number, have a leading dim of `results`, else that which most share; all if none is."""
+    led = [k for k, counter in enumerate(leading) if not counter.keys().isdisjoint(results)]
+    if led:
+        return led
+    count = Counter(dim for counter in leading for dim in counter)
+    (dim, most), *others = count.most_common(2)
+    alone = most == 1 or (others and others[0][1] == most)
+    return [k for k, counter in enumerate(leading) if alone or dim in counter]
 
 
 def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:

@@ -41,6 +41,7 @@ from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import indices, manual_regions
+from alpa_lite.passes.tracing.rows import with_batched_rows
 from alpa_lite.passes.tracing.trip_counts import with_counted_loops
 
 CALL_BODY = {
@@ -91,7 +92,7 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", anno
         constants=tuple(builder.constants),
         keys=builder.keys,
     )
-    return pruning.prune(with_counted_loops(graph), keep_inputs=len(inputs))
+    return pruning.prune(with_batched_rows(with_counted_loops(graph)), keep_inputs=len(inputs))
 
 
 class _Builder:

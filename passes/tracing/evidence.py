@@ -38,14 +38,22 @@ class Evidence:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
+    def origins(self, output: int) -> Origins:
+        """The arguments that an output keeps something of, element by element."""
+        return _origins(self._graph.block.outputs[output], self._found)
+
     def carried(self, output: int, argument: int) -> bool:
         """Whether an output keeps something of an argument, element by element."""
-        return argument in self._of(self._origins, output)
+        return argument in self.origins(output)
 
     def unchanged(self, output: int, argument: int) -> bool:
         """Whether an output is an argument as it came."""
         block = self._graph.block
         return block.outputs[output] == block.inputs[argument]
+
+    def hands_through(self, output: int) -> bool:
+        """Whether an output is some argument as it came."""
+        return self._graph.block.outputs[output] in self._graph.block.inputs
 
     def learnt(self, output: int) -> bool:
         """Whether an output depends on a reverse pass."""
@@ -84,9 +92,9 @@ class Evidence:
             if op.name == "dot_general":
                 contracted, _ = op.params["dimension_numbers"]
                 for side, (dims, others) in enumerate((contracted, contracted[::-1])):
-                    if (have := held[side]) and any(
-                        d == have[1] and other != 0 for d, other in zip(dims, others, strict=True)
-                    ):
+                    have, against = held[side], held[1 - side]
+                    examples = {0, against[1]} if against else {0}  # x.T @ y sums over those of both
+                    if have and any(d == have[1] and o not in examples for d, o in zip(dims, others, strict=True)):
                         found.add(have[0])
             elif op.name == "gather" and held[0]:
                 if held[0][1] in op.params["dimension_numbers"].start_index_map:
@@ -106,11 +114,8 @@ class Evidence:
                     dim = op.params["broadcast_dimensions"][dim]
                 leading.update((result, (first[0], dim)) for result in op.results if self._shape(result))
 
-    def _of(self, found: dict[int, Origins], output: int) -> Origins:
-        return _origins(self._graph.block.outputs[output], found)
-
     @cached_property
-    def _origins(self) -> dict[int, Origins]:
+    def _found(self) -> dict[int, Origins]:
         found = {value: frozenset({number}) for number, value in enumerate(self._graph.block.inputs)}
         self._walk(self._graph.block, found)
         return found

@@ -77,8 +77,8 @@ def trace(
       objects, of ((args, kwargs) after the call, result).
 
     Raises:
-      SignatureError: the batch of a step with state is ambiguous, a named argument is not there or does not come back,
-        or an argument is no array.
+      SignatureError: a named argument is not there or does not come back, every argument comes back, or an argument is
+        no array.
       OptionError: `constrain` names no scope.
       TracingError: the step uses the value of a traced array in Python.
     """
@@ -103,7 +103,6 @@ def trace(
     state = frozenset(pairs.values())
     if named is None and state:
         _refuse_all_state(inputs, state)
-    results = [shape for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)]
     weights = frozenset(known) | matched.differentiated
     weights |= {i for i, module in enumerate(inputs.modules) if module}
     numbers = {value: number for number, value in enumerate(graph.block.inputs[: len(inputs.paths)])}
@@ -114,7 +113,8 @@ def trace(
         if n not in pairs and isinstance(atom, int) and atom in kept
     ]
     handed = frozenset(argument for _, argument in through)
-    batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, {shape[0] for shape in results})
+    results = {shape[0] for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)}
+    batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, results)
     left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
     given = dict(enumerate(run.spread("out_shardings", out_shardings)))
     stays = {**pairs, **dict(through)}
@@ -142,7 +142,7 @@ def _role(inputs: Flat, number: int, state: frozenset[int], batch: batches.Batch
         return "state"
     if number in batch.leaves:
         return "batch"
-    return "frozen" if is_batch_like(*inputs.types[number]) and number not in batch.beside else "other"
+    return "frozen" if is_batch_like(*inputs.types[number]) and number not in batch.data else "other"
 
 
 class _Run:

@@ -60,7 +60,7 @@ class _Counter:
         if not op.bodies:
             self._learn(op.results[:1], [_folded(op, self.values, self.read)])
             return op
-        for atoms, inputs in _constant_inputs(op):
+        for atoms, inputs in constant_inputs(op):
             self._learn(inputs, map(self.read, atoms))
         op = replace(op, bodies=tuple(map(self.block, op.bodies)))
         if op.name != "while" or any(inner.has_effects for inner in op.bodies[0].ops):
@@ -185,7 +185,7 @@ def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
     return 0 if left <= 0 else -(-left // step) if step > 0 else None
 
 
-def _constant_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
+def constant_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
     """(operands, inputs of a body) that are equal in each of its runs: constants, and carries that never change."""
     if op.name == "cond":
         return [(op.operands[1:], body.inputs) for body in op.bodies]

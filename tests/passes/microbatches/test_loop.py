@@ -77,7 +77,7 @@ def test_steps(make):
     assert not any("inexact" in note for note in found.notes)
 
 
-BY_POSITION = {"noise", "class_weights", "mixed_up", "picked"}
+BY_POSITION = {"noise", "class_weights", "mixed_up"}
 """Steps of which a micro-batch has consecutive examples: draws and positions; class weights as many as examples."""
 
 

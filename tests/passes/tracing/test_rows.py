@@ -1,0 +1,178 @@
+"""Rows that are indexed by their own number are batch dims: exact in micro-batches, and sharded without a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import alpa_lite
+from alpa_lite.passes.tracing import trace
+from tests.passes.microbatches.test_loop import equal
+from tests.zoo_base import normal
+
+ROWS, STEPS, WIDTH = 16, 5, 8
+Loss = Callable[[Any, Any], Any]
+
+
+def weights() -> Any:
+    return {"w": normal(0, WIDTH, WIDTH) / 3}
+
+
+def batch() -> Any:
+    draw = np.random.default_rng(0)
+    return {
+        "x": normal(1, ROWS, STEPS, WIDTH),
+        "y": normal(2, ROWS, WIDTH),
+        "n": jnp.asarray(draw.integers(1, STEPS + 1, ROWS), jnp.int32),
+    }
+
+
+def hidden(s: Any, b: Any) -> jax.Array:
+    """[time, examples, features]."""
+    return jnp.swapaxes(jnp.tanh(b["x"] @ s["w"]), 0, 1)
+
+
+def distance(picked: jax.Array, b: Any) -> jax.Array:
+    return jnp.mean((picked - b["y"]) ** 2)
+
+
+def last_of_each(s: Any, b: Any) -> jax.Array:
+    return distance(hidden(s, b)[b["n"] - 1, jnp.arange(ROWS)], b)
+
+
+def last_of_a_recurrence(s: Any, b: Any) -> jax.Array:
+    def turn(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x + h @ s["w"])
+        return h, h
+
+    _, states = lax.scan(turn, jnp.zeros((ROWS, WIDTH)), jnp.swapaxes(b["x"], 0, 1))
+    return distance(states[b["n"] - 1, jnp.arange(ROWS)], b)
+
+
+def rows_of_numpy(s: Any, b: Any) -> jax.Array:
+    return distance(jnp.swapaxes(hidden(s, b), 0, 1)[np.arange(ROWS), b["n"] - 1], b)
+
+
+def columns_too(s: Any, b: Any) -> jax.Array:
+    h = jnp.swapaxes(hidden(s, b), 0, 1)
+    return distance(h[jnp.arange(ROWS)[:, None], b["n"][:, None] - 1, jnp.arange(WIDTH)[None]], b)
+
+
+def all_rows(s: Any, b: Any) -> jax.Array:
+    return distance(jnp.tanh(b["y"] @ s["w"])[jnp.arange(ROWS)], b)
+
+
+def several_of_each(s: Any, b: Any) -> jax.Array:
+    index = jnp.stack([b["n"] - 1, jnp.zeros_like(b["n"])], 1)
+    return distance(jnp.swapaxes(hidden(s, b), 0, 1)[jnp.arange(ROWS)[:, None], index].mean(1), b)
+
+
+def overwritten(s: Any, b: Any) -> jax.Array:
+    h = jnp.swapaxes(hidden(s, b), 0, 1)
+    return distance(h.at[jnp.arange(ROWS), b["n"] - 1].set(0.0).sum(1), b)
+
+
+def added(s: Any, b: Any) -> jax.Array:
+    h = jnp.swapaxes(hidden(s, b), 0, 1)
+    return distance(h.at[jnp.arange(ROWS), b["n"] - 1].add(b["y"] @ s["w"]).mean(1), b)
+
+
+def experts(h: jax.Array, w: jax.Array) -> jax.Array:
+    """Gates of the best two experts of each token, put where all experts are."""
+    value, index = lax.top_k(jax.nn.softmax(h @ w), 2)
+    one, two = (lax.broadcasted_iota(jnp.int32, index.shape, dim) for dim in (0, 1))
+    gates = jnp.zeros(h.shape).at[one, two, index].set(value)
+    return jnp.tanh(h * gates + h)
+
+
+def experts_unrolled(s: Any, b: Any) -> jax.Array:
+    return jnp.mean(experts(experts(b["x"], s["w"]), s["w"]) ** 2)
+
+
+def experts_scanned(s: Any, b: Any) -> jax.Array:
+    return jnp.mean(lax.scan(lambda h, k: (experts(h, k * s["w"]), None), b["x"], jnp.arange(1.0, 3.0))[0] ** 2)
+
+
+def experts_recomputed(s: Any, b: Any) -> jax.Array:
+    layer = jax.checkpoint(lambda h, k: (experts(h, k * s["w"]), None))
+    return jnp.mean(lax.scan(layer, b["x"], jnp.arange(1.0, 3.0))[0] ** 2)
+
+
+LOSSES: list[Loss] = [
+    last_of_each, last_of_a_recurrence, rows_of_numpy, columns_too, all_rows, several_of_each, overwritten, added,
+    experts_unrolled, experts_scanned, experts_recomputed,
+]  # fmt: skip
+
+
+def step_of(loss: Loss) -> Any:
+    def step(s: Any, b: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(s, b)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grads), value
+
+    return step
+
+
+def indexing(graph: Any) -> list[Any]:
+    return [op for op in graph.ops() if op.name in ("gather", "scatter", "scatter-add")]
+
+
+FAST = (last_of_each, rows_of_numpy, overwritten, experts_scanned)
+
+
+@pytest.mark.parametrize(
+    "loss", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES], ids=lambda f: f.__name__
+)
+def test_rows_are_exact_in_micro_batches(loss: Loss) -> None:
+    found = equal((step_of(loss), (weights(), batch())), 4, strided=True)
+    assert any("cutting moves no data" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_no_row_is_indexed(loss: Loss) -> None:
+    ops = indexing(trace(step_of(loss), (weights(), batch()), {}).graph)
+    assert ops and all(op.params["dimension_numbers"].operand_batching_dims for op in ops)
+
+
+def test_other_indices_stay() -> None:
+    """A position along another dim than that of the rows, or in a larger array, may be any row."""
+
+    def shifted(s: Any, b: Any) -> jax.Array:
+        h = jnp.swapaxes(hidden(s, b), 0, 1)
+        return distance(h[jnp.arange(ROWS) - 1, b["n"] - 1], b)
+
+    def larger(s: Any, b: Any) -> jax.Array:
+        h = jnp.concatenate([hidden(s, b), hidden(s, b)], 1)
+        return distance(h[b["n"] - 1, jnp.arange(ROWS)], b)
+
+    for loss in (shifted, larger):
+        ops = indexing(trace(step_of(loss), (weights(), batch()), {}).graph)
+        assert not any(op.params["dimension_numbers"].operand_batching_dims for op in ops)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (last_of_each, {"method": alpa_lite.DataParallel()}),
+        *[
+            pytest.param(loss, options, marks=pytest.mark.slow)
+            for loss in (last_of_each, overwritten, experts_scanned)
+            for options in (
+                {"method": alpa_lite.DataParallel(), "num_microbatches": 2},
+                {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
+            )
+        ],
+    ],
+)
+def test_on_eight_devices(loss: Loss, options: Any) -> None:
+    step, args = step_of(loss), (weights(), batch())
+    parallel = alpa_lite.parallelize(step, **options)
+    for a, b in zip(jax.tree.leaves(parallel(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    if "num_microbatches" not in options:
+        assert {c.kind for c in parallel.plan(*args).collectives} == {"all_reduce"}
