@@ -98,11 +98,9 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOpt
       overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
         of parameters ahead of their use, where the compiler does that: on GPUs and TPUs.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
-      solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
-        pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
-        rematerialisation, is another step. Tracing, building the programs and verification are not counted.
-      search_time_limit: wall-clock seconds of planning a step, tracing and verification included, to within a fifth:
-        the best plan found so far is taken then, and its notes say what was not searched.
+      effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
+        largest models. It is counted, so that a plan does not depend on the machine that makes it.
+      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit.
       dump_dir: a directory for the value after each pass, as text.
       cache_dir: a directory where plans are kept and found again without solving; by default that of the environment
         variable `ALPA_LITE_CACHE_DIR`, if it is set.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +13,11 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import STEPS, Deadline
 from alpa_lite.passes.sharding.strategies import MERGING
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan import Plan
 from alpa_lite.strategy import Rule
-
-REPAID = f"it would take longer than {STEPS} steps could win back"
-"""What notes begin with on what could save too little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +29,8 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What is given, and what is to be searched.
+class PlanRequest:
+    """The given options and arguments, and the plans that they admit.
 
     Attributes:
       options: of the user.
@@ -43,7 +39,6 @@ class Asked:
       pins: where flat arguments already are and stay.
       like: the plan of the same step for other shapes, whose division a pipeline keeps; None if there is none.
       wishes: what the user says of arguments and of the mesh, in the method and beside it.
-      deadline: until when to search; it began with the compilation, and all its passes share it.
     """
 
     options: Options
@@ -52,7 +47,6 @@ class Asked:
     pins: Pins = NO_PINS
     like: Plan | None = None
     wishes: Wishes = NO_WISHES
-    deadline: Deadline = field(default_factory=Deadline)
 
     @property
     def method(self) -> Method:
@@ -76,27 +70,9 @@ class Asked:
         """Bytes per device that a plan may use."""
         return self.options.memory_per_device or self.cluster.usable_memory
 
-    def with_budget(self, budget: float) -> Asked:
+    def with_budget(self, budget: float) -> PlanRequest:
         """The same with another budget."""
         return replace(self, options=replace(self.options, memory_per_device=budget))
-
-    @property
-    def time_limit(self) -> float:
-        """Seconds for the integer programs of one step: `Options.solver_time_limit`, or what is left of the search."""
-        return min(self.options.solver_time_limit, self.deadline.left)
-
-    def within(self, seconds: float, least: float = 0.0) -> Asked:
-        """The same, to be answered within so many seconds from now, or what is left; as of `Deadline.within`."""
-        return replace(self, deadline=self.deadline.within(seconds, least))
-
-    def repaying(self, seconds: float) -> Asked:
-        """The same, for what repays no more than so many seconds of search."""
-        return replace(self, deadline=self.deadline.repaying(seconds))
-
-    @property
-    def ran_out(self) -> str:
-        """What notes on something that was not searched begin with: why there was no more time."""
-        return REPAID if self.deadline.little else f"search_time_limit={self.options.search_time_limit:g} s"
 
     @cached_property
     def plan(self) -> Plan | None:

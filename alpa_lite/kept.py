@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alpa_lite import schedules
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError, OptionError, PlanError
 from alpa_lite.owned import owned, solved
 from alpa_lite.passes import microbatches, programs, stages
@@ -30,13 +30,13 @@ from alpa_lite.runner import Passes
 from alpa_lite.schedules import Schedule
 
 
-def is_given(asked: Asked) -> bool:
+def is_given(asked: PlanRequest) -> bool:
     """Whether the division of the step is given: by a pipeline of the same step, or by arguments on submeshes."""
     pipelined = asked.like is not None and asked.like.pipelined
     return pipelined or asked.pins.on_submeshes(asked.cluster.num_devices)
 
 
-def divided_as_given(run: Passes, step: Step, asked: Asked) -> Staged:
+def divided_as_given(run: Passes, step: Step, asked: PlanRequest) -> Staged:
     """As the plan of the same step divides it; where there is none, or that cannot be, as its arguments lie.
 
     Raises:
@@ -54,7 +54,7 @@ def divided_as_given(run: Passes, step: Step, asked: Asked) -> Staged:
         return noted(staged, f"divided by where the state lies, and not as the plan of the first call: {error}")
 
 
-def redivided(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+def redivided(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
     """The step divided as a plan for other shapes divides it, its state where that plan has it.
 
     Layers, submeshes, schedule and rematerialisation are those of the plan; where the batch does not divide into as
@@ -97,7 +97,7 @@ def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tup
 
 
 def program_as(
-    run: Passes, loop: Accumulated, planned: Sequence[PlannedStage], schedule: Schedule, asked: Asked, plan: Plan,
+    run: Passes, loop: Accumulated, planned: Sequence[PlannedStage], schedule: Schedule, asked: PlanRequest, plan: Plan,
     verdict: Verdict,
 ) -> Staged:  # fmt: skip
     """The program of stages that a step was cut into as a plan says, on the plan's submeshes."""
@@ -110,7 +110,7 @@ def program_as(
     )  # fmt: skip
 
 
-def _in_microbatches(run: Passes, step: Step, asked: Asked, plan: Plan) -> tuple[Accumulated, Schedule]:
+def _in_microbatches(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> tuple[Accumulated, Schedule]:
     """The step in the plan's number of micro-batches, or in the greatest smaller one that the batch divides into.
 
     Raises:

@@ -77,13 +77,11 @@ class Options:
         asks for it. On CPUs nothing overlaps.
       plan: a plan, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
-      solver_time_limit: wall-clock seconds for solving the integer programs of one step, all mesh shapes together; of a
-        pipeline, of one stage, or of one layer at one price of memory. Another number of micro-batches, or other
-        rematerialisation, is another step. Tracing, building the programs and verification are not counted.
-      search_time_limit: wall-clock seconds of planning a step, tracing and verification included, to within a fifth:
-        the best plan found so far is taken then, and its notes say what was not searched. What tracing, one plan and
-        its verification take is taken in any case. `solver_time_limit` holds within it. Less is taken where what is
-        left to be searched could not save as much in 100 steps.
+      effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
+        largest models, and less where bounds close. It is counted, not timed: a plan does not depend on the machine
+        that makes it. More effort never gives a slower plan.
+      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit. A plan
+        that it cuts short says so (`Plan.search.truncated`), depends on the machine, and is not cached.
       dump_dir: a directory for the value after each pass, as text; None writes nothing.
       cache_dir: a directory where plans are kept, and found again without solving, for the same program, arguments,
         options, cluster and versions; None stands for the environment variable `ALPA_LITE_CACHE_DIR`, and keeps
@@ -120,8 +118,8 @@ class Options:
     overlap: bool = False
     plan: Plan | str | os.PathLike[str] | None = None
     verify: Literal["shardy", "hlo", "off"] = "shardy"
-    solver_time_limit: float = 60.0
-    search_time_limit: float = 30.0
+    effort: Literal["quick", "normal", "thorough"] = "normal"
+    planning_time_limit: float | None = None
     dump_dir: str | os.PathLike[str] | None = None
     cache_dir: str | os.PathLike[str] | None = None
 
@@ -188,8 +186,8 @@ class PlanOptions(TypedDict, total=False):
     overlap: bool
     plan: Plan | str | os.PathLike[str] | None
     verify: Literal["shardy", "hlo", "off"]
-    solver_time_limit: float
-    search_time_limit: float
+    effort: Literal["quick", "normal", "thorough"]
+    planning_time_limit: float | None
     dump_dir: str | os.PathLike[str] | None
     cache_dir: str | os.PathLike[str] | None
 
@@ -229,9 +227,11 @@ def _validate(options: Options) -> None:
         refuse("communication", 'use "explicit" or "compiler"')
     if options.verify not in ("shardy", "hlo", "off"):
         refuse("verify", 'use "shardy", "hlo" or "off"')
-    for name in ("solver_time_limit", "search_time_limit"):
-        if not _is_number(getattr(options, name)) or not getattr(options, name) > 0:
-            refuse(name, "give seconds above 0")
+    if options.effort not in ("quick", "normal", "thorough"):
+        refuse("effort", 'use "quick", "normal" or "thorough"')
+    limit = options.planning_time_limit
+    if limit is not None and (not _is_number(limit) or not limit > 0):
+        refuse("planning_time_limit", "give seconds above 0, or None for no limit")
     for name in ("dump_dir", "cache_dir"):
         if getattr(options, name) is not None and not isinstance(getattr(options, name), str | os.PathLike):
             refuse(name, "give the path of a directory, or None")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import _jax, schedules
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
@@ -65,7 +65,7 @@ class Parts:
     submeshes: tuple[int, ...]
 
 
-def owned(run: Passes, step: Step, asked: Asked) -> Staged:
+def owned(run: Passes, step: Step, asked: PlanRequest) -> Staged:
     """The step divided by where its pinned arguments lie: what reads a leaf runs on the submesh that has it.
 
     Where it takes long enough, and the batch can be cut exactly, micro-batches that take turns on the submeshes are
@@ -103,7 +103,7 @@ def of_leaves(traced: Traced, pins: Pins) -> Pins:
     return replace(pins, arguments=found) if found or pins.pieces else pins
 
 
-def _worth(step: Step, asked: Asked) -> int:
+def _worth(step: Step, asked: PlanRequest) -> int:
     """The number of micro-batches to try: four for each submesh, or the greatest power of two that the batch allows."""
     count = 1 << (4 * len(asked.pins.meshes)).bit_length() - 1
     while count > 1 and batch_dims(step.traced, step.rules, count) is None:
@@ -111,7 +111,7 @@ def _worth(step: Step, asked: Asked) -> int:
     return count if len(asked.pins.meshes) > 1 else 1
 
 
-def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
+def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
     """A plan of a step that was divided by where its arguments lay: the same division and decisions, without solving.
 
     Raises:
@@ -146,7 +146,7 @@ def replayed(run: Passes, step: Step, asked: Asked, plan: Plan) -> Staged:
     return _program(run, parts, asked, planned, "replayed")
 
 
-def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
+def in_pieces(run: Passes, step: Step, asked: PlanRequest) -> tuple[Step, PlanRequest]:
     """The step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
 
     A leaf that cannot be taken apart, because something reads all of it at once, is pinned nowhere: it is moved to
@@ -178,13 +178,13 @@ def in_pieces(run: Passes, step: Step, asked: Asked) -> tuple[Step, Asked]:
     return Step(traced, rules), replace(asked, pins=replace(asked.pins, arguments=pins, pieces={}))
 
 
-def _pinned(asked: Asked) -> tuple[dict[int, int], int]:
+def _pinned(asked: PlanRequest) -> tuple[dict[int, int], int]:
     """Argument number -> the submesh that it lies on, and the number of submeshes."""
     found = submeshes_of(asked.pins, asked.cluster.num_devices)
     return {n: found.index((pin.mesh, pin.first_device)) for n, pin in asked.pins.arguments.items()}, len(found)
 
 
-def _at_once(run: Passes, step: Step, asked: Asked) -> Parts:
+def _at_once(run: Passes, step: Step, asked: PlanRequest) -> Parts:
     """The step in one part for each submesh, without micro-batches."""
     pinned, count = _pinned(asked)
     found = run("stages", stages.ownership, step.traced, pinned, count)
@@ -193,7 +193,7 @@ def _at_once(run: Passes, step: Step, asked: Asked) -> Parts:
     return Parts(Accumulated(step.traced, -1, 1, notes), graphs, tuple(range(count)))
 
 
-def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
+def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts:
     """The step in so many micro-batches, in one stage for each round of each submesh.
 
     Raises:
@@ -216,7 +216,7 @@ def _in_turns(run: Passes, step: Step, asked: Asked, number: int) -> Parts:
 
 
 def _program(
-    run: Passes, parts: Parts, asked: Asked, planned: Sequence[PlannedStage], status: str = "feasible"
+    run: Passes, parts: Parts, asked: PlanRequest, planned: Sequence[PlannedStage], status: str = "feasible"
 ) -> Staged:
     """The program of planned parts."""
     traced, count = parts.loop.traced, len(planned)
@@ -233,7 +233,7 @@ def _program(
     )  # fmt: skip
 
 
-def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
+def _planned(run: Passes, parts: Parts, asked: PlanRequest) -> Staged:
     """The parts planned, memory more and more expensive until all fit, or at the highest price.
 
     Raises:
@@ -254,7 +254,7 @@ def _planned(run: Passes, parts: Parts, asked: Asked) -> Staged:
     return staged
 
 
-def _solved(run: Passes, parts: Parts, asked: Asked, price: float) -> list[PlannedStage]:
+def _solved(run: Passes, parts: Parts, asked: PlanRequest, price: float) -> list[PlannedStage]:
     """The parts of a step, each solved on its submesh and lowered."""
     meshes = [mesh for mesh, _ in submeshes_of(asked.pins, asked.cluster.num_devices)]
     pinned, _ = _pinned(asked)
@@ -271,8 +271,8 @@ def _solved(run: Passes, parts: Parts, asked: Asked, price: float) -> list[Plann
 
 
 def solved(
-    run: Passes, asked: Asked, graphs: Sequence[StageGraph], shapes: Sequence[tuple[int, ...]], pins: Sequence[Pins],
-    *, price: float = 0.0, split_weights: bool,
+    run: Passes, asked: PlanRequest, graphs: Sequence[StageGraph], shapes: Sequence[tuple[int, ...]],
+    pins: Sequence[Pins], *, price: float = 0.0, split_weights: bool,
 ) -> list[PlannedStage]:  # fmt: skip
     """Stages whose leaves lie on given submeshes, each solved there and lowered; identical ones are solved once.
 
@@ -289,7 +289,7 @@ def solved(
         key = planning.digest(graph), shape, layouts
         decided = run(
             "sharding", planning.decide, graph, asked.cluster.part(math.prod(shape)), Sharded(shape),
-            price=price, time_limit=asked.time_limit, pins=own, like=known.get(key),
+            price=price, pins=own, like=known.get(key),
         )  # fmt: skip
         known.setdefault(key, decided)
         out.append(run("lowering", planning.lowered, decided, split_weights=split_weights))

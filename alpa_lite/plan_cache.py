@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.digest import digest
@@ -48,6 +48,7 @@ WITHOUT_EFFECT = frozenset(
         "keep_unused",
         "inline",
         "compiler_options",
+        "planning_time_limit",
     ]
 )
 """Options that decide nothing about a plan, or are in the key in another form."""
@@ -107,7 +108,7 @@ class PlanCache:
             logger.warning("the plan cannot be kept as %s: %s", self.path, error)
 
 
-def cache_of(step: Step, asked: Asked) -> PlanCache | None:
+def cache_of(step: Step, asked: PlanRequest) -> PlanCache | None:
     """The file of a planning; None where no directory is named, or a plan is given."""
     directory = asked.options.cache_dir or os.environ.get(VARIABLE)
     if not directory or asked.options.plan is not None:
@@ -115,7 +116,7 @@ def cache_of(step: Step, asked: Asked) -> PlanCache | None:
     return PlanCache(Path(directory).expanduser(), key_of(step, asked))
 
 
-def key_of(step: Step, asked: Asked) -> dict[str, str]:
+def key_of(step: Step, asked: PlanRequest) -> dict[str, str]:
     """Everything that a plan depends on, each part as text: equal in every process, without addresses or paths."""
     traced, options = step.traced, asked.options
     values, inputs = traced.graph.values, traced.graph.block.inputs

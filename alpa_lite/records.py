@@ -185,6 +185,31 @@ class Solver:
 
 
 @dataclass(frozen=True)
+class SearchSummary:
+    """The search that found a plan.
+
+    Attributes:
+      effort: the budget of work by name.
+      work, allowed: spent, and the budget, in cells (`passes.search.budget`).
+      expanded, pruned: numbers of sets of plans that were searched, and that a proven bound left out.
+      bound: predicted seconds that no plan takes less of, which is proven.
+      estimated: sets of plans that were not searched since they are estimated to be no faster.
+      unreached: sets of plans that the budget left out.
+      truncated: whether a limit of wall-clock time ended the search.
+    """
+
+    effort: str
+    work: int
+    allowed: int
+    expanded: int
+    pruned: int
+    bound: float
+    estimated: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A whole step, as predicted: where its seconds go, and its bytes.
 
@@ -422,7 +447,8 @@ class PlanRecord:
       rewrites: what the compiler is known to change afterwards, each by name.
       verification: what was checked against the compiler, with the outcome.
       candidates: the mesh shapes and textbook plans that were weighed.
-      planning_seconds: what planning took, by pass.
+      search: the search that found the plan; None where there was none.
+      planning_seconds: measured seconds of planning, by pass; not saved, and two plans are equal whatever they are.
       products: the FLOPs of the step's own matrix products, for its utilisation.
       comparisons: other methods on the same devices, as far as they have been evaluated (`Plan.compared`); two plans
         are equal whatever was.
@@ -447,7 +473,8 @@ class PlanRecord:
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
-    planning_seconds: Mapping[str, float] = field(default_factory=dict)
+    search: SearchSummary | None = None
+    planning_seconds: Mapping[str, float] = field(default_factory=dict, compare=False, metadata={"saved": False})
     products: Products = field(default_factory=Products)
     comparisons: tuple[Comparison, ...] = field(default=(), compare=False)
 

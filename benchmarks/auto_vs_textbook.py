@@ -78,12 +78,12 @@ def main() -> None:
             (RESULTS / "auto_vs_textbook.md").write_text(table(known))
 
 
-def compare(case: Case, cluster: str, nodes: int, limit: float) -> dict[str, Any]:
+def compare(case: Case, cluster: str, nodes: int) -> dict[str, Any]:
     """The plans of every method for one model on one cluster."""
     fun, args = models.get(case.model).abstract(case.size, case.batch, **case.overrides)
     machines = alpa_lite.Cluster.preset(cluster, nodes=nodes)
     start = time.process_time()
-    found = {name: predict(fun, args, machines, method, limit) for name, method in METHODS.items()}
+    found = {name: predict(fun, args, machines, method) for name, method in METHODS.items()}
     auto = found["Auto"].get("step_seconds")
     others = {name: found[name]["step_seconds"] for name in TEXTBOOK if "step_seconds" in found[name]}
     best = min(others, key=lambda name: others[name]) if others else None
@@ -98,17 +98,17 @@ def compare(case: Case, cluster: str, nodes: int, limit: float) -> dict[str, Any
         verdict = f"WORSE by {auto / others[best] - 1:.2e}" + (", within the solver's gap" if within else "")
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "jax": jax.__version__, "cluster": cluster,
-        "devices": machines.num_devices, "solver_seconds": limit, "batch": case.batch, "plans": found,
+        "devices": machines.num_devices, "batch": case.batch, "plans": found,
         "best_textbook": best, "verdict": verdict,
         "gain": None if auto is None or best is None else others[best] / auto,
         "cpu_seconds": time.process_time() - start,
     }  # fmt: skip
 
 
-def predict(fun: Callable[..., Any], args: Any, machines: Any, method: Any, limit: float) -> dict[str, Any]:
+def predict(fun: Callable[..., Any], args: Any, machines: Any, method: Any) -> dict[str, Any]:
     """What one plan costs, or why there is none."""
     try:
-        plan = alpa_lite.make_plan(fun, *args, cluster=machines, method=method, solver_time_limit=limit)
+        plan = alpa_lite.make_plan(fun, *args, cluster=machines, method=method)
     except InfeasibleError as error:
         return {"status": "needs more", "why": str(error)[:200]}
     except OptionError as error:

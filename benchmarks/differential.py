@@ -188,7 +188,7 @@ def contest_of(program: Program, seed: int, is_layered: bool) -> Contest:
         options["donate_argnums"] = rng.choice(("()", "(0,)", "(0, 1)"))
     if seed >= WIDER and is_layered and rng.random() < 0.15:
         name, specs = "auto", ()
-        options |= {"method": "alpa_lite.Auto()", "search_time_limit": "10"}
+        options |= {"method": "alpa_lite.Auto()", "effort": "'quick'"}
         options.pop("communication", None)
     return Contest(name, ", ".join(f"{k}={v}" for k, v in options.items()), rng.random() < 0.3, specs)
 

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--of", choices=KINDS)
     parser.add_argument("--limit", type=float, default=400, help="seconds of each case, textbook methods aside")
     parser.add_argument("--memory", type=float, default=16, help="GiB of each case")
-    parser.add_argument("--search-time-limit", type=float, help="as of make_plan; its own default if left out")
+    parser.add_argument("--effort", choices=("quick", "normal", "thorough"), default="normal")
     parser.add_argument("--no-textbook", action="store_true")
     parser.add_argument("--only-textbook", action="store_true")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
@@ -65,7 +65,7 @@ def main() -> None:
     elif arguments.profile:
         profile(names[0])
     elif arguments.child:
-        (textbook if arguments.textbook else measure)(names[0], Path(arguments.child), arguments.search_time_limit)
+        (textbook if arguments.textbook else measure)(names[0], Path(arguments.child), arguments.effort)
     else:
         for name in names:
             one(name, arguments)
@@ -107,8 +107,7 @@ def one(name: str, arguments: argparse.Namespace) -> None:
 
 def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     """A case in a process of its own, which is ended at the limits."""
-    limit = arguments.search_time_limit
-    given = [name, *more, *(["--search-time-limit", str(limit)] if limit else [])]
+    given = [name, *more, "--effort", arguments.effort]
     return cases_apart.run(__file__, given, arguments.limit, arguments.memory)
 
 
@@ -134,9 +133,8 @@ def planner(name: str) -> Any:
     fun, args = case.build()
     cluster = cluster_of(case)
 
-    def plan(method: Any, limit: float | None) -> Any:
-        more: dict[str, Any] = {} if limit is None else {"search_time_limit": limit}
-        return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, **case.options, **more)
+    def plan(method: Any, effort: str) -> Any:
+        return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, effort=effort, **case.options)
 
     return plan
 
@@ -151,14 +149,14 @@ def method_of(name: str) -> Any:
     return getattr(alpa_lite, kind)(*values)
 
 
-def measure(name: str, out: Path, limit: float | None) -> None:
+def measure(name: str, out: Path, effort: str) -> None:
     """Plans a case and writes what it took."""
     import jax
 
     plan = planner(name)
     start, cpu = time.perf_counter(), time.process_time()
     with pace.Meter() as meter:
-        found = plan(method_of(name), limit)
+        found = plan(method_of(name), effort)
     row = {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,
@@ -176,7 +174,7 @@ def measure(name: str, out: Path, limit: float | None) -> None:
     out.write_text(json.dumps(row))
 
 
-def textbook(name: str, out: Path, limit: float | None) -> None:
+def textbook(name: str, out: Path, effort: str) -> None:
     """Searches a case with every textbook method and writes their seconds a step, or why there are none."""
     from outside_unusual import CASES
     from textbook_plans import Textbook
@@ -190,7 +188,7 @@ def textbook(name: str, out: Path, limit: float | None) -> None:
     for text in TEXTBOOK:
         kind, value = text[:-1].split("(")
         try:
-            methods[text], _ = step.seconds(getattr(alpa_lite, kind)(*([int(value)] if value else [])), limit or 30.0)
+            methods[text], _ = step.seconds(getattr(alpa_lite, kind)(*([int(value)] if value else [])), effort)
         except AlpaLiteError as error:
             methods[text] = f"{type(error).__name__}: {str(error)[:120]}"
         out.write_text(json.dumps({"methods": methods}))
@@ -215,7 +213,7 @@ def figures(plan: Any) -> dict[str, Any]:
 def profile(name: str) -> None:
     """Prints where the CPU time of a case goes."""
     plan, method = planner(name), method_of(name)
-    found = cases_apart.profiled(lambda: plan(method, None))
+    found = cases_apart.profiled(lambda: plan(method, "normal"))
     print(json.dumps(figures(found)), dict(found.planning_seconds))
 
 

@@ -98,7 +98,7 @@ def planned(case: Case, method: Any, **options: Any) -> alpa_lite.Plan:
     """The plan of a case."""
     fun, args = models.get(case.model).abstract(case.size, case.batch, **case.overrides)
     cluster = alpa_lite.Cluster.preset(case.cluster, nodes=case.nodes)
-    return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, solver_time_limit=10, **options)
+    return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, **options)
 
 
 def compare(case: Case) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def planning(num_microbatches: int | str) -> dict[str, Any]:
     cluster = alpa_lite.Cluster.preset(LARGE.cluster, nodes=LARGE.nodes)
     start, cpu = time.perf_counter(), time.process_time()
     plan = alpa_lite.make_plan(
-        fun, *args, cluster=cluster, method=alpa_lite.Pipeline(), solver_time_limit=10,
+        fun, *args, cluster=cluster, method=alpa_lite.Pipeline(),
         num_microbatches=num_microbatches,
     )  # fmt: skip
     return {

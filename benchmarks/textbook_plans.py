@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_lite import _jax, collecting, compiler, one_mesh
+from alpa_lite import _jax, collecting, compiler
 from alpa_lite.api import make_options
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.passes import factors
+from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import wishes
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.pins import NO_PINS
 from alpa_lite.runner import passes
 
@@ -27,21 +27,20 @@ class Textbook:
         """Traces the step; options as of `make_plan`."""
         checked = make_options({**options, "cluster": cluster})
         trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
-        self.asked = Asked(checked, cluster, trace)
+        self.asked = PlanRequest(checked, cluster, trace)
         with collecting.seldom(), _jax.without_mesh():
             traced = trace()
             self.step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
 
-    def seconds(self, method: Any, limit: float) -> tuple[float, int]:
+    def seconds(self, method: Any, effort: str) -> tuple[float, int]:
         """The seconds of the method's best plan of one mesh, and its number of micro-batches.
 
         Raises:
           AlpaLiteError: none fits, or the method cannot be applied.
         """
-        options = replace(self.asked.options, method=method)
+        options = replace(self.asked.options, method=method, effort=effort)
         wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
-        asked = replace(self.asked, options=options, wishes=wished, deadline=Deadline(limit))
+        asked = replace(self.asked, options=options, wishes=wished)
         with collecting.seldom(), _jax.without_mesh(), passes("textbook", None) as run:
-            chosen = one_mesh.searched(run, self.step, asked).chosen
-        assert chosen is not None
-        return chosen.value.stage.found.solution.objective, chosen.value.way.count
+            staged = search_plan(run, self.step, asked).staged
+        return staged.seconds, staged.program.num_microbatches

@@ -38,7 +38,6 @@ from alpa_lite.errors import AlpaLiteError
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = ("whole", "paper", "auto", "Auto")
-ENDLESS = 1e5  # seconds
 
 
 LONG = {
@@ -48,10 +47,10 @@ LONG = {
     "4 x 4,096 tokens, GPT 2.6B (32 layers of 2,560), 4 nodes": (32, 2560, 32, 4096, 4, 4),
 }
 """Layers, hidden, heads, tokens, examples and nodes of eight V100, of models that `Auto()` plans."""
-LIMITS = 30.0, 120.0
+EFFORTS = "normal", "thorough"
 
 
-def planned_long(shape: tuple[int, ...], limit: float) -> dict[str, Any]:
+def planned_long(shape: tuple[int, ...], effort: str) -> dict[str, Any]:
     """What `Auto()` chooses for a model of `LONG` in some time."""
     layers, hidden, heads, tokens, examples, nodes = shape
     step, args = models.get("gpt").abstract(
@@ -59,7 +58,7 @@ def planned_long(shape: tuple[int, ...], limit: float) -> dict[str, Any]:
     )
     cluster = alpa_lite.Cluster.preset("p3.16xlarge", nodes=nodes)
     start = time.perf_counter()
-    plan = alpa_lite.make_plan(step, *args, cluster=cluster, search_time_limit=limit)
+    plan = alpa_lite.make_plan(step, *args, cluster=cluster, effort=effort)
     return {
         "seconds": plan.step_seconds,
         "took": time.perf_counter() - start,
@@ -77,24 +76,24 @@ def long_table(known: dict[str, dict[str, Any]]) -> list[str]:
         "",
         "## Long sequences with few micro-batches",
         "",
-        "What `Auto()` chooses on nodes of eight V100 (`p3.16xlarge`). The limit is `search_time_limit`, of which 30 s",
-        "are the default; planning takes wall seconds, tracing and checks included.",
+        "What `Auto()` chooses on nodes of eight V100 (`p3.16xlarge`). The effort is that of",
+        "the search; planning takes wall seconds, tracing and checks included.",
         "",
-        "| model | limit, s | step, s | stages | micro-batches | slices | whole sequences, s | one mesh, s "
+        "| model | effort | step, s | stages | micro-batches | slices | whole sequences, s | one mesh, s "
         "| planning, s |",
-        "|---|--:|--:|--:|--:|---|--:|--:|--:|",
+        "|---|---|--:|--:|--:|---|--:|--:|--:|",
     ]
     for name in LONG:
         rows = known.get(name, {})
-        for limit in LIMITS:
-            found = rows.get(f"{limit:g}")
+        for effort in EFFORTS:
+            found = rows.get(effort)
             if found is None:
                 continue
             others = [found["others"].get(other) for other in ("whole sequences", "one mesh")]
             whole, mesh = ("" if seconds is None else f"{seconds:.3f}" for seconds in others)
             slices = ", ".join(map(str, found["slices"])) or "none"
             lines.append(
-                f"| {name} | {limit:g} | {found['seconds']:.3f} | {found['stages']} | {found['microbatches']} "
+                f"| {name} | {effort} | {found['seconds']:.3f} | {found['stages']} | {found['microbatches']} "
                 f"| {slices} | {whole} | {mesh} | {found['took']:.0f} |"
             )
     return lines
@@ -114,7 +113,7 @@ def planned(setting: Setting, row: str) -> dict[str, Any]:
             num_stages=setting.stages, submesh_shapes=((1, setting.tensor),) * setting.stages, schedule="1f1b",
             token_slices={"whole": None, "paper": setting.slices, "auto": "auto"}[row],
         )  # fmt: skip
-        options = {"num_microbatches": setting.batch, "search_time_limit": ENDLESS}
+        options = {"num_microbatches": setting.batch, "effort": "thorough"}
     start = time.process_time()
     try:
         plan = alpa_lite.make_plan(step, *args, cluster=cluster, method=method, verify="off", **options)
@@ -127,7 +126,7 @@ def planned(setting: Setting, row: str) -> dict[str, Any]:
         "microbatches": plan.num_microbatches,
         "slices": list(division.token_slices) if division else [],
         "memory": max(stage.memory.total for stage in plan.stages),
-        "notes": [note for note in plan.notes if "token_slices" in note or "search_time_limit" in note],
+        "notes": [note for note in plan.notes if "token_slices" in note],
         "planning": time.process_time() - start,
     }
 
@@ -174,8 +173,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     if arguments.setting == "long":
         for name, shape in LONG.items():
-            for limit in LIMITS:
-                keep(name, f"{limit:g}", planned_long(shape, limit))
+            for effort in EFFORTS:
+                keep(name, effort, planned_long(shape, effort))
         return
     setting = next(s for s in SETTINGS if s.name == arguments.setting)
     for row in arguments.rows:

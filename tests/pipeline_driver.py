@@ -129,7 +129,7 @@ def drive(
         planning.lowered(
             planning.decide(
                 one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
-                price=price, time_limit=60.0, split_weights=tasks.splits_backward,
+                price=price, split_weights=tasks.splits_backward,
             ),
             split_weights=tasks.splits_backward,
         )

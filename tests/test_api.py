@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite.passes.sharding import search
+from alpa_lite.passes.search import best_first
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.runtime import loading
 
@@ -251,7 +251,7 @@ def no_solver(monkeypatch):
 
     def engage() -> None:
         monkeypatch.setattr(solve, "solve", refuse)
-        monkeypatch.setattr(search, "search", refuse)
+        monkeypatch.setattr(best_first, "search", refuse)
 
     return engage
 

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 import alpa_lite
-from alpa_lite import token_slicing
 from alpa_lite.methods import Pipeline
-from alpa_lite.passes.sharding import deadline
-from alpa_lite.passes.sharding.deadline import Deadline
 from tests.comparing import compare
 from tests.test_token_pipelines import TOKENS, language_model
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    """What a slow machine cannot win back in `deadline.STEPS` of so short steps is searched, too."""
-    monkeypatch.setattr(deadline, "FEW", 1e4)
 
 
 def cluster(devices: int, dispatch: float = 1e-6) -> alpa_lite.Cluster:
@@ -33,10 +22,7 @@ def cluster(devices: int, dispatch: float = 1e-6) -> alpa_lite.Cluster:
 
 
 def piped(step: Any, on: alpa_lite.Cluster, microbatches: int = 1, **method: Any) -> Any:
-    """With more time than the search takes, so that its answer does not depend on the machine."""
-    return alpa_lite.parallelize(
-        step, method=Pipeline(**method), cluster=on, num_microbatches=microbatches, search_time_limit=1e4
-    )
+    return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=on, num_microbatches=microbatches)
 
 
 def test_slices_are_chosen():
@@ -60,37 +46,6 @@ def test_slices_that_are_given_have_stages_that_suit_them():
     step, args = language_model(layers=3)
     plan = piped(step, cluster(3), num_stages=3, schedule="1f1b", token_slices=(3, 3, 3, 3)).plan(*args)
     assert max(plan.division.timeline.busy) < 1.5 * min(plan.division.timeline.busy)
-
-
-@pytest.mark.parametrize("most", [4, 0])
-def test_what_there_was_no_time_for_is_said(monkeypatch, most):
-    """Slicings that would be planned or written too late are left out; the plan is the best so far, and says so."""
-    monkeypatch.setattr(token_slicing._Search, "has_time", lambda search, slices: slices <= most)
-    step, args = language_model()
-    plan = piped(step, cluster(2), num_stages=2, token_slices="auto").plan(*args)
-    assert len(plan.division.token_slices) <= most
-    said = "slicings that may take less and were not planned: [1-9]" if most else "slices were not searched"
-    assert sum(bool(re.search(rf"search_time_limit=10000 s: .*{said}", note)) for note in plan.notes) == 1
-    whole = [row.step_seconds for row in plan.comparisons if row.name == "whole sequences"]
-    assert bool(whole) == bool(most)
-    assert all(plan.step_seconds < 0.85 * seconds for seconds in whole)
-
-
-def test_planning_slices_and_writing_their_plan_take_time():
-    """Both count, for the largest slicing at hand; and so does what whole sequences took of the part of slices."""
-    now = [0.0]
-    limit = Deadline(20.0, lambda: now[0])
-    asked: Any = SimpleNamespace(deadline=limit, options=SimpleNamespace(search_time_limit=30.0))
-    nothing: Any = None
-    search: Any = token_slicing._Search(nothing, asked, nothing, None, took=2.0)
-    longest = max(n for n in range(20) if search.has_time(n))
-    assert longest == (20 + token_slicing.GRACE * 30) // (2 * (1 + token_slicing.AFTER))
-    search.best = SimpleNamespace(token_slices=(64,) * longest)
-    now[0] += 2.0 * longest
-    assert search.has_time(1) and not search.has_time(2)
-    search.best = None
-    now[0] = 40.0
-    assert not search.has_time(2)
 
 
 def test_whole_sequences_where_dispatching_takes_long():
@@ -133,7 +88,6 @@ def test_fewer_micro_batches_in_more_slices():
     options = {
         "method": Pipeline(num_stages=2, schedule="1f1b", token_slices="auto"),
         "cluster": on,
-        "search_time_limit": 1e4,
     }
     sliced = alpa_lite.parallelize(step, **options)
     plan = sliced.plan(*args)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import errors, plan_cache
-from alpa_lite.asked import Asked, Step
+from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, ProcessError
 from alpa_lite.passes.programs.staged import Staged
@@ -72,7 +72,7 @@ class Description:
     devices: int
 
     @classmethod
-    def of(cls, step: Step, asked: Asked) -> Description:
+    def of(cls, step: Step, asked: PlanRequest) -> Description:
         """That of a traced step."""
         graph = step.traced.graph
         types = [f"{graph.values[n].dtype}{list(graph.values[n].shape)}" for n in graph.block.inputs]
@@ -139,7 +139,7 @@ class Alone:
         yield
 
     def plan(
-        self, step: Step, asked: Asked, make: Callable[[], tuple[Plan, Staged]], take: Callable[[Plan], Staged]
+        self, step: Step, asked: PlanRequest, make: Callable[[], tuple[Plan, Staged]], take: Callable[[Plan], Staged]
     ) -> tuple[Plan, Staged]:
         """The plan, and the step in its stages; see `Agreement.plan`."""
         return make()
@@ -172,7 +172,7 @@ class Agreement(Alone):
             raise
 
     def plan(
-        self, step: Step, asked: Asked, make: Callable[[], tuple[Plan, Staged]], take: Callable[[Plan], Staged]
+        self, step: Step, asked: PlanRequest, make: Callable[[], tuple[Plan, Staged]], take: Callable[[Plan], Staged]
     ) -> tuple[Plan, Staged]:
         """The plan, and the step in its stages.
 

@@ -19,10 +19,10 @@ from alpa_lite.passes.lowering.program import Body, LocalProgram, Loop, Reshard
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.search import Found
-from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
+from alpa_lite.passes.stages.choosing import StagePlan
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.pricing import Priced
+from alpa_lite.passes.stages.pricing import LayerCosts
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.paths import shown
 from alpa_lite.report import units
@@ -40,7 +40,7 @@ def text(value: Any) -> str:
             return "\n".join(graph_lines(value))
         case Grouping():
             return "\n".join(_groups(value))
-        case Found():
+        case MeshSolution():
             return "\n".join(_found(value))
         case DecidedStage():
             program = _program(value.program) if isinstance(value, PlannedStage) else ()
@@ -53,9 +53,9 @@ def text(value: Any) -> str:
             return "\n".join((*_layers(value.layering), "", text(value.layering.traced)))
         case Divided():
             return "\n".join((*_layers(value.layering), "", text(value.accumulated)))
-        case Priced():
+        case LayerCosts():
             return "\n".join(_priced(value))
-        case Sliced():
+        case StagePlan():
             return "\n".join(_sliced(value))
         case Staged():
             return "\n".join(_staged(value))
@@ -142,7 +142,7 @@ def _groups(grouping: Grouping) -> Iterator[str]:
             yield "    " + ", ".join(f"{name} x {count}" if count > 1 else name for name, count in names.items())
 
 
-def _found(found: Found) -> Iterator[str]:
+def _found(found: MeshSolution) -> Iterator[str]:
     solution = found.solution
     yield f"mesh {units.mesh(found.mesh.shape, found.mesh.axis_names)}"
     yield f"{solution.status}: objective {solution.objective} s, bound {solution.bound} s"
@@ -181,7 +181,7 @@ def _layers(layers: Layering) -> Iterator[str]:
         yield f"layer {number}: {len(layer.ops)} operations, {cost}, {layer.fingerprint}"
 
 
-def _priced(priced: Priced) -> Iterator[str]:
+def _priced(priced: LayerCosts) -> Iterator[str]:
     first = {layer: number for number, layer in reversed(list(enumerate(priced.layers)))}
     for number, layer in enumerate(priced.layers):
         yield f"layer {number}: as layer {first[layer]}, at least {layer.least(priced.cluster)} on one device"
@@ -191,7 +191,7 @@ def _priced(priced: Priced) -> Iterator[str]:
         yield f"layer {first[layer]} on {where}, price {price}: {cost}"
 
 
-def _sliced(found: Sliced) -> Iterator[str]:
+def _sliced(found: StagePlan) -> Iterator[str]:
     """What the stage search chose, and what it compared."""
     slices = found.slices
     yield f"{slices.schedule}, {slices.num_microbatches} micro-batches, {slices.virtual} stages per submesh"

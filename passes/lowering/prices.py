@@ -28,8 +28,8 @@ from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
 from alpa_lite.passes.sharding.computing import attention_efficiency
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.prices import combinable
-from alpa_lite.passes.sharding.search import Found
 from alpa_lite.records import Collective
 from alpa_lite.strategy import Rule
 
@@ -130,7 +130,12 @@ class Prices:
 
 
 def prices(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost, found: Found, program: LocalProgram
+    traced: Traced,
+    grouping: Grouping,
+    rules: Mapping[Any, Rule],
+    cost: MeshCost,
+    found: MeshSolution,
+    program: LocalProgram,
 ) -> Prices:
     """The price list of a step with the strategies that were found for it."""
     alone = _alone(traced, grouping, rules, cost, found.space.moved)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from alpa_lite.passes.stages.choosing import Sliced
+from alpa_lite.passes.stages.choosing import StagePlan
 from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.records import Candidate
 
 
-def of_stages(chosen: Sliced) -> tuple[Candidate, ...]:
+def of_stages(chosen: StagePlan) -> tuple[Candidate, ...]:
     """Every schedule with every number of micro-batches that the stage DP compared, with its estimates."""
     out = []
     for weighed in chosen.weighed:

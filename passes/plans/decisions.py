@@ -11,7 +11,7 @@ import numpy as np
 from alpa_lite import _jax, kernels
 from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Node
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.records import Decision, Fixed
@@ -48,7 +48,7 @@ def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tupl
     return tuple(out)
 
 
-def transfer_seconds(found: Found) -> list[tuple[int, np.ndarray]]:
+def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
     """Of each node that had a choice, its number and the seconds of its transfers under each of its strategies.
 
     The strategies of its neighbours are those that were chosen. Decisions are in the order of these nodes.
@@ -61,7 +61,7 @@ def transfer_seconds(found: Found) -> list[tuple[int, np.ndarray]]:
     return [(number, _transfer_seconds(found, number, touching.get(number, ()))) for number in chosen]
 
 
-def fixed_of(grouping: Grouping, found: Found, arguments: int) -> tuple[Fixed, ...]:
+def fixed_of(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
     """What operations and constants do that had no choice, and those of one key of which the method treats some apart.
 
     Args:
@@ -85,7 +85,7 @@ def fixed_of(grouping: Grouping, found: Found, arguments: int) -> tuple[Fixed, .
 
 
 def _renamed(
-    traced: Traced, grouping: Grouping, found: Found, like: Sequence[Decision], paths: Mapping[int, str]
+    traced: Traced, grouping: Grouping, found: MeshSolution, like: Sequence[Decision], paths: Mapping[int, str]
 ) -> tuple[Decision, ...]:
     """The decisions of an identical step under the names of this one."""
     nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
@@ -123,7 +123,7 @@ def _op_name(traced: Traced, op: Op) -> str:
     return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
 
 
-def _transfer_seconds(found: Found, number: int, touching: Sequence[int]) -> np.ndarray:
+def _transfer_seconds(found: MeshSolution, number: int, touching: Sequence[int]) -> np.ndarray:
     """For each strategy of a node, the seconds of its transfers, the neighbours' strategies given."""
     node, choice = found.space.nodes[number], found.solution.choice
     total = np.zeros(len(node.strategies))

@@ -23,7 +23,7 @@ from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.limits import Limits
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
 from alpa_lite.passes.sharding.tables import Shared
@@ -89,7 +89,7 @@ def replay(
     solution = Solution("feasible", tuple(choice), objective, objective, peak, 0, 0, 0)
     strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
     candidate = Candidate("replayed", mesh.shape, objective, int(peak), "chosen")
-    return DecidedStage(graph, rules, groups, Found(mesh, space, solution, strategies_of, (candidate,)), cluster)
+    return DecidedStage(graph, rules, groups, MeshSolution(mesh, space, solution, strategies_of, (candidate,)), cluster)
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from alpa_lite import _jax, kernels
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
@@ -192,3 +192,24 @@ def products_seconds(
                 flops = work(op, rules[op.key], values) * group.trips
                 total += flops / (cluster.peak(working_dtype(op, values)) * cluster.step_efficiency)
     return total / cluster.num_devices
+
+
+def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) -> float:
+    """Seconds that the products of a step take on all devices at the rate of large ones: no plan takes less.
+
+    A loop of unknown trip count is counted once, and of branches none.
+    """
+
+    def of_block(block: Block) -> float:
+        total = 0.0
+        for op in block.ops:
+            if op.name in PRODUCTS and not _jax.is_computed_again(op.source):
+                rate = cluster.peak(working_dtype(op, values)) * cluster.matmul_efficiency
+                total += work(op, rules[op.key], values) / rate
+            elif op.name != "cond":
+                trips = op.params["length"] if op.name == "scan" else 1
+                total += trips * sum(map(of_block, op.bodies))
+        return total
+
+    values = traced.graph.values
+    return of_block(traced.graph.block) / cluster.num_devices

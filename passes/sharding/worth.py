@@ -16,7 +16,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import limits, strategies, tables
 from alpa_lite.passes.sharding.bans import bans
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.pins import Pins, Wishes
 from alpa_lite.strategy import Rule
@@ -34,7 +34,7 @@ def worth(
     rules: Mapping[Any, Rule],
     cluster: Cluster,
     method: Any,
-    found: Found,
+    found: MeshSolution,
     *,
     budget: float,
     pins: Pins,
@@ -42,7 +42,7 @@ def worth(
 ) -> tuple[str, ...]:
     """A note for each of the user's own shardings; none where there is none, or where telling is expensive.
 
-    Args: those of `search.search`, and what it found.
+    Args: those of `mesh_program.mesh_programs`, and the solution.
     """
     said = items(traced, wishes)
     size = sum(len(node.strategies) for node in found.space.nodes)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from alpa_lite import schedules
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.options import Pipeline
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages import slicing
-from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, Priced
+from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, LayerCosts
 from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
 
@@ -26,27 +25,22 @@ CERTAIN = 0.02
 
 
 @dataclass(frozen=True, eq=False)
-class Sliced:
+class StagePlan:
     """Chosen stages, and what else there was.
 
     Attributes:
       priced: the step in layers, and their costs.
       slices: the stages.
       weighed: what the DP compared.
-      bound: no pipeline of the DP's model is faster, in seconds; what computing alone takes, where the search was not
-        finished.
+      bound: no pipeline of the DP's model is faster, in seconds.
       idle_devices: if devices are left over, how many and why.
-      unfinished: whether the time was over before the search.
-      rough: whether equal submeshes and few schedules were all that was searched.
     """
 
-    priced: Priced
+    priced: LayerCosts
     slices: StageSlices
     weighed: tuple[Weighed, ...]
     bound: float
     idle_devices: str = ""
-    unfinished: bool = False
-    rough: bool = False
 
     @property
     def seconds(self) -> float:
@@ -55,9 +49,9 @@ class Sliced:
 
 
 def choose(
-    priced: Priced, method: Pipeline, counts: Sequence[int], budget: float,
-    *, rough: bool = False, names: tuple[str, ...] = schedules.NAMES, deadline: Deadline | None = None,
-) -> Sliced:  # fmt: skip
+    priced: LayerCosts, method: Pipeline, counts: Sequence[int], budget: float,
+    *, rough: bool = False, names: tuple[str, ...] = schedules.NAMES,
+) -> StagePlan:  # fmt: skip
     """What the stage DP chooses.
 
     Args:
@@ -67,7 +61,6 @@ def choose(
       budget: bytes per device.
       rough: whether to look at equal submeshes alone, and to stop farther from the optimum.
       names: the schedules that are compared, where the method gives none.
-      deadline: after which the best stages so far are the answer, if there are any; None for no limit.
 
     Raises:
       InfeasibleError: no pipeline fits; names what binds.
@@ -85,11 +78,11 @@ def choose(
         equal=rough,
     )
     variants = priced.useful(range(len(VARIANTS)) if method.remat == "auto" else _variants(method.remat))
-    costs = [priced.costs(count, variants) for count in counts]
-    found = slicing.slice_stages(costs, options, deadline)
+    costs = [priced.of(count, variants) for count in counts]
+    found = slicing.slice_stages(costs, options)
     best = found.best
     if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
-        found = slicing.slice_stages(costs, replace(options, schedules=("1f1b",)), deadline)
+        found = slicing.slice_stages(costs, replace(options, schedules=("1f1b",)))
         best = found.best and replace(found.best, schedule="zb-h1")
     if best is None:
         assert found.infeasible is not None
@@ -97,10 +90,10 @@ def choose(
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     best = replace(best, stages=tuple(replace(stage, variant=variants[stage.variant]) for stage in best.stages))
-    return Sliced(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
+    return StagePlan(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
 
 
-def _idle_devices(priced: Priced, method: Pipeline, found: StageSlicing, best: StageSlices) -> str:
+def _idle_devices(priced: LayerCosts, method: Pipeline, found: StageSlicing, best: StageSlices) -> str:
     """If the best pipeline does not use all devices, how many it uses and why."""
     used, total = best.devices_used, priced.cluster.num_devices
     if used == total:

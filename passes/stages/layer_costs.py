@@ -1,8 +1,8 @@
 """What one layer costs as a stage of its own, on each kind of submesh, at each price of memory: what a stage DP sums.
 
 A range of layers shares one budget, which no layer alone can know. So a layer is planned with memory for nothing and at
-prices (`sharding.market`): the first is the fastest choice, the others shard or gather whatever saves more memory than
-it costs time. The stage DP then finds which of them a stage can afford.
+prices (`sharding.lagrangian`): the first is the fastest choice, the others shard or gather whatever saves more memory
+than it costs time. The stage DP then finds which of them a stage can afford.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import grouping, limits, tables
-from alpa_lite.passes.sharding.market import Market, market
+from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
+from alpa_lite.passes.sharding.space import Strategy
 from alpa_lite.passes.stages import repeating, temporaries
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.segments import Segment
@@ -27,13 +28,13 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.pins import NO_WISHES, Wishes
 
 PRICES = (0.0, 4.0, 16.0)
-"""Prices of memory, in units of `sharding.market.Market`.
+"""Prices of memory, in units of `sharding.lagrangian`.
 
 With the last, a GPT of 39 billion parameters on 64 V100 has room for transfers that hide: 61.4 s a step, not 69.7.
 """
 
-ENDLESS = 3600.0
-"""Seconds, for programs without a choice."""
+LAYER_WORK = 15_000_000
+"""The most work of solving a layer at one price, in the unit of `solver.work`: a fraction of a second."""
 
 SECONDS = ("forward", "backward", "again", "steady", "adding", "again_steady")
 """Fields of `LayerCost`: seconds of passes."""
@@ -114,9 +115,10 @@ class Layer:
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
         self._groups = grouping.group(traced, self._rules)
         self._shared = tables.Shared(traced, self._groups, repeating.repeats(graph))
-        self._markets: dict[tuple[int, Sharded], Market] = {}
+        self._searches: dict[tuple[int, Sharded], LagrangianSearch] = {}
         self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}
         self._least: LayerCost | None = None
+        self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
     def least(self, cluster: Cluster) -> LayerCost:
         """On one device, where there is nothing to choose.
@@ -126,11 +128,11 @@ class Layer:
         if self._least is None:
             one = cluster.part(1)
             found = limits.admitted(self._graph.traced, self._groups, one, Sharded((1,)), NO_WISHES, max_axes=2)
-            self._least = self._cost(one, self._market(one, found, ENDLESS), PRICES[0])
+            self._least = self._cost(one, self._search(one, found), PRICES[0])
         return self._least
 
     def at(
-        self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = (), *, time_limit: float
+        self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()
     ) -> LayerCost:  # fmt: skip
         """The cost at one of `PRICES`, by number.
 
@@ -138,32 +140,33 @@ class Layer:
           cluster: the devices of a kind of submesh; those of one cluster that are as many are of one kind.
           method: the logical meshes that are allowed.
           shape: of the logical mesh; empty for the one that suits the layer best, as is one that it cannot have.
-          time_limit: seconds; half of them for memory for nothing, half for another price.
 
         Raises:
-          InfeasibleError: no choice was found in the time.
+          InfeasibleError: the layer has no choice.
         """
         kind = cluster.num_devices, method
         if (*kind, price, shape) not in self._known:
-            if kind not in self._markets:
+            if kind not in self._searches:
                 found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
                 sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
-                self._markets[kind] = self._market(cluster, sensible or found, time_limit)
-            offers = replace(self._markets[kind], time_limit=time_limit)
-            self._known[(*kind, price, shape)] = self._cost(cluster, offers, PRICES[price], shape)
+                self._searches[kind] = self._search(cluster, sensible or found)
+            self._known[(*kind, price, shape)] = self._cost(cluster, self._searches[kind], PRICES[price], shape)
         return self._known[(*kind, price, shape)]
 
-    def _market(self, cluster: Cluster, admitted: limits.Admitted, time_limit: float) -> Market:
-        return market(
-            self._graph.traced, self._groups, self._rules, cluster, admitted, time_limit=time_limit, gap=GAP,
+    def _search(self, cluster: Cluster, admitted: limits.Admitted) -> LagrangianSearch:
+        return search_at_prices(
+            self._graph.traced, self._groups, self._rules, cluster, admitted, max_work=LAYER_WORK, gap=GAP,
             shared=self._shared,
         )  # fmt: skip
 
-    def _cost(self, cluster: Cluster, offers: Market, price: float, shape: tuple[int, ...] = ()) -> LayerCost:
+    def _cost(self, cluster: Cluster, offers: LagrangianSearch, price: float, shape: tuple[int, ...] = ()) -> LayerCost:
         found = (offers.on(shape) if shape else offers).at(price)
-        decided = DecidedStage(self._graph, self._rules, self._groups, found, cluster)
+        key = cluster.num_devices, found.mesh, found.choice  # another price often leads to the same choice
+        if key not in self._of_choice:
+            decided = DecidedStage(self._graph, self._rules, self._groups, found, cluster)
+            self._of_choice[key] = _cost(lowered(decided, split_weights=False))
         seconds, size = offers.fastest
-        return replace(_cost(lowered(decided, split_weights=False)), seconds=seconds, bytes=size)
+        return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
 
 def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:

@@ -39,6 +39,9 @@ import numpy as np
 Path = tuple[tuple[int, int], ...]
 """The (group, variant) of each stage, first to last."""
 
+MAX_THRESHOLDS = 2_000
+"""Thresholds that one search evaluates at most, each a shortest path."""
+
 _ROUNDING = 1e-12  # relative: below it two sums differ by the order of their terms only
 
 
@@ -90,7 +93,7 @@ class Minimum:
       bound: no path is faster.
       by_stages: the fastest path that was met with each number of stages, with its seconds.
       evaluated: the thresholds for which shortest paths were computed.
-      finished: whether the search came to its end in the time.
+      finished: whether the search came to its end.
     """
 
     seconds: float
@@ -102,7 +105,7 @@ class Minimum:
 
 
 def minimise(
-    problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0, over: Callable[[], bool] = lambda: False
+    problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0, most: int = MAX_THRESHOLDS
 ) -> Minimum:  # fmt: skip
     """The fastest path, if it takes less than `cutoff` seconds.
 
@@ -110,7 +113,7 @@ def minimise(
       problem: the graph, its costs and its limits.
       cutoff: paths of at least so many seconds are not wanted.
       gap: stop when the best path is proven to be within this fraction of the fastest.
-      over: whether the time is over: then the best path so far is the answer, and none if there is a cutoff.
+      most: thresholds to evaluate; the best path so far is the answer then, and none if there is a cutoff.
     """
     best, path, evaluated = cutoff, None, 0
     search = _Search(problem, _below(best, gap))
@@ -120,7 +123,7 @@ def minimise(
     order = itertools.count()
     low, high = search.corner
     heap: list[tuple[float, int, _Box]] = [(search.root, next(order), _Box(low, high, problem.stages))]
-    while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and over()):
+    while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and evaluated >= most):
         _, _, box = heapq.heappop(heap)
         evaluated += 1
         total, found, feasible = search.shortest(box, _below(best, gap))

@@ -25,8 +25,8 @@ from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram, reads, writes
 from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.market import Market, market
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
@@ -39,6 +39,9 @@ T = TypeVar("T")
 
 GAP = 5e-3
 """(objective - bound) / objective at which the sharding of a stage counts as optimal."""
+
+STAGE_WORK = 400_000_000
+"""The most work of solving a stage at one price, in the unit of `solver.work`: a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ class DecidedStage:
     graph: StageGraph
     rules: Mapping[Any, Rule]
     grouping: Grouping
-    found: Found
+    found: MeshSolution
     cluster: Cluster
-    offers: Market | None = field(default=None, kw_only=True)
+    offers: LagrangianSearch | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +194,6 @@ def decide(
     method: Sharded,
     *,
     price: float,
-    time_limit: float,
     split_weights: bool = False,
     pins: Pins = NO_PINS,
     wishes: Wishes = NO_WISHES,
@@ -203,8 +205,7 @@ def decide(
     Args:
       cluster: the submesh's devices as a cluster.
       method: which logical meshes are allowed.
-      price: of memory, in units of `sharding.market.Market`.
-      time_limit: `solver_time_limit` of the options.
+      price: of memory, in units of `sharding.lagrangian`.
       split_weights: whether gradients of parameters run in a segment of their own.
       pins: where arguments of the stage lie, by their number in it, all on one mesh; that mesh comes before the method.
       wishes: what the user says of arguments.
@@ -212,7 +213,7 @@ def decide(
       unit: seconds per byte of price 1; None for that of the stage.
 
     Raises:
-      InfeasibleError: no choice was found in the time.
+      InfeasibleError: the stage has no choice.
     """
     traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
     graph = replace(graph, traced=traced)
@@ -224,15 +225,15 @@ def decide(
     groups = grouping.group(traced, rules)
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
     shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
-    offers = market(traced, groups, rules, cluster, admitted, time_limit=time_limit, gap=GAP, shared=shared)
+    offers = search_at_prices(traced, groups, rules, cluster, admitted, max_work=STAGE_WORK, gap=GAP, shared=shared)
     offers = offers if unit is None else replace(offers, unit=unit)
     return DecidedStage(graph, rules, groups, offers.at(price), cluster, offers=offers)
 
 
-def repriced(stage: DecidedStage, price: float, *, time_limit: float) -> DecidedStage:
+def repriced(stage: DecidedStage, price: float) -> DecidedStage:
     """A solved stage at another price of memory, whose integer programs are there already. As `decide`."""
     assert stage.offers is not None
-    offers = stage.offers.anew(time_limit)
+    offers = stage.offers.reset()
     return replace(stage, found=offers.at(price), offers=offers)
 
 
@@ -285,7 +286,7 @@ def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
 
 
 def settled(
-    traced: Traced, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, found: Found
+    traced: Traced, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, found: MeshSolution
 ) -> float:  # fmt: skip
     """Seconds of a step that is not divided, with what of its communication hides behind computing."""
     if not cluster.overlaps:

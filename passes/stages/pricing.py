@@ -1,39 +1,29 @@
-"""What the layers of a step cost on each kind of submesh: the tables that the choice of stages reads.
+"""The costs of a step's layers on each kind of submesh: the tables that the choice of stages reads.
 
-A distinct layer can be planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
-some prices of memory (`stages.layer_costs`), and repeated layers are planned once. Most of that is never read: so costs
-begin as bounds, and only those that the best stages by these bounds use are worked out, until the best stages use no
-bound (`settling.settled`). What a range of layers costs is the sum over its layers. Seconds and bytes for other
-numbers of micro-batches are scaled by the size of a micro-batch; where that has fewer examples than devices share them,
-several devices are taken to do the same (`Priced.costs`).
+Every distinct layer is planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
+each of a few prices of memory (`stages.layer_costs`); repeated layers are planned once. A range of layers costs the sum
+over its layers. Seconds and bytes for other numbers of micro-batches are scaled by the size of a micro-batch; where
+that has fewer examples than devices share them, several devices are taken to do the same (`LayerCosts.of`).
 
 A stage has one logical mesh, and each layer is planned on the one that suits it best. Where those of a kind of submesh
 and a price disagree, a range costs the least of the sums over its layers on each of their meshes (`FORMS`).
-
-Bounds. On one device a layer has nothing to choose, and costs little to plan. Of its seconds and bytes, each of n
-devices has an n-th at least. Two more are assumed: more devices do not spend fewer device-seconds on a layer (they
-communicate more, and compute smaller blocks), and the choice at a price is no slower than that at a lower one. The
-bounds of one device, the first assumption, and the second of price 0 held for each of 14 layers of two GPTs on 2 to 16
-V100 and A100.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
 from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import Hosts, StageCosts
@@ -56,16 +46,12 @@ Key = tuple[Layer, int, int, tuple[int, ...]]
 """A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh; that
 is empty for the one that suits the layer best."""
 
-SOLVING, LATE = 0.25, 0.5
-"""What part of the time for costs solving a layer at a price takes at most, and by how many seconds it may exceed that:
-some choice is mostly found sooner."""
-
 FORMS = 3
 """How many logical meshes are compared for a stage of some devices at some price of memory, at most."""
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
+class LayerCosts:
     """A step in layers, and what each layer costs at one number of micro-batches.
 
     Attributes:
@@ -74,16 +60,16 @@ class Priced:
       devices: the numbers of devices of each kind of submesh.
       methods: for each kind of submesh, the logical meshes that are allowed.
       layers: those of the step; identical ones are one.
-      known: the costs that were worked out.
+      known: the costs of layers.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
       tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these
         and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in
-        bytes per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh; what is not known
-        on it is a bound, that of the mesh that suits the layer best.
-      shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: the ones that
+        bytes per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh.
+      shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: those that
         suit some layers best, by the seconds of those, most first. Where there are fewer, the last stands for others.
+      num_stages: if it is given.
       beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds what the
-        costs say: what planned stages tell.
+        costs say, as planned stages have shown.
     """
 
     step: Divisible
@@ -96,6 +82,7 @@ class Priced:
     shapes: Mapping[tuple[int, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     scale: float = 1.0
     beyond: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    num_stages: int | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -104,7 +91,7 @@ class Priced:
 
     @property
     def least_seconds(self) -> float:
-        """What no pipeline undercuts by these costs: all devices compute all the time, an equal part of each layer."""
+        """Seconds of a step if all devices computed equal parts of each layer all the time: an estimate from below."""
         least = [layer.least(self.cluster) for layer in self.layers]
         passes = sum(cost.forward + cost.backward - cost.adding for cost in least)
         return passes * self.scale * self.num_microbatches / self.cluster.num_devices
@@ -112,7 +99,7 @@ class Priced:
     @cached_property
     def hosts(self) -> Hosts:
         """What processes start for each micro-batch, whatever their number."""
-        return hosts(self.cluster, self.devices, len(self.step.layering.layers))
+        return hosts(self.cluster, self.devices, self.num_stages or len(self.step.layering.layers))
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -122,19 +109,10 @@ class Priced:
         return passes * self.num_microbatches + self.tables["update"]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
-        """The logical mesh on which all layers of a stage together are fastest; None where none was worked out.
-
-        Of equals that of which fewer costs are bounds.
-        """
-        price = VARIANTS[stage.variant][0]
-        shapes = self.shapes.get((kind, price), ())
+        """The logical mesh on which all layers of a stage together are fastest; None where none is known."""
+        shapes = self.shapes.get((kind, VARIANTS[stage.variant][0]), ())
         sums = self.seconds[: len(shapes), stage.first : stage.stop, kind, stage.variant].sum(axis=1)
-        layers = self.layers[stage.first : stage.stop]
-
-        def order(form: int) -> tuple[float, int]:
-            return sums[form], sum(not self._is_known(layer, kind, price, shapes[form]) for layer in layers)
-
-        return shapes[min(range(len(shapes)), key=order)] if shapes else None
+        return shapes[int(np.argmin(sums))] if shapes else None
 
     def unit_of(self, stage: StageChoice) -> float | None:
         """The unit of prices at which the layers of a stage were planned, in seconds per byte; None where none was.
@@ -146,34 +124,6 @@ class Priced:
         size = sum(cost.bytes for cost in found)
         return sum(cost.seconds for cost in found) / size if size else None
 
-    def unknown(self, stages: Sequence[StageChoice]) -> tuple[Key, ...]:
-        """The costs of some stages that are bounds as yet: of each layer, then of each on the mesh of its stage."""
-        keys = [key for s in stages for key in self._keys(s)]
-        keys = keys if any(key not in self.known for key in keys) else [k for s in stages for k in self._on_mesh(s)]
-        return tuple(key for key in dict.fromkeys(keys) if key not in self.known)
-
-    def part_used(self, stages: Sequence[StageChoice], before: Mapping[Key, LayerCost]) -> float:
-        """The part of the costs that were worked out since those `before` which some stages use."""
-        prices: dict[int, int] = {}  # by kind of submesh: those below a price were worked out for it
-        for stage in stages:
-            prices[stage.kind] = max(prices.get(stage.kind, 0), VARIANTS[stage.variant][0])
-        found = [key for key in self.known if key not in before]
-        return sum(price <= prices.get(kind, -1) for _, kind, price, _ in found) / max(1, len(found))
-
-    @property
-    def certain(self) -> Priced:
-        """The same without what is a bound as yet: stages that would use one are not possible."""
-        known = np.zeros(self.tables["forward"].shape, dtype=bool)
-        for place in np.ndindex(known.shape):
-            form, number, kind, variant = place
-            price = VARIANTS[variant][0]
-            known[place] = self._is_known(self.layers[number], kind, price, self.shape(form, kind, price))
-        return replace(self, tables={**self.tables, "forward": np.where(known, self.tables["forward"], np.inf)})
-
-    def _is_known(self, layer: Layer, kind: int, price: int, shape: tuple[int, ...]) -> bool:
-        best = self.known.get((layer, kind, price, ()))
-        return best is not None and (best.mesh_shape == shape or (layer, kind, price, shape) in self.known)
-
     def shape(self, form: int, kind: int, price: int) -> tuple[int, ...]:
         """The logical mesh of one of the forms of the tables."""
         shapes = self.shapes.get((kind, price), ())
@@ -183,15 +133,7 @@ class Priced:
         price = VARIANTS[stage.variant][0]
         return [(layer, stage.kind, price, ()) for layer in self.layers[stage.first : stage.stop]]
 
-    def _on_mesh(self, stage: StageChoice) -> list[Key]:
-        """The costs on the mesh of a stage of those of its layers that another suits better."""
-        price, shape = VARIANTS[stage.variant][0], self.mesh_of(stage, stage.kind)
-        layers = self.layers[stage.first : stage.stop]
-        return [
-            (x, stage.kind, price, shape) for x in layers if shape and not self._is_known(x, stage.kind, price, shape)
-        ]
-
-    def rescaled(self, step: Divisible) -> Priced:
+    def rescaled(self, step: Divisible) -> LayerCosts:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
         return _with(replace(self, step=step, scale=scale), self.known)
@@ -209,8 +151,7 @@ class Priced:
     def useful(self, variants: Sequence[int]) -> tuple[int, ...]:
         """Those of some variants than which no other of them is as good or better in everything, whatever the layer.
 
-        Of equal ones the first: before a price is worked out, and where it changes nothing, it has no variants of its
-        own.
+        Of equal ones the first.
         """
         found = {v: np.stack([self.tables[name][..., v] for name in _COSTS]) for v in variants}
 
@@ -220,7 +161,7 @@ class Priced:
 
         return tuple(v for v in variants if not is_beaten(v))
 
-    def costs(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
+    def of(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
 
         Adding a gradient to its sum takes as long whatever the size, as does gathering a parameter: what more
@@ -269,7 +210,7 @@ class Priced:
         return ranges.fastest(forms)
 
 
-def priced(
+def price_layers(
     step: Divisible,
     cluster: Cluster,
     method: Pipeline,
@@ -278,15 +219,18 @@ def priced(
     made: dict[str, Layer],
     wishes: Wishes = NO_WISHES,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Priced:
-    """Bounds on the costs of a step's layers.
+) -> LayerCosts:
+    """The costs of all distinct layers, on every kind of submesh and at every price of memory.
 
     Args:
       step: the step in layers.
       kinds: the numbers of devices of submeshes.
       made: layers that there are already, by their digests; new ones are added.
-      wishes: what the user says of arguments.
-      progress: told what is counted, how many are done, and of how many.
+      wishes: the user's constraints on arguments.
+      progress: called with a text, and numbers done and in all.
+
+    Raises:
+      InfeasibleError: a layer has no choice.
     """
     layers = step.layering
     number = len(layers.layers)
@@ -294,67 +238,34 @@ def priced(
     sizes = tuple(sorted(kinds))
     methods = [submeshes.shape_of(method, submeshes.stage_with(method, size), size) for size in sizes]
     found = []
-    for n, graph in enumerate(graphs):
+    for graph in graphs:
         name = planning.digest(graph, wishes)
         if name not in made:
-            progress("layers bounded", n, number)
             made[name] = Layer(graph, wishes)
         found.append(made[name])
-    alone = [(k, price) for k, price in _choices(sizes) if sizes[k] == 1]
-    known = {(layer, *choice, ()): layer.least(cluster) for layer in dict.fromkeys(found) for choice in alone}
-    return _with(Priced(step, cluster, sizes, tuple(methods), tuple(found), {}, {}), known)
+    distinct = list(dict.fromkeys(found))
+    known: dict[Key, LayerCost] = {}
+
+    def price(layer: Layer, kind: int, price: int, shape: tuple[int, ...]) -> None:
+        part = cluster.part(sizes[kind])
+        one = sizes[kind] == 1
+        known[layer, kind, price, shape] = layer.least(cluster) if one else layer.at(part, methods[kind], price, shape)
+
+    everything = list(itertools.product(distinct, range(len(sizes)), range(len(layer_costs.PRICES))))
+    for n, key in enumerate(everything):
+        progress("layers priced", n, len(everything))
+        price(*key, ())
+    for (kind, number), shapes in _shapes(found, known).items():
+        for layer, shape in itertools.product(distinct, shapes):
+            if known[layer, kind, number, ()].mesh_shape != shape:
+                price(layer, kind, number, shape)
+    return _with(
+        LayerCosts(step, cluster, sizes, tuple(methods), tuple(found), {}, {}, num_stages=method.num_stages), known
+    )
 
 
-def worked_out(
-    costs: Priced,
-    wanted: Sequence[Key],
-    deadline: Deadline,
-    *,
-    time_limit: float,
-    must: bool = False,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Priced:
-    """The same with some costs worked out, in place of bounds.
-
-    No layer is solved at a price for longer than `SOLVING` of the time that is left, and `LATE`: the costs of many are
-    worth more than the best of one. Where that is too short for any choice, it has all of `time_limit`.
-
-    Args:
-      wanted: of `Priced.unknown`.
-      deadline: until when; layers keep what was worked out before.
-      time_limit: `solver_time_limit` of the options, for one cost.
-      must: whether to go on after the deadline.
-      progress: as of `priced`.
-
-    Raises:
-      InfeasibleError: for a layer no choice was found in `time_limit`.
-      OutOfTime: the deadline is over, and some are not worked out.
-    """
-    found: dict[Key, LayerCost] = {}
-    before = len(costs.known)
-    for n, key in enumerate(wanted):
-        progress("layers priced", before + n, before + len(wanted))
-        if not must:
-            deadline.check()
-        layer, kind, price, shape = key
-        part, method = costs.cluster.part(costs.devices[kind]), costs.methods[kind]
-        for number in (price,) if shape else range(price + 1):
-            if (layer, kind, number, shape) in costs.known:
-                continue
-            brief = min(time_limit, 2 * (SOLVING * deadline.left + LATE))  # of which a price has half
-            try:
-                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=brief)
-            except InfeasibleError:
-                if deadline.over and not must:
-                    raise OutOfTime from None
-                if brief == time_limit:
-                    raise
-                found[layer, kind, number, shape] = layer.at(part, method, number, shape, time_limit=time_limit)
-    return _with(costs, {**costs.known, **found}) if found else costs
-
-
-def _with(costs: Priced, known: Mapping[Key, LayerCost]) -> Priced:
-    """The same with these costs, and bounds in place of others."""
+def _with(costs: LayerCosts, known: Mapping[Key, LayerCost]) -> LayerCosts:
+    """The same with these costs."""
     costs = replace(costs, known=known, shapes=_shapes(costs.layers, known))
     rows = {layer: _rows(layer, costs) for layer in dict.fromkeys(costs.layers)}
     tables = _tables([rows[layer] for layer in costs.layers])
@@ -365,7 +276,7 @@ def _with(costs: Priced, known: Mapping[Key, LayerCost]) -> Priced:
 def _shapes(
     layers: Sequence[Layer], known: Mapping[Key, LayerCost]
 ) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:  # fmt: skip
-    """The logical meshes that suit some layers best: see `Priced`."""
+    """The logical meshes that suit some layers best: see `LayerCosts`."""
     times = Counter(layers)
     seconds: dict[tuple[int, int], dict[tuple[int, ...], float]] = {}
     for (layer, kind, price, shape), cost in known.items():
@@ -376,37 +287,16 @@ def _shapes(
     return {key: tuple(sorted(suited, key=lambda s: -suited[s])[:FORMS]) for key, suited in seconds.items()}
 
 
-def _rows(layer: Layer, costs: Priced) -> list[list[list[LayerCost]]]:
-    """For each form, for each kind of submesh the costs at each price, or bounds."""
-    known, least, factor = costs.known, layer.least(costs.cluster), 1.0
-    best: list[list[LayerCost]] = []
-    for kind, number in enumerate(costs.devices):
-        free = known.get((layer, kind, 0, ()))
-        if free is not None and least.forward + least.backward > 0:
-            factor = max(factor, number * (free.forward + free.backward) / (least.forward + least.backward))
-        bound = least.spread(number, factor)
-        row, cheaper = [free or bound], free
-        for price in range(1, len(layer_costs.PRICES)):
-            other = bound
-            if cheaper is not None:
-                seconds = {name: getattr(cheaper, name) for name in (*layer_costs.SECONDS, "update")}
-                other = replace(least.spread(number), **seconds)
-            cheaper = known.get((layer, kind, price, ()), cheaper)
-            row.append(known.get((layer, kind, price, ()), other))
-        best.append(row)
+def _rows(layer: Layer, costs: LayerCosts) -> list[list[list[LayerCost]]]:
+    """For each form, for each kind of submesh the costs at each price."""
+    known, prices = costs.known, range(len(layer_costs.PRICES))
+
+    def cost(form: int, kind: int, price: int) -> LayerCost:
+        best = known[layer, kind, price, ()]
+        return known.get((layer, kind, price, costs.shape(form, kind, price)), best)
+
     forms = range(max(map(len, costs.shapes.values()), default=1))
-    return [
-        [
-            [known.get((layer, k, p, costs.shape(form, k, p)), cost) for p, cost in enumerate(row)]
-            for k, row in enumerate(best)
-        ]
-        for form in forms
-    ]
-
-
-def _choices(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Every kind of submesh with every price, by number."""
-    return itertools.product(range(len(kinds)), range(len(layer_costs.PRICES)))
+    return [[[cost(form, kind, price) for price in prices] for kind in range(len(costs.devices))] for form in forms]
 
 
 def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[str, np.ndarray]:

@@ -63,7 +63,7 @@ class Weighed:
       bound: no pipeline with this B, schedule and number of virtual stages is faster, whatever its number of stages;
         inf: none is possible.
       status: "chosen", "optimal" (the best for this B and schedule), "met" (others may be faster), "cutoff" (proven
-        slower than the chosen one, not finished), "not searched" (in the time) or "infeasible".
+        slower than the chosen one, not finished), "not searched" or "infeasible".
     """
 
     num_microbatches: int

@@ -50,13 +50,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alpa_lite.errors import OptionError
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.paths import Minimum, Path, PathProblem, least_bytes, least_bytes_together, minimise
 from alpa_lite.passes.stages.ranges import StageCosts
@@ -82,47 +81,36 @@ LARGE = 128
 """Devices above which submeshes that differ much from the best equal ones are not searched."""
 
 
-Over = Callable[[], bool]
-"""Whether the time is over."""
-
-
 def slice_stages(
-    costs: Sequence[StageCosts], options: SliceOptions, deadline: Deadline | None = None
+    costs: Sequence[StageCosts], options: SliceOptions
 ) -> StageSlicing:  # fmt: skip
     """The fastest pipeline.
 
     Args:
       costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
       options: the budget, and what is fixed.
-      deadline: after which the fastest pipeline so far is the answer, if there is one; None for no limit. Pipelines of
-        equal submeshes are searched whatever the time, which takes little.
 
     Raises:
       OptionError: an option names what is not there, or `costs` is empty.
     """
     _validate(costs, options)
-    over = _never if deadline is None else lambda: deadline.over
     equal = [task for c in costs for task in equal_tasks(c, options)]
-    first, weighed = _fastest(equal, options, _never, fewer=False) if equal else (_Best(None, math.inf), ())
+    first, weighed = _fastest(equal, options, fewer=False) if equal else (_Best(None, math.inf), ())
     if options.equal and equal:
         infeasible = why_not(costs, equal, options, fewer=True) if first.slices is None else None
         return StageSlicing(first.slices, None, first.bound, infeasible, weighed)
     if first.slices is not None and options.allowed is None and costs[0].total_devices > LARGE:
         options = replace(options, allowed=_near(costs[0], first.slices.devices[0]))
     tasks = [task for c in costs for task in tasks_of(c, options)]
-    anywhere, weighed = _fastest(tasks, options, over, fewer=True, known=first.slices)
+    anywhere, weighed = _fastest(tasks, options, fewer=True, known=first.slices)
     exact, fastest, weighed_exact = anywhere, anywhere.slices, weighed
     if fastest is not None and fastest.devices_used != costs[0].total_devices:
-        exact, weighed_exact = _fastest(tasks, options, over, fewer=False, known=first.slices)
+        exact, weighed_exact = _fastest(tasks, options, fewer=False, known=first.slices)
     chosen = exact.slices
     fewer = fastest if fastest and (chosen is None or fastest.seconds < chosen.seconds * (1 - 1e-9)) else None
     weighed = weighed if fewer else weighed_exact
     infeasible = why_not(costs, tasks, options, fewer=fastest is None) if chosen is None else None
     return StageSlicing(chosen, fewer, anywhere.bound, infeasible, weighed)
-
-
-def _never() -> bool:
-    return False
 
 
 def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
@@ -161,12 +149,9 @@ def _validate(costs: Sequence[StageCosts], options: SliceOptions) -> None:
 
 
 def _fastest(
-    tasks: Sequence[Task], options: SliceOptions, over: Over, *, fewer: bool, known: StageSlices | None = None
+    tasks: Sequence[Task], options: SliceOptions, *, fewer: bool, known: StageSlices | None = None
 ) -> tuple[_Best, tuple[Weighed, ...]]:
-    """The best of all tasks, in the order of their simplest bounds, and what each came to; or `known`, if none is.
-
-    Where the time is `over`, tasks are not searched any more once a pipeline is found.
-    """
+    """The best of all tasks, in the order of their simplest bounds, and what each came to; or `known`, if none is."""
     best = known
     bound = math.inf
     limit = math.inf if known is None else known.seconds
@@ -177,11 +162,10 @@ def _fastest(
         if not fewer and not can_use_all(task):
             continue
         slower = simple >= limit * (1 - max(options.gap, 1e-12))
-        late = not slower and best is not None and over()
-        if slower or late:
-            found, problem = Minimum(math.inf, None, simple, finished=not late), None
+        if slower:
+            found, problem = Minimum(math.inf, None, simple), None
         else:
-            found, problem = _minimise(task, options, fewer, limit, over)
+            found, problem = _minimise(task, options, fewer, limit)
         bound = min(bound, found.bound)
         weighed += _weighed(task, problem, found)
         if problem is not None and found.path is not None:
@@ -193,32 +177,32 @@ def _fastest(
 
 
 def _minimise(
-    task: Task, options: SliceOptions, fewer: bool, cutoff: float, over: Over
+    task: Task, options: SliceOptions, fewer: bool, cutoff: float
 ) -> tuple[Minimum, PathProblem]:  # fmt: skip
-    """The best of a task, and its graph. Where the time is `over`, the best so far; without a cutoff, there is one.
+    """The best of a task, and its graph.
 
     With virtual stages: as if each were alone in its memory. If those do not fit together, three ways to a choice that
     does: each as if the others of its submesh were like it; each with its own share of the budget for what it keeps and
     for what it saves; the one that takes the least memory of all.
     """
     if task.costs.boundary_seconds.ndim == 3 and math.isinf(cutoff):
-        cutoff, over = _first_guess(task, options, fewer, over), _never
+        cutoff = _first_guess(task, options, fewer)
         if math.isinf(cutoff) and task.virtual == 1:  # nothing fits, which does not depend on transfers
             return Minimum(math.inf, None, math.inf), problem_of(in_one_graph(task), options, fewer)
     if task.costs.boundary_seconds.ndim == 3:  # as if every cut were as fast as for its fastest kinds: a smaller graph
         problem = problem_of(in_one_graph(task), options, fewer)
-        found = minimise(problem, cutoff, options.gap, over)
+        found = minimise(problem, cutoff, options.gap)
         if found.path is None:
             return replace(found, by_stages={}), problem
     problem = problem_of(task, options, fewer)
-    found = minimise(problem, cutoff, options.gap, over)
+    found = minimise(problem, cutoff, options.gap)
     if task.virtual == 1 or found.path is None or _holds(task, problem, found.path, options):
         return found, problem
     if least_bytes_together(problem, task.meshes, task.virtual) > options.budget:
         return Minimum(math.inf, None, math.inf), problem
     best = Minimum(math.inf, None, found.bound)
     for part in _alone(problem, task.virtual):
-        other = minimise(part, min(cutoff, best.seconds), options.gap, over)
+        other = minimise(part, min(cutoff, best.seconds), options.gap)
         if other.path is not None and _holds(task, problem, other.path, options):
             rows = {len(other.path): (other.seconds, other.path)}
             best = Minimum(other.seconds, other.path, found.bound, rows)
@@ -229,13 +213,13 @@ def _minimise(
     return best, problem
 
 
-def _first_guess(task: Task, options: SliceOptions, fewer: bool, over: Over) -> float:
+def _first_guess(task: Task, options: SliceOptions, fewer: bool) -> float:
     """A cutoff under which a pipeline remains that is found as if every cut were as slow as for its slowest kinds.
 
     What is within the gap of a cutoff is not wanted, so the cutoff is above that pipeline by the gap and a little more.
     """
     slowest = in_one_graph(task, np.max)
-    found, problem = _minimise(slowest, options, fewer, math.inf, over)
+    found, problem = _minimise(slowest, options, fewer, math.inf)
     if found.path is None:
         return math.inf
     return evaluate(task.costs, pipeline_of(slowest, problem, found.path))[0] * (1 + 1e-9) / (1 - options.gap)

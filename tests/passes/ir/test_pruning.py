@@ -80,8 +80,8 @@ def test_numbers_do_not_tell_stages_apart():
     assert second.traced.graph.block.ops != third.traced.graph.block.ops
     assert planning.digest(second) == planning.digest(third)
     cluster, method = Cluster.local().part(4), Sharded((4,))
-    first = planning.decide(second, cluster, method, price=0.0, time_limit=9.0)
-    taken, own = (planning.decide(third, cluster, method, price=0.0, time_limit=9.0, like=it) for it in (first, None))
+    first = planning.decide(second, cluster, method, price=0.0)
+    taken, own = (planning.decide(third, cluster, method, price=0.0, like=it) for it in (first, None))
     assert taken.found is first.found
     assert taken.found.choice == own.found.choice
     seconds = [sorted(planning.lowered(one, split_weights=False).seconds.values()) for one in (taken, own)]

@@ -15,10 +15,11 @@ from alpa_lite.passes import factors, lowering
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.microbatches import loop as accumulation
-from alpa_lite.passes.sharding import grouping, search
+from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.tracing import tracing
 from tests import zoo
 from tests.passes.microbatches import accumulation_steps as steps
+from tests.searching import best_of_meshes
 
 TOLERANCE = 1e-5
 
@@ -318,7 +319,7 @@ def planned(found, method, cluster):
     traced = found.traced
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    best = search.search(traced, groups, rules, cluster, method, budget=cluster.usable_memory)
+    best = best_of_meshes(traced, groups, rules, cluster, method)
     return lowering.lower(traced, groups, rules, best.mesh, best.choice, best.space.late_from)
 
 

@@ -16,11 +16,12 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.dims import growing_factors
 from alpa_lite.passes.plans.outcomes import Outcomes
-from alpa_lite.passes.sharding import grouping, search, strategies
+from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.records import Decision
+from tests.searching import best_of_meshes
 
 BATCH = 65536
 CLUSTER = Cluster.preset("a100", nodes=1)
@@ -42,7 +43,7 @@ def _grouped(batch: int):
 @functools.cache
 def _planned():
     method = Sharded((4, 2))
-    found = search.search(*_grouped(BATCH), CLUSTER, method, budget=CLUSTER.usable_memory)
+    found = best_of_meshes(*_grouped(BATCH), CLUSTER, method)
     plan = alpa_lite.make_plan(*_stepped(BATCH), cluster=CLUSTER, method=method, num_microbatches=1, verify="off")
     return found, plan.weighed()
 

@@ -14,7 +14,7 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import PlanError
 from alpa_lite.passes.plans import replay
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.stages import staging
 from alpa_lite.passes.tracing import tracing
@@ -54,7 +54,7 @@ def planned(args: tuple[Any, ...] | None = None, **options: Any) -> Plan:
     return alpa_lite.make_plan(step, *(args or arguments()), cluster=H100, verify="off", **options)
 
 
-def replayed(plan: Plan, args: tuple[Any, ...] | None = None, fun=step, cluster: Cluster = H100) -> Found:
+def replayed(plan: Plan, args: tuple[Any, ...] | None = None, fun=step, cluster: Cluster = H100) -> MeshSolution:
     replay.check_devices(plan, cluster)
     graph = staging.whole(tracing.trace(fun, args or arguments(), {}), -1)
     return replay.replay(graph, cluster, plan.stages[0], "explicit").found

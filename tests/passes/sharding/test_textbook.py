@@ -15,7 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
 from alpa_lite.passes import factors
 from alpa_lite.passes.checks.hlo_text import parse_hlo
-from alpa_lite.passes.sharding import connected, grouping, limits, search, strategies
+from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.tracing import tracing
 
@@ -132,7 +132,7 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
     shared = Shared(traced, groups)
-    within = search.is_within(traced, groups, H100, method, shared)
+    within = mesh_program.has_all_plans_of(traced, groups, H100, method, shared)
     assert within == (name != "tensor")
     ((mesh, allowed),) = limits.admitted(traced, groups, H100, method)
     free, own = (

@@ -11,7 +11,7 @@ import pytest
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.sharding import market
+from alpa_lite.passes.sharding import lagrangian
 from alpa_lite.passes.stages import layer_costs, planning
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -30,7 +30,7 @@ def graph_of(microbatches: int) -> Any:
 
 def frugal(microbatches: int) -> tuple[PlannedStage, LayerCost]:
     """The layer where memory is very expensive, on a mesh of one axis, and what that costs."""
-    decided = planning.decide(graph_of(microbatches), DEVICES, Sharded((4,)), price=1000.0, time_limit=60.0)
+    decided = planning.decide(graph_of(microbatches), DEVICES, Sharded((4,)), price=1000.0)
     planned = planning.lowered(decided, split_weights=False)
     return planned, layer_costs._cost(planned)
 
@@ -66,32 +66,32 @@ def test_of_moving_activations_latency_alone_does_not_depend_on_their_size() -> 
 
 def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
     layer = Layer(graph_of(2))
-    best = layer.at(DEVICES, Sharded(), 0, time_limit=60.0)
-    other = layer.at(DEVICES, Sharded(), 0, (4,), time_limit=60.0)
+    best = layer.at(DEVICES, Sharded(), 0)
+    other = layer.at(DEVICES, Sharded(), 0, (4,))
     assert best.mesh_shape == (2, 2) and other.mesh_shape == (4,)
     seconds = [2 * (cost.forward + cost.backward) + cost.update for cost in (best, other)]
     assert seconds[0] < seconds[1]
-    assert layer.at(DEVICES, Sharded(), 0, (2, 2), time_limit=60.0) == best
-    assert layer.at(DEVICES, Sharded(), 0, (5,), time_limit=60.0) == best  # no mesh of the devices
+    assert layer.at(DEVICES, Sharded(), 0, (2, 2)) == best
+    assert layer.at(DEVICES, Sharded(), 0, (5,)) == best  # no mesh of the devices
     assert best.seconds > 2 * (best.forward + best.backward) and best.bytes > best.saved
 
 
 def test_at_a_price_a_layer_is_as_near_its_optimum_in_seconds_as_without_one(monkeypatch) -> None:
     """At price 16, seconds are a seventeenth of what is minimised, and a gap of its own tells plans apart."""
     seen: list[tuple[float, float]] = []
-    solved = market._solved
+    solved = lagrangian._solved
 
-    def noted(problems: Any, price: float, *, time_limit: float, gap: float) -> Any:
+    def noted(problems: Any, price: float, *, gap: float, max_work: int) -> Any:
         seen.append((price, gap))
-        return solved(problems, price, time_limit=time_limit, gap=gap)
+        return solved(problems, price, gap=gap, max_work=max_work)
 
-    monkeypatch.setattr(market, "_solved", noted)
+    monkeypatch.setattr(lagrangian, "_solved", noted)
     layer = Layer(graph_of(2))
     for number in range(len(layer_costs.PRICES)):
-        layer.at(DEVICES, Sharded(), number, time_limit=60.0)
+        layer.at(DEVICES, Sharded(), number)
     at = {price: gap for price, gap in seen if price}
     assert sorted(gap for gap in at.values()) == [layer_costs.GAP / 16, layer_costs.GAP / 4]
-    assert max(gap for price, gap in seen if not price) == market.ROUGH
+    assert max(gap for price, gap in seen if not price) == lagrangian.ROUGH_GAP
 
 
 def gated(width: int, batch: int, layers: int) -> tuple[Any, Any]:
@@ -123,9 +123,7 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(
     every: tuple[Choice, ...] = (choice, choice, choice, choice)
     cuts = [pipeline_driver.staged(step, args, 4, 2, remat=remat) for remat in ((), every)]
     plain, again = (
-        planning.lowered(
-            planning.decide(cut.graphs[1], DEVICES, Sharded((4,)), price=0.0, time_limit=60.0), split_weights=False
-        )
+        planning.lowered(planning.decide(cut.graphs[1], DEVICES, Sharded((4,)), price=0.0), split_weights=False)
         for cut in cuts
     )
     cost = layer_costs._cost(plain)

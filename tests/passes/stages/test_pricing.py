@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +10,14 @@ import numpy as np
 import pytest
 
 from alpa_lite.cluster import Cluster, Dispatch
-from alpa_lite.errors import InfeasibleError
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
-from alpa_lite.passes.sharding.deadline import Deadline, OutOfTime
+from alpa_lite.passes.search.pipelines import PipelineSearch
 from alpa_lite.passes.stages import pricing
-from alpa_lite.passes.stages.counts import Layered, best
 from alpa_lite.passes.stages.layer_costs import LayerCost
-from alpa_lite.passes.stages.pricing import Priced, link_seconds, worked_out
+from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
 from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.passes.tracing import tracing
 from tests.mlps import mlp, two_machines
@@ -35,31 +31,22 @@ def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: 
     """16 examples in 8 parts at 100 micro-batches: 4 examples have 4 parts, each on two devices."""
     tables = {"leading": np.full((1, 1, 1, 1), 16.0), "parts": np.full((1, 1, 1, 1), 8.0)}
     nothing: Any = None
-    priced = Priced(nothing, nothing, (8,), (), (), {}, tables)
+    priced = LayerCosts(nothing, nothing, (8,), (), (), {}, tables)
     assert priced.repeated(100 / microbatches).tolist() == [[[[devices]]]]
-    rescaled = Priced(nothing, nothing, (8,), (), (), {}, tables, scale=100 / microbatches)
+    rescaled = LayerCosts(nothing, nothing, (8,), (), (), {}, tables, scale=100 / microbatches)
     assert rescaled.repeated(1.0).tolist() == [[[[devices]]]]
 
 
 @pytest.mark.parametrize(
-    ("counts", "priced"),
+    ("counts", "reference"),
     [((1, 2, 4, 8, 16), 4), ((1, 2, 4, 8, 16, 32, 64, 100, 200, 400), 100)],
 )
-def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tuple[int, ...], priced: int) -> None:
+def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tuple[int, ...], reference: int) -> None:
     """Of 1600 examples, 100 micro-batches have 16 each, 32 in the middle of the numbers have 50."""
-    asked: list[int] = []
-
-    def price(count: int, kinds: Any) -> Any:
-        asked.append(count)
-        return SimpleNamespace(layers=())
-
-    def choose(costs: Any, some: Any, limit: float, must: bool) -> Any:
-        slices = SimpleNamespace(num_microbatches=priced)
-        return SimpleNamespace(slices=slices, seconds=1.0, priced=costs, weighed=(), rough=False)
-
-    layers = Layered(counts, (1,), lambda count: None, price)  # type: ignore[arg-type,return-value]
-    best(layers, choose, Deadline())
-    assert asked == [priced]
+    nothing: Any = None
+    search = PipelineSearch(nothing, nothing, nothing, False)
+    search.counts = list(counts)
+    assert search.reference == reference
 
 
 @pytest.mark.parametrize(("nodes", "devices", "share"), [(1, 4, 0.0), (2, 4, 0.5), (8, 2, 0.25), (8, 8, 1.0)])
@@ -76,25 +63,25 @@ def test_of_the_cuts_between_submeshes_of_a_node_one_crosses_the_network(
     assert slowest[0] == pytest.approx(across if share else within[0])
 
 
-def priced(microbatches: int, platform: str = "cuda") -> Priced:
+def priced(microbatches: int, platform: str = "cuda") -> LayerCosts:
     """Layers of a step of 8,192 examples on one device, whose memory is slow."""
     step, args = mlp(1024, 8192, 4)
     traced = tracing.trace(step, args, {})
     loops = loop.accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), microbatches)
     cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11, platform=platform)
-    return pricing.priced(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
+    return pricing.price_layers(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
 
 
 def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> None:
     """Priced with micro-batches of 4,096 examples, or of 1,024, where it is a sixth of the backward pass."""
     few, many = priced(2), priced(8)
     assert len(few.layers) == len(many.layers)
-    scaled, exact = few.costs(8), many.costs(8)
+    scaled, exact = few.of(8), many.of(8)
     for name in ("forward", "backward"):
         one, other = ([getattr(costs, name)[n, n + 1, 0, 0] for n in range(4)] for costs in (scaled, exact))
         assert one == pytest.approx(other, rel=0.06)
-    assert few.costs(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
-    assert few.rescaled(many.step).costs(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
+    assert few.of(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
+    assert few.rescaled(many.step).of(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
     assert few.least_seconds == pytest.approx(many.least_seconds, rel=0.03)
 
 
@@ -116,7 +103,7 @@ class Free:
         return cost_of((1,), 0.0)
 
 
-def two_meshes(**named: Any) -> tuple[Priced, Any, Any]:
+def two_meshes(**named: Any) -> tuple[LayerCosts, Any, Any]:
     """Layers a b a on 4 devices: a takes 3 s forward on 2 x 2, b takes 4 s on 4."""
     a, b = Free(), Free()
     cluster = Cluster.preset("a100", nodes=1)
@@ -125,8 +112,10 @@ def two_meshes(**named: Any) -> tuple[Priced, Any, Any]:
         layering=SimpleNamespace(layers=[SimpleNamespace(bytes_out=0.0)] * 3),
     )
     layers: Any = (a, b, a)
-    base = Priced(step, cluster, (4,), (), layers, {}, {})
-    known: Any = {(a, 0, 0, ()): cost_of((2, 2), 3.0, **named), (b, 0, 0, ()): cost_of((4,), 4.0, **named)}
+    base = LayerCosts(step, cluster, (4,), (), layers, {}, {})
+    known: Any = {}
+    for price in range(3):
+        known |= {(a, 0, price, ()): cost_of((2, 2), 3.0, **named), (b, 0, price, ()): cost_of((4,), 4.0, **named)}
     return pricing._with(base, known), a, b
 
 
@@ -135,94 +124,33 @@ def stage_of(first: int, stop: int) -> StageChoice:
 
 
 def test_a_stage_costs_what_its_layers_do_on_one_mesh() -> None:
-    """Of all three, a is worth more, so the mesh is 2 x 2, on which b is worked out: 7 s, so that 4 is the better."""
+    """On 2 x 2 layers a take 3 s and b 7 s, on 4 all take 4 s: all three together are faster on 4."""
     found, a, b = two_meshes()
     whole = stage_of(0, 3)
-    assert found.mesh_of(whole, 0) == (2, 2) and found.mesh_of(stage_of(1, 2), 0) == (4,)
-    assert found.unknown([whole]) == ((b, 0, 0, (2, 2)),)
-    assert found.costs(4).forward[0, 3, 0, 0] == 10.0  # a bound: each layer on its own mesh
-    found = pricing._with(found, {**found.known, (b, 0, 0, (2, 2)): cost_of((2, 2), 7.0)})
-    assert found.mesh_of(whole, 0) == (4,) and found.unknown([whole]) == ((a, 0, 0, (4,)),)
-    found = pricing._with(found, {**found.known, (a, 0, 0, (4,)): cost_of((4,), 4.0)})
-    assert found.mesh_of(whole, 0) == (4,) and not found.unknown([whole])
-    costs = found.costs(4)
+    on_others = {(b, 0, 0, (2, 2)): cost_of((2, 2), 7.0), (a, 0, 0, (4,)): cost_of((4,), 4.0)}
+    found = pricing._with(found, {**found.known, **on_others})
+    assert found.mesh_of(whole, 0) == (4,) and found.mesh_of(stage_of(1, 2), 0) == (4,)
+    costs = found.of(4)
     assert costs.forward[0, 3, 0, 0] == 12.0 and costs.backward[0, 3, 0, 0] == 24.0
     assert costs.forward[0, 1, 0, 0] == 3.0 and costs.forward[1, 2, 0, 0] == 4.0
     assert found.mesh_of(stage_of(0, 1), 0) == (2, 2)
 
 
-def test_stages_without_costs_of_their_mesh_are_not_certain() -> None:
-    """On 2 x 2 layer a is known alone, and on 4 layer b: both together are known on none."""
-    found, _, b = two_meshes()
-    certain = found.certain.costs(4).forward
-    assert certain[0, 1, 0, 0] == 3.0 and certain[1, 2, 0, 0] == 4.0 and np.isinf(certain[0, 2, 0, 0])
-    found = pricing._with(found, {**found.known, (b, 0, 0, (2, 2)): cost_of((2, 2), 7.0)})
-    assert found.certain.costs(4).forward[0, 2, 0, 0] == 10.0
-
-
-def test_the_part_of_the_costs_that_stages_use_is_of_their_submeshes_and_prices() -> None:
-    found, a, b = two_meshes()
-    more = pricing._with(found, {**found.known, (a, 0, 1, ()): cost_of((4,), 4.0), (b, 0, 1, ()): cost_of((4,), 4.0)})
-    dearer = replace(stage_of(0, 3), variant=pricing.VARIANTS.index((1, "none")))
-    assert (more.part_used([stage_of(0, 3)], {}), more.part_used([dearer], {})) == (0.5, 1.0)
-    assert more.part_used([stage_of(0, 3)], found.known) == 0.0
-    assert found.part_used([dearer], found.known) == 0.0  # none was worked out
-
-
-class Timed(Free):
-    """A layer that has no cost in two seconds or less, of which half is for a price."""
-
-    def __init__(self, clock: list[float]) -> None:
-        self.clock, self.limits = clock, []
-
-    def at(self, cluster: Any, method: Any, price: int, shape: Any, *, time_limit: float) -> LayerCost:
-        self.limits.append(time_limit)
-        if time_limit <= 2.0:
-            self.clock[0] += 1.0
-            raise InfeasibleError("no sharding was found")
-        return cost_of((4,), 4.0)
-
-
-@pytest.mark.parametrize(
-    ("limit", "left", "must", "given", "error"),
-    [
-        (60.0, math.inf, False, [60.0], None),
-        (2.0, math.inf, False, [2.0], InfeasibleError),
-        (60.0, 4.0, False, [2 * (1.0 + pricing.LATE)], None),
-        (60.0, 0.25, False, [2 * (0.0625 + pricing.LATE)], OutOfTime),  # not for want of memory
-        (60.0, 0.25, True, [2 * (0.0625 + pricing.LATE), 60.0], None),
-        (2.0, 0.25, True, [2 * (0.0625 + pricing.LATE), 2.0], InfeasibleError),
-    ],
-)
-def test_a_layer_is_solved_in_a_part_of_the_time_for_costs(
-    limit: float, left: float, must: bool, given: list[float], error: Any
-) -> None:
-    clock = [0.0]
-    layer: Any = Timed(clock)
-    found, *_ = two_meshes()
-    costs = replace(found, layers=(layer,) * 3, methods=(None,), known={})
-    deadline = Deadline(left, lambda: clock[0])
-    with nullcontext() if error is None else pytest.raises(error):
-        known = worked_out(costs, [(layer, 0, 0, ())], deadline, time_limit=limit, must=must).known
-        assert known[layer, 0, 0, ()].mesh_shape == (4,)
-    assert layer.limits == given
-
-
 def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> None:
     """Of 3 s forward and 6 s backward 1 s each with 4 micro-batches: with 8 there are 1 + 1 and 1 + 2.5 s."""
     found, _, _ = two_meshes(steady=1.0, adding=1.0)
-    costs = found.costs(8)
+    costs = found.of(8)
     assert costs.forward[0, 1, 0, 0] == pytest.approx(2.0) and costs.backward[0, 1, 0, 0] == pytest.approx(3.5)
 
 
 def test_temporary_bytes_that_do_not_depend_on_micro_batches_are_not_scaled() -> None:
     """Of 8 bytes 2; and of a layer the gradient, before it is added to its sum, which GPUs add to where it is."""
     found, _, _ = two_meshes(temporary=8.0, lasting=2.0)
-    assert found.costs(8).fixed_bytes[0, 1, 0, 0] == pytest.approx(5.0)
+    assert found.of(8).fixed_bytes[0, 1, 0, 0] == pytest.approx(5.0)
     for costs in (priced(2), priced(16)):
         assert costs.layers[1].least(costs.cluster).lasting == 0
     few, many = priced(2, "cpu"), priced(16, "cpu")
-    scaled, exact = (costs.costs(16).fixed_bytes[1, 2, 0, 0] for costs in (few, many))
+    scaled, exact = (costs.of(16).fixed_bytes[1, 2, 0, 0] for costs in (few, many))
     assert scaled == pytest.approx(exact, rel=0.01)
     least = [costs.layers[1].least(costs.cluster) for costs in (few, many)]
     assert least[0].lasting == least[1].lasting == 1024 * 1024 * 4
@@ -248,25 +176,24 @@ def test_stages_with_a_layer_that_exceeds_its_cost_need_more() -> None:
     """10 bytes more than the costs say with layer 1 on 4 devices, and none for any other."""
     found, _, _ = two_meshes()
     found = replace(found, beyond={(1, 4): 10.0, (2, 2): 5.0, (9, 4): 7.0})
-    fixed = found.costs(4).fixed_bytes[..., 0, 0]
+    fixed = found.of(4).fixed_bytes[..., 0, 0]
     assert fixed[0, 2] == fixed[1, 2] == fixed[0, 3] == 10.0 and fixed[0, 1] == fixed[2, 3] == 0.0
 
 
 def test_variants_that_others_are_as_good_as_are_not_searched() -> None:
-    """A bound at a price is as fast as what is known at a lower one, and needs no bytes here."""
+    """Prices that change nothing have no variants of their own; those that are slower and smaller have."""
     found, a, b = two_meshes(saved=8.0, kept=2.0, again=1.0)
     every = range(len(pricing.VARIANTS))
     assert pricing.VARIANTS[:4] == ((0, "none"), (0, "layer"), (0, "selective"), (1, "none"))
-    assert found.useful(every) == (3,) and found.useful([2, 0]) == (2, 0)
+    assert found.useful(every) == (0, 1, 2)
     known: Any = dict(found.known)
-    for price in (1, 2):  # of both layers the same at either price: slower and smaller than for nothing
-        known |= {(layer, 0, price, ()): cost_of((2, 2), 5.0, saved=4.0, kept=1.0, again=1.0) for layer in (a, b)}
-        found = pricing._with(found, known)
-        assert found.useful(every) == ((0, 1, 2, 6) if price == 1 else (0, 1, 2, 3, 4, 5))
+    known |= {(layer, 0, 2, ()): cost_of((2, 2), 5.0, saved=4.0, kept=1.0, again=1.0) for layer in (a, b)}
+    assert found.useful([2, 0]) == (2, 0)
+    assert pricing._with(found, known).useful(every) == (0, 1, 2, 6, 7, 8)
 
 
 def test_costs_of_some_variants_are_numbered_anew() -> None:
     found, _, _ = two_meshes(saved=8.0, kept=2.0, again=1.0)
-    whole, some = found.costs(8), found.costs(8, (2, 1))
+    whole, some = found.of(8), found.of(8, (2, 1))
     for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes"):
         assert np.array_equal(getattr(some, name), getattr(whole, name)[..., [2, 1]])

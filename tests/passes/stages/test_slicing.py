@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from alpa_lite import schedules
 from alpa_lite.errors import OptionError
-from alpa_lite.passes.sharding.deadline import Deadline
 from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.paths import least_bytes_together
 from alpa_lite.passes.stages.ranges import Hosts, StageCosts, from_layers
@@ -454,29 +453,6 @@ def test_weighed_lists_the_schedules():
     assert [w.status for w in found.weighed].count("chosen") == 1
     assert all(w.bound >= found.bound * (1 - 1e-9) for w in found.weighed)
     assert all(w.seconds is None or w.seconds >= w.bound * (1 - 1e-9) for w in found.weighed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(instances(schedules.NAMES), st.integers(0, 40))
-def test_without_time_the_answer_is_a_pipeline_that_fits_wherever_there_is_one(instance, looks):
-    """The time is over after so many looks at the clock."""
-    costs, options = instance
-    clock = itertools.chain([0.0], itertools.repeat(0.0, looks), itertools.repeat(2.0))
-    full, found = slice_stages(costs, options), slice_stages(costs, options, Deadline(1.0, lambda: next(clock)))
-    assert (found.best is None) == (full.best is None)
-    assert found.bound <= full.bound * (1 + 1e-9)
-    if found.best is not None and full.best is not None:
-        own = next(c for c in costs if c.num_microbatches == found.best.num_microbatches)
-        assert evaluate(own, found.best) == (found.best.seconds, found.best.bytes)
-        assert max(found.best.bytes) <= options.budget
-        assert found.best.seconds >= full.bound * (1 - 1e-9)
-
-
-def test_what_the_time_did_not_allow_to_search_is_said():
-    costs = [uniform(4, count, devices=(1, 2), total=4) for count in (2, 8)]
-    found = slice_stages(costs, SliceOptions(math.inf), Deadline(0.0, lambda: 0.0))
-    assert "not searched" in {row.status for row in found.weighed}
-    assert "not searched" not in {row.status for row in slice_stages(costs, SliceOptions(math.inf)).weighed}
 
 
 @settings(max_examples=60, deadline=None)

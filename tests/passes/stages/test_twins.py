@@ -42,7 +42,7 @@ def graphs() -> tuple[Any, Any]:
 
 def decided(graph: Any, price: float = 0.0, like: DecidedStage | None = None) -> DecidedStage:
     part = Cluster.preset("a100").part(4)
-    return planning.decide(graph, part, Sharded((4,)), price=price, time_limit=60.0, like=like)
+    return planning.decide(graph, part, Sharded((4,)), price=price, like=like)
 
 
 def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> None:
@@ -114,12 +114,12 @@ def test_a_whole_stage_at_the_unit_of_its_layers_pays_as_much_for_memory() -> No
     args = [jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((64, WIDTH))
     graph = pipeline_driver.staged(step, args, 4, 2).graphs[1]
     part = Cluster.preset("a100").part(4)
-    free, dear = (planning.decide(graph, part, Sharded((4,)), price=p, time_limit=60.0) for p in (1.0, 1000.0))
+    free, dear = (planning.decide(graph, part, Sharded((4,)), price=p) for p in (1.0, 1000.0))
     assert free.offers is not None and dear.found.solution.peak < free.found.solution.peak
     unit = 1000 * free.offers.unit
-    same = planning.decide(graph, part, Sharded((4,)), price=1.0, time_limit=60.0, unit=unit)
+    same = planning.decide(graph, part, Sharded((4,)), price=1.0, unit=unit)
     assert same.found.choice == dear.found.choice
-    assert planning.repriced(same, 1.0, time_limit=60.0).found.choice == dear.found.choice
+    assert planning.repriced(same, 1.0).found.choice == dear.found.choice
 
 
 def costs(planned: PlannedStage, name: str) -> list[Any]:
@@ -129,7 +129,7 @@ def costs(planned: PlannedStage, name: str) -> list[Any]:
 
 def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(graphs: tuple[Any, Any]) -> None:
     first, dear = decided(graphs[0]), 10.0
-    again, anew = planning.repriced(first, dear, time_limit=60.0), decided(graphs[0], price=dear)
+    again, anew = planning.repriced(first, dear), decided(graphs[0], price=dear)
     one, other = again.found.solution, anew.found.solution
     assert (one.choice, one.objective, one.peak) == (other.choice, other.objective, other.peak)
     assert one.peak < first.found.solution.peak

@@ -29,31 +29,30 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
-from alpa_lite.passes.sharding.search import Found
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import Known
-from alpa_lite.passes.sharding.solver.work import SOLVE_WORK
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.records import Candidate
 from alpa_lite.strategy import Rule, Solution
 
-WORTH = 1.3
+MAX_SLOWDOWN = 1.3
 """Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""
 
-ROUGH = 5e-2
+ROUGH_GAP = 5e-2
 """The gap at which a choice with memory for nothing is good enough to tell the unit of prices, and slow mesh shapes."""
 
 
 @dataclass(frozen=True, eq=False)
-class Market:
+class LagrangianSearch:
     """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
 
     Attributes:
       known: each program, with what its solves found out for the next. rough: these solutions.
       unit: seconds per byte, of price 1: those of the fastest rough solution, unless others are given.
-      time_limit: has no effect.
+      max_work: of each solve, in the unit of `solver.work`.
       gap: at which a choice counts as optimal: of its seconds, so that at a price it is a part of that.
     """
 
@@ -62,12 +61,12 @@ class Market:
     known: tuple[Known, ...]
     rough: tuple[Solution, ...]
     unit: float
-    time_limit: float
+    max_work: int
     gap: float
 
-    def anew(self, time_limit: float) -> Market:
+    def reset(self) -> LagrangianSearch:
         """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
-        return replace(_offered(self.meshes, self.spaces, time_limit, self.gap), unit=self.unit)
+        return replace(_solve_roughly(self.meshes, self.spaces, self.max_work, self.gap), unit=self.unit)
 
     @property
     def fastest(self) -> tuple[float, float]:
@@ -75,7 +74,7 @@ class Market:
         i = min(range(len(self.rough)), key=lambda i: self.rough[i].objective)
         return self.rough[i].objective, max(self.known[i].problem.peak(self.rough[i].choice), 1.0)
 
-    def on(self, shape: tuple[int, ...]) -> Market:
+    def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
         """The same with the meshes of one shape alone, if there are any."""
         kept = [i for i, mesh in enumerate(self.meshes) if mesh.shape == shape]
         if not kept:
@@ -85,7 +84,7 @@ class Market:
         )
         return replace(self, meshes=meshes, spaces=spaces, known=known, rough=rough)
 
-    def at(self, price: float) -> Found:
+    def at(self, price: float) -> MeshSolution:
         """The best choice at a price of memory; its seconds and bytes are without it.
 
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
@@ -96,10 +95,11 @@ class Market:
         for i, rough in enumerate(self.rough):
             if not price and (rough.gap <= self.gap or rough.bound >= fastest):
                 solutions[i] = rough
-            elif rough.objective <= WORTH * fastest:
+            elif rough.objective <= MAX_SLOWDOWN * fastest:
                 waiting.append(i)
         solutions |= _solved(
-            {i: self.known[i] for i in waiting}, price * self.unit, gap=self.gap / max(1.0, price)
+            {i: self.known[i] for i in waiting}, price * self.unit, gap=self.gap / max(1.0, price),
+            max_work=self.max_work,
         )  # fmt: skip
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
@@ -119,25 +119,25 @@ class Market:
             bound=min(solution.bound for solution in free),
             peak=problem.peak(solution.choice),
         )
-        return Found(self.meshes[best], space, solution, choice, tuple(candidates))
+        return MeshSolution(self.meshes[best], space, solution, choice, tuple(candidates))
 
 
-def market(
+def search_at_prices(
     traced: Traced,
     grouping: Grouping,
     rules: Mapping[Any, Rule],
     cluster: Cluster,
     admitted: Admitted,
     *,
-    time_limit: float,
+    max_work: int,
     gap: float,
     shared: Shared | None = None,
-) -> Market:
+) -> LagrangianSearch:
     """The programs of some mesh shapes.
 
     Args:
       admitted: the meshes of the cluster's devices, and what is allowed on each.
-      time_limit: has no effect.
+      max_work: of each solve, in the unit of `solver.work`.
       gap: (objective - bound) / objective at which a choice counts as optimal.
       shared: what the programs of several meshes have in common, to make it once.
 
@@ -149,26 +149,28 @@ def market(
         strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
         for mesh, allowed in admitted
     )  # fmt: skip
-    return _offered(tuple(mesh for mesh, _ in admitted), spaces, time_limit, gap)
+    return _solve_roughly(tuple(mesh for mesh, _ in admitted), spaces, max_work, gap)
 
 
-def _offered(meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], time_limit: float, gap: float) -> Market:
-    """Programs, with what solving them roughly finds out."""
+def _solve_roughly(
+    meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], max_work: int, gap: float
+) -> LagrangianSearch:  # fmt: skip
+    """Programs with their rough solutions."""
     known = tuple(Known(space.program) for space in spaces)
-    solved = _solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH))
+    solved = _solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work)
     rough = tuple(solved[i] for i in range(len(known)))
-    offered = Market(meshes, spaces, known, rough, 1.0, time_limit, gap)
+    offered = LagrangianSearch(meshes, spaces, known, rough, 1.0, max_work, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 
 
-def _solved(problems: Mapping[int, Known], price: float, *, gap: float) -> dict[int, Solution]:
+def _solved(problems: Mapping[int, Known], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
     """The best choices at a price in seconds per byte; objectives include what memory costs."""
     out = {}
     for i, known in problems.items():
         points = len(known.problem.base)
         priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
-        found = Search(priced, np.inf, gap, SOLVE_WORK, messages=known.messages)
+        found = Search(priced, np.inf, gap, max_work, messages=known.messages)
         found.starts = list(known.choices)
         found.run()
         known.note(found)

@@ -1,6 +1,6 @@
-"""Chosen stages planned whole: each solved and lowered, their program written and simulated.
+"""Builds a pipeline from chosen stages: each is solved and lowered, their program written and simulated.
 
-Sliced ──layers──▶ ──stages──▶ ──sharding──▶ ──lowering──▶ PlannedStage, for each stage ──programs──▶ Staged
+StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ ──lowering──▶ PlannedStage, for each stage ──programs──▶ Staged
 """
 
 from __future__ import annotations
@@ -12,40 +12,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alpa_lite import schedules
-from alpa_lite.asked import Asked
-from alpa_lite.one_mesh import MAX_LAYERS
+from alpa_lite.asked import PlanRequest
 from alpa_lite.options import Sharded
 from alpa_lite.passes import programs, stages
 from alpa_lite.passes.layers.division import divided
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
+from alpa_lite.passes.search.analysis import MAX_LAYERS, Run
 from alpa_lite.passes.stages import planning, submeshes
-from alpa_lite.passes.stages.choosing import CERTAIN, Sliced
+from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
-
-LEAST_OF_STAGE = 2.0
-"""Seconds that solving a chosen stage may take in any case; most take less."""
 
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
 
 Kind = tuple[Any, ...]
-"""What identical plans of stages are for: the digest, the devices, the meshes allowed, whether weights are apart."""
+"""The inputs that identical stages share: the digest, the devices, the meshes allowed, whether weights are apart."""
 
 
 @dataclass(frozen=True, eq=False)
-class Before:
-    """What was planned of stages, to be taken over: it grows.
+class StageCache:
+    """Planned stages, to be reused: it grows.
 
     Attributes:
       digests: of stages.
@@ -60,14 +56,13 @@ class Before:
     own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
 
 
-def realised(
-    run: Passes, chosen: Sliced, asked: Asked, tokens: tuple[int, ...] = (), before: Before | None = None
+def build_pipeline(
+    run: Run, chosen: StagePlan, request: PlanRequest, tokens: tuple[int, ...], cache: StageCache
 ) -> Staged:  # fmt: skip
-    """The chosen stages planned whole, in slices of so many tokens if any, their program written and simulated.
+    """The pipeline of some stages, its sequences in slices of so many tokens if any are given.
 
     Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
     """
-    before = before or Before()
     slices = chosen.slices
     firsts = [stage.first for stage in slices.stages]
     remat: tuple[Choice, ...] = tuple(VARIANTS[stage.variant][1] for stage in slices.stages)
@@ -83,7 +78,7 @@ def realised(
         "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
     )  # fmt: skip
     write = functools.partial(
-        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=asked.cluster,
+        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=request.cluster,
         first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
         remat=remat, verdict=verdict, token_slices=tokens,
     )  # fmt: skip
@@ -92,11 +87,11 @@ def realised(
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, asked, before)
-        over = [size - asked.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-        if max(over) <= CERTAIN * asked.budget or schedule.splits_backward or last:
+        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, request, cache)
+        over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
+        if max(over) <= CERTAIN * request.budget or schedule.splits_backward or last:
             staged = run("programs", write, planned)
-            over = [sum(pair) - asked.budget for pair in staged.bytes]
+            over = [sum(pair) - request.budget for pair in staged.bytes]
             if max(over) <= 0 or last:
                 break
         said = ", ".join(units.nbytes(size) for size in over if size > 0)
@@ -107,45 +102,44 @@ def realised(
 
 
 def solve_stages(
-    run: Passes, graphs: Sequence[StageGraph], chosen: Sliced, prices: Sequence[float], split: bool, asked: Asked,
-    before: Before,
+    run: Run, graphs: Sequence[StageGraph], chosen: StagePlan, prices: Sequence[float], split: bool,
+    request: PlanRequest, cache: StageCache,
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
     """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
 
-    Which mesh shape suits a stage has been weighed for its layers. Identical stages take over the choices of the first
+    The mesh shape of a stage is the best one of its layers. Identical stages take over the choices of the first
     and what they cost, a stage at another attempt with the same price of memory is the one of the attempt before, and
     at another price it has the same integer program.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
-    limit = max(asked.time_limit, min(LEAST_OF_STAGE, asked.options.solver_time_limit))
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
     for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
         run.count("stages planned", number, len(graphs), lasting=True)
         devices, price = slices.devices[stage.mesh], prices[number]
-        method = submeshes.shape_of(asked.pipeline, number, devices)
+        method = submeshes.shape_of(request.pipeline, number, devices)
         if stage.mesh in shapes:
             method = Sharded(shapes[stage.mesh])
         elif method.mesh_shape is None:
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        if graph not in before.digests:
-            before.digests[graph] = planning.digest(graph, asked.wishes)
-        kind = before.digests[graph], devices, method, split
-        if (graph, kind, price) not in before.own:
-            twin = before.planned.get((kind, price))
-            like = twin or before.solved.get(kind)
+        if graph not in cache.digests:
+            cache.digests[graph] = planning.digest(graph, request.wishes)
+        kind = cache.digests[graph], devices, method, split
+        if (graph, kind, price) not in cache.own:
+            twin = cache.planned.get((kind, price))
+            like = twin or cache.solved.get(kind)
             if twin is None and like is not None:
-                like = run("sharding", planning.repriced, like, price, time_limit=limit)
+                like = run("sharding", planning.repriced, like, price)
             decided = run(
-                "sharding", planning.decide, graph, asked.cluster.part(devices), method, price=price,
-                time_limit=limit, split_weights=split, wishes=asked.wishes, like=like,
+                "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
+                split_weights=split, wishes=request.wishes, like=like,
                 unit=chosen.priced.unit_of(stage),
             )  # fmt: skip
-            before.solved.setdefault(kind, decided)
+            cache.solved.setdefault(kind, decided)
             planned = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
-            before.own[graph, kind, price] = planned
-        planned = before.own[graph, kind, price]
-        before.planned.setdefault((kind, price), planned)
+            cache.own[graph, kind, price] = planned
+        planned = cache.own[graph, kind, price]
+        cache.planned.setdefault((kind, price), planned)
         shapes[stage.mesh] = planned.found.mesh.shape
         out.append(planned)
     run.count("stages planned", len(graphs), len(graphs), lasting=True)

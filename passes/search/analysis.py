@@ -1,0 +1,118 @@
+"""The step as one mesh runs it in a configuration: its loop, rules and groups, each made once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.errors import MicrobatchError
+from alpa_lite.passes import factors, microbatches, sharding
+from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
+from alpa_lite.passes.layers.remat import NOTHING
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.search.configs import ExecutionConfig
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.strategy import Rule
+
+MAX_LAYERS = 72
+"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""
+
+
+class Run(Protocol):
+    """Runs a pass by name: see `runner.Passes`."""
+
+    def __call__(self, name: str, a_pass: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of the pass."""
+        ...
+
+    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
+        """Shows how many of some things are done."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AnalyzedStep:
+    """A step in a configuration.
+
+    Attributes:
+      loop: the step so. layers: the number of its layers, where any may be recomputed; else 0.
+      rules, groups: of its operations.
+      shared: the tables that its integer programs have in common.
+    """
+
+    config: ExecutionConfig
+    loop: Accumulated
+    layers: int
+    rules: Mapping[Any, Rule]
+    groups: Grouping
+    shared: Shared
+
+
+class Analyses:
+    """Analyses of a step, each made once, on demand."""
+
+    def __init__(self, run: Run, step: Step, request: PlanRequest) -> None:
+        self._run, self._step, self._request = run, step, request
+        self._known: dict[ExecutionConfig, AnalyzedStep | MicrobatchError] = {}
+
+    def __contains__(self, config: ExecutionConfig) -> bool:
+        return config in self._known
+
+    def of(self, config: ExecutionConfig) -> AnalyzedStep:
+        """The step in a configuration.
+
+        Raises:
+          MicrobatchError: it cannot be cut into as many micro-batches.
+        """
+        if config not in self._known:
+            try:
+                self._known[config] = self._analyze(config)
+            except MicrobatchError as error:
+                self._known[config] = error
+        found = self._known[config]
+        if isinstance(found, MicrobatchError):
+            raise found
+        return found
+
+    def loop_of(self, config: ExecutionConfig) -> tuple[Accumulated, int]:
+        """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
+
+        Rematerialisation is of the body of a loop, be it of one micro-batch. Layers are counted only there.
+        """
+        if config == ExecutionConfig():
+            return Accumulated(self._step.traced, -1, 1, ()), 0
+        if config.remat == NOTHING:
+            return self._loop(config.microbatches), 0
+        layers = self._layers(config.microbatches)
+        return self._run("layers", recomputing, layers, config.remat), len(layers.layering.layers)
+
+    def _analyze(self, config: ExecutionConfig) -> AnalyzedStep:
+        loop, layers = self.loop_of(config)
+        traced = loop.traced
+        if traced is self._step.traced:
+            rules = self._step.rules
+        elif config.remat == NOTHING:
+            rules = self._rules(config.microbatches)
+        else:
+            rules = self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+        groups = self._run("grouping", sharding.group, traced, rules)
+        return AnalyzedStep(config, loop, layers, rules, groups, Shared(traced, groups))
+
+    @functools.cache  # noqa: B019 - as long as the search
+    def _loop(self, count: int) -> Accumulated:
+        traced, rules = self._step.traced, self._step.rules
+        arguments = self._request.inexact
+        return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
+
+    @functools.cache  # noqa: B019
+    def _rules(self, count: int) -> Mapping[object, Rule]:
+        graph = self._loop(count).traced.graph
+        return self._run("factors", factors.rules_of, graph.ops(), graph.values)
+
+    @functools.cache  # noqa: B019
+    def _layers(self, count: int) -> Divisible:
+        return self._run("layers", divisible, self._loop(count), max_layers=MAX_LAYERS, rules=self._rules(count))

@@ -1,0 +1,267 @@
+"""The integer program of one mesh: which there are, how each is solved within a budget, and how little memory it takes.
+
+A method admits some logical meshes of a cluster, and each has one integer program. A program is solved first without
+the memory budget; if that choice does not fit, within it, and also with state gathered again for late uses
+(`sharding.strategies.build`, `regather`), which trades communication for memory. Methods that fix operations have the
+same program with fewer strategies, so that on one mesh the unrestricted program is never worse.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.cost import MeshCost
+from alpa_lite.errors import InfeasibleError
+from alpa_lite.graph import Traced
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.methods import Method
+from alpa_lite.passes.ir.primitives import PRODUCTS
+from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.space import Space, Strategy
+from alpa_lite.paths import shown
+from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
+from alpa_lite.records import Candidate
+from alpa_lite.report import units
+from alpa_lite.strategy import Rule, Solution
+
+CLOSED = 1e-4
+"""The relative gap of a proof, as of `solve.solve`: plans that differ by no more count as equal."""
+
+PROVEN_PEAK = 2e-2
+"""Relative difference to its bound up to which a budget is called the smallest."""
+
+PEAK_GAP = 1e-2
+"""Relative gap at which the search for the least memory stops."""
+
+NEAR_FREE = 2e-3
+"""Relative difference to the seconds without a budget below which gathering state again is not tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSolution:
+    """A plan of one mesh: its program, solution, and the strategy of every group.
+
+    Attributes:
+      candidates: the mesh shapes and methods that were compared with it.
+    """
+
+    mesh: LogicalMesh
+    space: Space
+    solution: Solution
+    choice: tuple[Strategy, ...]
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def compute_seconds(self) -> float:
+        """The part of the objective that is not communication."""
+        nodes, choice = self.space.nodes, self.solution.choice
+        return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class MeshProgram:
+    """The integer program of one mesh, built on demand.
+
+    Attributes:
+      build: builds it, with or without `regather`; each once.
+      peak_seconds: seconds that no mesh of as many devices has less of, given a built program.
+    """
+
+    mesh: LogicalMesh
+    platform: str
+    build: Callable[..., Space]
+    peak_seconds: Callable[[Space], float]
+
+    @property
+    def regathers(self) -> bool:
+        """Whether the platform's compiler keeps apart what is gathered twice."""
+        return self.platform not in strategies.MERGING
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What solving a program came to.
+
+    Attributes:
+      space: the program of the solution.
+      solution: the best choice within the budget; its status says if there is none.
+      free_bound: seconds that no choice takes less of, whatever the memory.
+      work: cells visited.
+    """
+
+    space: Space
+    solution: Solution
+    free_bound: float
+    work: int
+
+
+def mesh_programs(
+    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Any, *, budget: float,
+    shared: tables.Shared, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES,
+) -> list[MeshProgram]:  # fmt: skip
+    """The programs of every mesh that a method admits, the most promising meshes first.
+
+    On several nodes that is the mesh with one axis along the nodes and one within them, and the mesh of one axis. Then
+    come those of fewer axes, the more equal ones first: where a dim does not divide by all devices, two dims may by
+    their roots.
+
+    Raises:
+      OptionError: the method cannot be applied to these arguments or this number of devices.
+    """
+    banned, out = bans.bans(traced, grouping, wishes.forbidden), []
+    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
+        cost, given = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
+        build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **given))
+        peak_seconds = functools.partial(computing.at_peak, shared, cost)
+        out.append(MeshProgram(mesh, cluster.platform, build, peak_seconds))
+
+    def key(program: MeshProgram) -> tuple[bool, int, float]:
+        shape = program.mesh.shape
+        along = cluster.nodes > 1 and len(shape) == 2 and shape[0] == cluster.nodes
+        return not along, len(shape), math.log(max(shape) / min(shape)) if len(shape) > 1 else 0.0
+
+    return sorted(out, key=key)
+
+
+def solve_within_budget(
+    program: MeshProgram, space: Space, budget: float, cutoff: float, known: solve.Known
+) -> Solved:  # fmt: skip
+    """The best choice on one mesh within a budget of bytes per device, in up to three solves.
+
+    Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
+    """
+    free = solve.solve(replace(space.program, budget=None), cutoff=cutoff, roof=budget, known=known)
+    work = free.work
+    if free.status == "cutoff" or (free.choice and free.peak <= budget):
+        return Solved(space, free, free.bound, work)
+    exceeds = bool(free.choice) and free.peak > budget
+    bound = free.bound if exceeds else None
+    solution = solve.solve(space.program, cutoff=cutoff, free=bound, known=known)
+    work += solution.work
+    if exceeds and program.regathers and solution.objective * (1 - NEAR_FREE) > free.bound:
+        again = program.build(regather=True)
+        limit = min(cutoff, solution.objective) if solution.choice else cutoff
+        # Serving a value twice costs no less: the bound without the budget holds here, too.
+        other = solve.solve(again.program, cutoff=limit, free=bound, start=solution)
+        work += other.work
+        if other.choice and (not solution.choice or other.objective < solution.objective):
+            return Solved(again, other, free.bound, work)
+    elif solution.choice and program.regathers and solution.bound > free.bound:
+        solution = replace(solution, status="feasible", bound=free.bound)  # gathering again was not tried
+    return Solved(space, solution, free.bound, work)
+
+
+def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> tuple[MeshProgram, Space, Solution] | None:
+    """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
+    bounded = []
+    for program in programs:
+        bound = solve.Bound(program.build().program)
+        bound.improve()
+        bounded.append((bound, program))
+    best: tuple[MeshProgram, Space, Solution] | None = None
+    for bound, program in sorted(bounded, key=lambda pair: pair[0].seconds):
+        cutoff = math.inf if best is None else best[2].objective
+        if bound.seconds < cutoff:
+            found = solve_within_budget(program, program.build(), budget, cutoff, bound.known)
+            if found.solution.choice and found.solution.objective < cutoff:
+                best = program, found.space, found.solution
+    return best
+
+
+def choice_of(space: Space, solution: Solution) -> tuple[Strategy, ...]:
+    """The strategy of every group."""
+    return tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
+
+
+def map_choice_to(plan: MeshSolution, space: Space) -> np.ndarray | None:
+    """The choice of a plan in another program of the same groups and mesh; None if that does not have it."""
+    out = []
+    for node in space.nodes:
+        strategy = plan.choice[node.members[0]]
+        if strategy not in node.strategies or any(plan.choice[member] != strategy for member in node.members):
+            return None
+        out.append(node.strategies.index(strategy))
+    return np.array(out)
+
+
+def has_all_plans_of(
+    traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, shared: tables.Shared
+) -> bool:  # fmt: skip
+    """Whether the plans of a method are among those of the unrestricted program on the mesh of one axis.
+
+    They are where the method tells no groups apart that are tied otherwise, and leaves no axis idle where products hold
+    examples: its strategies are some of those there are (`strategies.heavy_strategies`).
+
+    Raises:
+      OptionError: the method cannot be applied.
+    """
+    ((_, allowed),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    if allowed.operations is not None:
+        groups = [grouping.groups[index] for index in shared.facts.examples]
+        products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
+        if not all(map(allowed.operations.fills, products)):
+            return False
+    return sum(1 for _ in strategies.classes(grouping, allowed)) == len(grouping.classes)
+
+
+def peak_bound(program: MeshProgram) -> tuple[float, float]:
+    """Bytes per device that no choice on a mesh takes less of, and those of a choice with few."""
+    return solve.bound_of_peak(program.build(regather=program.regathers).program)
+
+
+@dataclass(frozen=True, eq=False)
+class LeastMemory:
+    """The plan of the least memory that was found: `bound` bytes per device, that none takes less of, and its own."""
+
+    bound: float
+    peak: float
+    program: MeshProgram
+    space: Space
+    solution: Solution
+
+
+def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
+    """The plan that takes the fewest bytes per device on any mesh; None if no program has a choice."""
+    best: LeastMemory | None = None
+    for program in programs:
+        for regather in (False, True) if program.regathers else (False,):
+            space = program.build(regather=True) if regather else program.build()
+            peak, solution = solve.minimal_budget(space.program, gap=PEAK_GAP)
+            if solution.choice and (best is None or peak < best.peak):
+                bound = peak if solution.status == "optimal" else 0.0
+                best = LeastMemory(bound, peak, program, space, solution)
+    return best
+
+
+def budget_error(traced: Traced, cluster: Cluster, budget: float, least: LeastMemory | None) -> InfeasibleError:
+    """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
+    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
+    total = sum(values[v].nbytes for v in inputs)
+    if least is None:
+        return InfeasibleError(
+            f"the method admits no sharding of this step on {cluster.num_devices} devices, whatever the memory: the "
+            "constraints on arguments and operations contradict each other. Use method='auto', or constrain less "
+            "(constrain, allow, forbid)."
+        )
+    smallest = units.exact_bytes(math.ceil(least.peak))
+    known = smallest if least.peak <= least.bound * (1 + PROVEN_PEAK) else f"at most {smallest}"
+    shape = " x ".join(map(str, least.program.mesh.shape))
+    return InfeasibleError(
+        f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works on one mesh is "
+        f"{known} per device, on a mesh of {shape}. The arguments alone take {units.nbytes(total)} before they are "
+        f"sharded over {cluster.num_devices} devices; the "
+        f"largest of them: {largest}. A larger budget, more devices, rematerialisation "
+        f"(jax.checkpoint around a layer) or a smaller batch would fit.",
+        math.ceil(least.peak),
+    )

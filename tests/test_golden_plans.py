@@ -1,0 +1,18 @@
+"""Plans are those that are stored: see `golden_plans`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests import golden_plans
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in golden_plans.CASES if name not in golden_plans.QUICK]
+
+
+@pytest.mark.parametrize("name", [*golden_plans.QUICK, *SLOW])
+def test_the_plan_is_the_golden_one(name: str) -> None:
+    """On a version of JAX without stored plans this fails: store them with `python -m tests.golden_plans --write`."""
+    known = json.loads(golden_plans.stored().read_text())[name]
+    assert golden_plans.plan_case(name) == known
