@@ -9,7 +9,7 @@ is made by `equinox.filter_jit` all are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,15 +105,6 @@ def is_constant(leaf: Any, numbers: bool) -> bool:
     except OverflowError:  # an integer with more bits than its dtype
         return False
     return False
-
-
-def constants_of(tree: Any) -> Iterator[Constant]:
-    """The constants in the structure of a hidden pytree, a `PyTreeDef`, in its order."""
-    data = tree.node_data()
-    if data is not None and data[0] is _Node:
-        yield data[1]
-    for child in tree.children():
-        yield from constants_of(child)
 
 
 def is_nnx_object() -> Callable[[Any], bool]:
