@@ -280,7 +280,7 @@ def test_frozen_weights_are_placed_once_and_stay(where: str, caplog: Any) -> Non
     step = alpa_lite.parallelize(lora, method=alpa_lite.Zero(3))
     reference = adapters
     for number in range(3):
-        moving = number == 0 or where == "host"
+        moving = number == 0 or where != "device"  # an array of the host is reported once it comes again
         with contextlib.nullcontext() if moving else nothing_moves(caplog):
             adapters, loss = step(adapters, base, examples(16, number))
         reference, want = jax.jit(lora)(reference, base, examples(16, number))
