@@ -10,6 +10,7 @@ from alpa_lite import schedules
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.stages import slicing
+from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, LayerCosts
 from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
@@ -90,7 +91,21 @@ def choose(
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     best = replace(best, stages=tuple(replace(stage, variant=variants[stage.variant]) for stage in best.stages))
+    best = _cheapest_memory(priced, best, budget)
     return StagePlan(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
+
+
+def _cheapest_memory(priced: LayerCosts, best: StageSlices, budget: float) -> StageSlices:
+    """The same stages at the lowest price of memory, where they fit and are as fast by their layers, to `GAP`.
+
+    A whole stage makes other choices at a price than its layers do.
+    """
+    stages = tuple(replace(s, variant=VARIANTS.index((0, VARIANTS[s.variant][1]))) for s in best.stages)
+    free = replace(best, stages=stages)
+    seconds, size = evaluate(priced.of(best.num_microbatches), free)
+    if max(size) <= budget and seconds <= best.seconds * (1 + GAP):
+        return replace(free, seconds=seconds, bytes=size)
+    return best
 
 
 def _idle_devices(priced: LayerCosts, method: Pipeline, found: StageSlicing, best: StageSlices) -> str:

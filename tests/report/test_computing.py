@@ -92,7 +92,7 @@ def test_explained_with_what_bounds_it():
     assert "the method fixed this sharding" in told and "bound by FLOPs" in told
     assert "of the computing and the collectives of the stage" in told
     plan = planned(alpa_lite.Sharded()).weighed()
-    decision = max((d for d in plan.decisions if d.name.startswith("dot_general")), key=lambda d: d.seconds)
+    decision = max(plan.decisions, key=lambda d: d.seconds)  # of a product, whose group a transpose may name
     chosen = decision.chosen
     assert chosen is not None
     starts = CLUSTER.kernel_start * decision.count
