@@ -173,9 +173,10 @@ def expansion(eqn: Any) -> Any:
 
     From 0.12 some functions of JAX (`jnp.searchsorted`) are one equation of a primitive that says itself what it
     expands to. A loop that was vectorised with a condition for each element has an array of conditions: it runs until
-    all are false, and leaves the elements alone whose condition is false. A linear solve that has been differentiated
-    is what its user gave to solve with. A reshape that takes dims in another order transposes first, as gradients of
-    convolutions in groups do.
+    all are false, and leaves the elements alone whose condition is false. A loop whose condition has effects evaluates
+    it in its body: XLA's CPU compiler skips conditions of loops whose number of iterations it knows. A linear solve
+    that has been differentiated is what its user gave to solve with. A reshape that takes dims in another order
+    transposes first, as gradients of convolutions in groups do.
     """
     if eqn.primitive.name == "call_hi_primitive":
         return traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
@@ -183,6 +184,8 @@ def expansion(eqn: Any) -> Any:
         return traced(eqn, functools.partial(_one_condition, eqn.params))
     if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
         return traced(eqn, functools.partial(_transposed_first, eqn.params))
+    if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].effects:
+        return traced(eqn, functools.partial(_condition_in_body, eqn.params))
     if eqn.primitive.name == "custom_linear_solve":
         return traced(eqn, functools.partial(_solved, eqn.params))
     return None
@@ -396,6 +399,19 @@ def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
         return jax.lax.reduce_or(going, axes=tuple(range(going.ndim)))
 
     return jax.lax.while_loop(going_on, step, tuple(carried))
+
+
+def _condition_in_body(params: Mapping[str, Any], *operands: Any) -> Any:
+    """A loop that carries whether it goes on, which is evaluated before it and at the end of each iteration."""
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    condition, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    read, held, carried = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+
+    def step(state: Sequence[Any]) -> Sequence[Any]:
+        new = body(*held, *state[1:])
+        return (*condition(*read, *new), *new)
+
+    return jax.lax.while_loop(lambda state: state[0], step, (*condition(*read, *carried), *carried))[1:]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

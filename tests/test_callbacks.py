@@ -179,7 +179,7 @@ class Mlp(linen.Module):
 
 def in_linen(state, x):
     loss, grads = jax.value_and_grad(lambda state: jnp.square(Mlp().apply(state, x)).mean())(state)
-    jax.debug.callback(record, state, ordered=True)
+    jax.debug.callback(record, *jax.tree.leaves(state), ordered=True)
     return sgd(state, grads), loss
 
 

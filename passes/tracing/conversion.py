@@ -161,7 +161,7 @@ class _Builder:
             if expansion is not None:
                 self._expansions.append(expansion)
                 results = self._inlined(expansion, eqn, operands, stack, ops)
-                if name == "while":
+                if name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
                     assert ops[-1].name == "while"
                     ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
             elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
@@ -361,7 +361,7 @@ class _Builder:
         Args:
           jaxprs: each with the number of its inputs that a token comes behind.
           is_ordered: whether the blocks take a token, and give one as their first output.
-          is_condition: whether they give none: a condition that calls back is refused.
+          is_condition: whether they give none, since a condition has no effects (`_jax.expansion`).
 
         Returns:
           The blocks, and those constants as seen from the block that holds the op.
@@ -376,9 +376,6 @@ class _Builder:
             ops: list[Op] = []
             outputs = self.inline(jaxpr, [self.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
             last = self._tokens.pop()
-            if is_condition and last != token:
-                line = _jax.source_line(next(op.source for op in ops if last in op.results))
-                raise TracingError(f"an ordered callback in the condition of a while loop at {line}; use ordered=False")
             if is_ordered:
                 inputs = [*inputs[:before], token, *inputs[before:]]
                 outputs = outputs if is_condition else [last, *outputs]
