@@ -21,7 +21,7 @@ from jax.core import Tracer
 from alpa_lite import around, replanning
 from alpa_lite.around import Call, Shardings
 from alpa_lite.cluster import Cluster
-from alpa_lite.compiler import Compiled, same_program
+from alpa_lite.compiler import Compiled, trace_again
 from alpa_lite.errors import OptionError
 from alpa_lite.likeness import compile_alike
 from alpa_lite.lowered import Lowered
@@ -188,7 +188,7 @@ class ParallelStep(Generic[P, R]):
     """A step that plans once for each signature of its arguments and then runs on every device.
 
     Call it like the function that it was made from, in any thread. It keeps what it made for the last `SIGNATURES`
-    signatures: structure, shapes and dtypes of the arguments, and values of those that are static.
+    signatures: structure, shapes and dtypes of the arguments, values of those that are static, and JAX's settings.
     """
 
     def __init__(self, fun: Callable[P, R], options: Options):
@@ -495,7 +495,7 @@ class ParallelStep(Generic[P, R]):
             self._relate(key, calls.paths(call, args, kwargs), args, kwargs)
         with self._lock:
             running = [k for k, one in self._planned.items() if one.executable is self._current is not None]
-            entry = self._planned.setdefault(key, _Planned())
+            entry = self._planned.setdefault(key, _Planned(call.settings))
             for used in (*running, key):
                 self._planned.move_to_end(used)
             while len(self._planned) > SIGNATURES:
@@ -524,8 +524,9 @@ class ParallelStep(Generic[P, R]):
             with entry.lock:
                 if entry.compiled is None:
                     continue
-                if same_program(entry.compiled, self._fun, args, kwargs, self._options):
-                    entry.accept(replanning.weak_types(signature))
+                traced = trace_again(entry.compiled, self._fun, args, kwargs, self._options)
+                if replanning.same_program(entry.compiled.source, traced):
+                    entry.accept(replanning.weak_types(signature), [output.weak for output in traced.outputs])
                     with self._lock:
                         self._planned.setdefault(key, entry)
                     logger.info("%s: another pattern of weak dtypes makes the planned program, and shares it", name)
@@ -593,19 +594,23 @@ def _wrap(step: ParallelStep[..., Any], fun: Callable[..., Any]) -> None:
 class _Planned:
     """What a step keeps for one signature, or several that make the same program; whoever makes it holds the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: tuple[Any, ...]) -> None:
+        """Args:
+        settings: of JAX, which all its signatures have.
+        """
+        self._settings = settings
         self.lock = threading.RLock()
         self.compiled: Compiled | None = None
         self.shapes: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}  # of the call that was planned for
         self.executable: AnyExecutable | None = None
         self._digest: str | None = None
-        self._weak: list[tuple[bool, ...]] = []  # patterns of weak dtypes beyond the planned one
+        self._weak: list[tuple[Sequence[bool], Sequence[bool]]] = []  # of arguments and results, beyond the planned
 
-    def accept(self, weak: tuple[bool, ...]) -> None:
-        """Takes another pattern of weak dtypes."""
-        self._weak.append(weak)
+    def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
+        """Takes arguments with other weak dtypes, which give results with these."""
+        self._weak.append((arguments, results))
         if self.executable is not None:
-            self.executable.accept(weak)
+            self.executable.accept(arguments, results)
 
     def digest(self) -> str:
         """The digest of the planned program, equal in all processes."""
@@ -618,17 +623,20 @@ class _Planned:
         """The executable of the planned step, made once."""
         if self.executable is None:
             assert self.compiled is not None
-            self.compiled, executable = _loaded(self.compiled, options, owned, copies)
-            for weak in self._weak:
-                executable.accept(weak)
+            self.compiled, executable = _loaded(self.compiled, options, owned, copies, self._settings)
+            for arguments, results in self._weak:
+                executable.accept(arguments, results)
             self.executable = executable
         return self.executable
 
 
-def _loaded(compiled: Compiled, options: Options, owned: Owned, copies: Copies) -> tuple[Compiled, AnyExecutable]:
+def _loaded(
+    compiled: Compiled, options: Options, owned: Owned, copies: Copies, settings: tuple[Any, ...]
+) -> tuple[Compiled, AnyExecutable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
     executable = loading.load(
-        compiled.staged, compiled.plan, donate=options.donate, owned=owned, copies=copies,
+        compiled.staged, compiled.plan,
+        donate=options.donate, owned=owned, copies=copies, settings=settings,
         compiler_options=dict(options.compiler_options),
     )  # fmt: skip
     if options.verify == "hlo":

@@ -21,6 +21,7 @@ class Calling:
       static_positions, static_keywords: the rest, with their values.
       modules: whether an argument holds an NNX object.
       hide: takes leaves that are no arrays out of the arguments, into their structure; None if they have none.
+      settings: of JAX, under which the step is called (`_jax.trace_context`).
     """
 
     names: tuple[str, ...]
@@ -30,6 +31,7 @@ class Calling:
     static_keywords: Mapping[str, Any]
     modules: bool = False
     hide: Callable[[Any], Any] | None = None
+    settings: tuple[Any, ...] = ()
 
     @property
     def has_static(self) -> bool:

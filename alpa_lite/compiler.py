@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, collecting, frames, kept, owned, plan_cache, replanning, schedules
+from alpa_lite import _jax, collecting, frames, kept, owned, plan_cache, schedules
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
@@ -207,13 +207,13 @@ def tracer(
 
 
 @frames.in_one_piece
-def same_program(
+def trace_again(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
-) -> bool:
-    """Whether tracing the step for other arguments makes the program that was planned."""
+) -> Traced:
+    """A planned step traced for other arguments."""
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
     with collecting.seldom(), _jax.without_mesh():
-        return replanning.same_program(compiled.source, trace())
+        return trace()
 
 
 def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from alpa_lite.calling import Calling
@@ -163,10 +163,12 @@ class Argument:
       path: the stored path (`alpa_lite.paths`), such as `state['params']['w']`.
       role: "state" (comes back with the same shape and dtype), "batch", "frozen" (weights that the step reads and does
         not return), or "other" (a random key, a scalar).
+      weak: whether its dtype is weak. A plan does not depend on it.
     """
 
     path: str
     role: str
+    weak: bool = field(default=False, compare=False)
 
     @property
     def stays(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from alpa_lite import _jax
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.options import Options
@@ -136,6 +137,7 @@ def key_of(step: Step, asked: PlanRequest) -> dict[str, str]:
         "options": _options(options),
         "memory per device": f"{asked.budget:.0f}",
         "cluster": asked.cluster.fingerprint,
+        "settings": "" if traced.calling is None else _text(_jax.settings_text(traced.calling.settings)),
         "jax": jax.__version__,
         "alpa_lite": f"{__version__}, plans {SCHEMA}",
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.tracing.calls import Signature
@@ -27,7 +28,8 @@ def weak_types(signature: Signature) -> tuple[bool, ...]:
 
 def same_but_weak(one: Signature, other: Signature) -> bool:
     """Whether two signatures differ at most in which dtypes are weak."""
-    return one.form == other.form and one.tree == other.tree and _strong(one) == _strong(other)
+    alike = (one.form, one.tree, one.settings) == (other.form, other.tree, other.settings)
+    return alike and _strong(one) == _strong(other)
 
 
 def same_program(one: Traced, other: Traced) -> bool:
@@ -56,6 +58,10 @@ def why(new: Signature, paths: Sequence[str], planned: Mapping[Signature, Sequen
 
 def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths: Sequence[str]) -> list[str]:
     found = _form_differences(old, new)
+    settings = _jax.named_settings(old.settings)
+    for name, value in _jax.named_settings(new.settings).items():
+        if value != settings[name]:
+            found.append(f"{name} is {value}, planned was {settings[name]}")
     before, after = dict(zip(paths, old.types, strict=False)), dict(zip(new_paths, new.types, strict=False))
     for path in [*after, *(path for path in before if path not in after)]:
         if path not in before:

@@ -104,6 +104,23 @@ class Builder:
         self._sharding_of: dict[int, NamedSharding] = {}  # by buffer, since a call asks for those of its arguments
         self._zeros: dict[Any, Any] = {}  # what transfers between processes share
         self._failures = callbacks.Failures()
+        self._weak = self._weak_results()
+
+    def unlabelled_results(self) -> tuple[int, ...]:
+        """The results of the step that no executable makes, so that none decides whether their dtype is weak."""
+        items = (item for items in self._program.lists for item in items if isinstance(item, Run))
+        made = {buffer for item in items for buffer in item.outputs}
+        return tuple(n for n, buffer in enumerate(self._program.outputs) if buffer not in made)
+
+    def _weak_results(self) -> frozenset[tuple[int, int]]:
+        """(executable, position) of every result with a weak dtype, for a run that makes a result of the step."""
+        outputs = zip(self._program.outputs, self._traced.outputs, strict=True)
+        weak = {buffer for buffer, output in outputs if output.weak}
+        return frozenset(
+            (item.executable, position)
+            for items in self._program.lists for item in items if isinstance(item, Run)
+            for position, buffer in enumerate(item.outputs) if buffer in weak
+        )  # fmt: skip
 
     @_jax.without_mesh()
     def build(self, told: Mapping[int, NamedSharding]) -> Built:
@@ -260,7 +277,12 @@ class Builder:
         parts, segment = self._written.stages[self._written.functions[number][0]], self.segment(number)
         mesh, count = self.meshes[self._program.executables[number].mesh], self._program.num_microbatches
         function = functions.function_of(parts, segment, mesh, count)
-        return lambda *arrays: function(*arrays)  # a name of its own
+
+        def labelled(*arrays: Any) -> list[Any]:
+            results = enumerate(function(*arrays))
+            return [_jax.with_weak_type(result, (number, position) in self._weak) for position, result in results]
+
+        return labelled
 
     def segment(self, number: int) -> segments.Segment:
         """What an executable does."""

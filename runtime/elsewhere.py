@@ -58,7 +58,8 @@ class Elsewhere:
         for n, b in enumerate(program.outputs):
             if not here[mesh_of[b]]:
                 one = program.buffers[b]
-                self._outputs.append((n, presence.absent(one.shape, one.dtype, sharding(b))))
+                absent = presence.absent(one.shape, one.dtype, sharding(b))
+                self._outputs.append((n, _jax.array_with_weak_type(absent, traced.outputs[n].weak)))
         self._news: list[News] = []
         groups: dict[int, list[int]] = {}
         for n, b in enumerate(program.outputs):
@@ -80,6 +81,11 @@ class Elsewhere:
             for n in one.outputs:
                 results[n] = one.sharding
         return results
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """The results that all processes are told."""
+        return tuple(n for one in self._news for n in one.outputs)
 
     def unchanged(self, leaves: Sequence[Any]) -> bool:
         """Whether the absent state among some flat arguments is that which calls return."""

@@ -51,7 +51,7 @@ from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ow
 from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
 from alpa_lite.runtime.ownership import Owned
-from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
+from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, NewSignature, WeakPattern, WeakTypes, check_leaf
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Executable:
         owned: Owned | None = None,
         copies: Copies | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        settings: tuple[Any, ...] | None = None,
     ) -> None:
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
@@ -89,6 +90,7 @@ class Executable:
           owned: what it may overwrite, shared with other executables; by default what it returns itself.
           copies: of frozen weights, shared with other executables.
           compiler_options: what the compiler is asked for.
+          settings: of JAX, under which it is called (`_jax.trace_context`); None if they are not compared.
         """
         self.mesh = mesh
         self._compiler_options = compiler_options
@@ -99,7 +101,7 @@ class Executable:
         self._failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
         self._look: Callable[[Sequence[Any]], Sequence[Any]] | None = None
         assert traced.calling is not None
-        self._calling = traced.calling
+        self._calling, self._settings = traced.calling, settings
         self._match = self._calling.matches if self._calling.has_static else None
         self._in_tree, self._out_tree = traced.in_tree, traced.out_tree
         count = len(traced.arguments)
@@ -116,7 +118,6 @@ class Executable:
         new_value = {argument: output for output, argument in traced.state}
         come_back = bool(self._donated) and all(i in new_value for i in self._donated)
         following = [new_value[i] for i in self._donated] if come_back else []
-        self._following = following
         self._pick_following = _picker(following[:-1])
         self._canary_output = following[-1] if following else None
         self._executable: Any = None
@@ -124,8 +125,7 @@ class Executable:
         self._constants: tuple[jax.Array, ...] = ()
         self._compiling = threading.Lock()
         self._returned: frozenset[int] = frozenset()  # ids of what the last call returned; may have been given again
-        self._weak = WeakTypes(self._spec(i).weak_type for i in range(count))
-        self._kept_weak = [self._weak.planned[i] for i in self._kept]
+        self._weak = WeakTypes(traced, [(i, new_value[i]) for i in self._donated if come_back], self._kept)
         frozen = [n for n, i in enumerate(self._kept) if traced.arguments[i].role == "frozen"]
         wanted = [self._in_shardings[self._kept[n]] for n in frozen]
         self._frozen = Frozen(frozen, wanted, Copies() if copies is None else copies) if frozen else None
@@ -133,8 +133,6 @@ class Executable:
         wanted, avals = self._pick_donated(self._in_shardings), [values[inputs[i]].aval for i in self._donated]
         self._disjoint = ownership.Disjoint(wanted, avals, self._owned.has)
         self._called = False
-        self._returned_weak: list[bool] = []  # of what follows the donated arguments
-        self._steady = False  # whether these may be given back with kept arguments as in `_kept_weak`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -142,6 +140,8 @@ class Executable:
         Raises:
           NewSignature: the arguments are not what the step was planned for.
         """
+        if self._settings is not None and _jax.trace_context() != self._settings:
+            raise NewSignature(SETTINGS)
         if self._match is not None:
             if not self._match(args, kwargs):
                 raise NewSignature(FORM)
@@ -175,7 +175,7 @@ class Executable:
             if len(leaves) != len(self._in_shardings):
                 raise NewSignature(STRUCTURE)
             self._check(range(len(leaves)), leaves)
-            self._weak.check(leaves)
+            self._weak.pattern_of(leaves)
             self._check_alive(leaves)
             placed = placement.copies(leaves, self._in_shardings)
             self._owned.add(placed)
@@ -216,10 +216,7 @@ class Executable:
         values, inputs = self._traced.graph.values, self._traced.graph.block.inputs
         constants = (values[number].aval for number in inputs[len(specs) :])
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in constants)
-        traced = jitted.trace(*(pick(specs) for pick in groups), shapes)
-        self._returned_weak = [weak_of(traced.jaxpr.out_avals[i]) for i in self._following]
-        self._steady = self._weak.with_returned(self._donated, self._returned_weak)
-        return traced.lower()
+        return jitted.lower(*(pick(specs) for pick in groups), shapes)
 
     def _launched(self) -> Any:
         self.compiled()
@@ -250,7 +247,7 @@ class Executable:
 
     def _grouped(self) -> Callable[..., list[Any]]:
         """The step on the groups of leaves that the executable takes."""
-        order = [*self._donated, *self._kept]
+        order, weak = [*self._donated, *self._kept], self._weak.planned.results
         flat_fun = self._flat_fun
         if self._failures is not None:
             located = callbacks.located(flat_fun, self._name, self._failures)
@@ -258,7 +255,8 @@ class Executable:
 
         def step(donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
             by_number = dict(zip(order, (*donated, *kept), strict=True))
-            return list(flat_fun(*(by_number[i] for i in range(len(order))), *constants))
+            results = flat_fun(*(by_number[i] for i in range(len(order))), *constants)
+            return list(map(_jax.with_weak_type, results, weak))
 
         step.__name__ = self._name
         return step
@@ -318,10 +316,11 @@ class Executable:
     def _computed(self, leaves: list[Any]) -> list[Any]:
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         launch = self._launch or self._launched()
-        if donated and not (self._is_last(donated) and self._disjoint(kept, donated)):
-            donated = self._settled(donated, leaves)
-        elif list(map(is_weak, kept)) != self._kept_weak:
-            self._weak.check(leaves)
+        pattern = self._owned.last_pattern(self._weak, donated) if donated else self._weak.planned
+        if pattern is None or (donated and not self._disjoint(kept, donated)):
+            pattern, donated = self._settled(donated, leaves)
+        elif list(map(is_weak, kept)) != pattern.kept:
+            pattern = self._weak.pattern_of(leaves)
         if self._frozen is not None:
             kept = self._frozen.placed(kept)
         kept = placement.snapshot(kept)
@@ -338,37 +337,27 @@ class Executable:
             raise
         if self._look is not None:
             out = list(self._look(out))
+        if pattern.changes:
+            pattern.relabel(out)
         if self._canary_output is not None:
-            self._owned.remember(out[self._canary_output], self._pick_following(out), self)
+            self._owned.remember(out[self._canary_output], self._pick_following(out), pattern.following)
         return out
 
-    def _is_last(self, donated: Sequence[Any]) -> bool:
-        """Whether the arrays to donate are, one by one, those that the last call returned."""
-        last = self._owned.last
-        return (
-            last is not None
-            and last[2] is self
-            and self._steady
-            and last[0]() is donated[-1]
-            and all(map(operator.is_, last[1], donated))
-        )
-
-    def _settled(self, donated: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arrays to donate, in buffers that are ours."""
+    def _settled(self, donated: Sequence[Any], leaves: Sequence[Any]) -> tuple[WeakPattern, Sequence[Any]]:
+        """The weak types of a call, and the arrays to donate in buffers that are ours."""
         self._owned.recall()
         self._check(self._donated, donated)
-        self._weak.check(leaves)
+        pattern = self._weak.pattern_of(leaves)
         self._check_alive(leaves)
         wanted, paths = [self._in_shardings[i] for i in self._donated], self._traced.arguments
         moves.warn(self._name, donated, wanted, [paths[i].path for i in self._donated], first=not self._called)
         self._called = True
         ready = placement.settle(donated, wanted, self._owned.unshared(leaves, self._ours))
-        return ready if isinstance(donated, list) else tuple(ready)  # the executable tells them apart
+        return pattern, (ready if isinstance(donated, list) else tuple(ready))  # the executable tells them apart
 
-    def accept(self, weak: Sequence[bool]) -> None:
+    def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Takes calls whose flat arguments have weak dtypes like this, too: tracing makes the same program of them."""
-        self._weak.accept(weak)
-        self._steady = self._weak.with_returned(self._donated, self._returned_weak)
+        self._weak.accept(arguments, results)
 
     def _check_alive(self, leaves: Sequence[Any]) -> None:
         """Raises DonatedError if an argument was deleted."""

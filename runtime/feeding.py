@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from alpa_lite import _jax
 from alpa_lite.processes.alarm import alarm
 
 _END = object()
@@ -78,7 +79,8 @@ class Prefetch(Iterator[Any]):
         self._closed = threading.Event()
         work = (items, place, self._queue, self._closed, alarm.turns.prefetch())
         # The thread must not hold this object, or it would never be dropped.
-        self._thread = threading.Thread(target=_produce, args=work, name="alpa_lite prefetch", daemon=True)
+        produce = _jax.carry_settings(_produce)
+        self._thread = threading.Thread(target=produce, args=work, name="alpa_lite prefetch", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Any:

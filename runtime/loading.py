@@ -25,7 +25,7 @@ AnyExecutable = Executable | PipelineExecutable
 
 def load(
     staged: Staged, plan: Plan, *, donate: Donate = "auto", devices: Sequence[Any] | None = None,
-    owned: Owned | None = None, copies: Copies | None = None,
+    owned: Owned | None = None, copies: Copies | None = None, settings: tuple[Any, ...] | None = None,
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> AnyExecutable:  # fmt: skip
     """The planned step on devices that are here: one executable for one mesh, else the lists of the submeshes.
@@ -35,22 +35,23 @@ def load(
       devices: in the order of the cluster; by default the first of `jax.devices()`.
       owned: what the step may overwrite, shared by its executables.
       copies: of frozen weights, shared likewise.
+      settings: of JAX, under which it is called; None if they are not compared.
       compiler_options: beyond those of the cluster.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
     """
-    settings = {**plan.cluster.compiler_options, **compiler_options}
+    for_compiler = {**plan.cluster.compiler_options, **compiler_options}
     if plan.pipelined:
         return PipelineExecutable(
-            staged.traced, staged.written, plan.cluster, devices, owned=owned, named=donate != "auto", copies=copies,
-            compiler_options=settings,
+            staged.traced, staged.written, plan.cluster, devices,
+            owned=owned, named=donate != "auto", copies=copies, settings=settings, compiler_options=for_compiler,
         )  # fmt: skip
     (stage,) = staged.stages
     return _load_step(
         stage.graph.traced, stage.program,
         communication=stage.communication, donate=donate, devices=devices, owned=owned, copies=copies,
-        compiler_options=settings,
+        compiler_options=for_compiler, settings=settings,
     )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def _load_step(
     owned: Owned | None = None,
     copies: Copies | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    settings: tuple[Any, ...] | None = None,
 ) -> Executable:
     """The planned step on devices that are here.
 
@@ -72,7 +74,7 @@ def _load_step(
       communication: "explicit", or "compiler" where the collectives are left to it.
       donate: "auto", or the positions of the arguments to donate; () for none.
       devices: in the order of the mesh, last axis fastest; by default the first of `jax.devices()`.
-      owned, copies, compiler_options: as for `Executable`.
+      owned, copies, compiler_options, settings: as for `Executable`.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.
@@ -89,6 +91,7 @@ def _load_step(
         owned=owned,
         copies=copies,
         compiler_options=compiler_options,
+        settings=settings,
     )
 
 

@@ -25,6 +25,7 @@ devices, where a call takes 3,500.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,9 +39,11 @@ from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
 from alpa_lite.graph import Argument
 from alpa_lite.paths import shown
+from alpa_lite.runtime.signatures import WeakPattern, WeakTypes
 
-Last = tuple[weakref.ref[Any], Sequence[Any], Any]
-"""A reference to the last leaf of the state that a call returned, its other leaves, and the executable."""
+Last = tuple[weakref.ref[Any], Sequence[Any], WeakPattern | None]
+"""A reference to the last leaf of the state that a call returned, its other leaves, and the weak types of a call that
+is given them; None if the executable does not accept these."""
 
 
 class Owned:
@@ -54,9 +57,16 @@ class Owned:
         self.last: Last | None = None
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def remember(self, canary: Any, others: Sequence[Any], maker: Any) -> None:
-        """Takes the state that a call of `maker` returned: its last leaf and the others."""
-        self.last = weakref.ref(canary, self._forget), others, maker
+    def remember(self, canary: Any, others: Sequence[Any], following: WeakPattern | None) -> None:
+        """Takes the state that a call returned, its last leaf and the others, and the weak types of the next call."""
+        self.last = weakref.ref(canary, self._forget), others, following
+
+    def last_pattern(self, owner: WeakTypes, state: Sequence[Any]) -> WeakPattern | None:
+        """The weak types of a call of `owner` if its state is, leaf for leaf, what the last call returned."""
+        last = self.last
+        if last is None or last[2] is None or last[2].owner is not owner:
+            return None
+        return last[2] if last[0]() is state[-1] and all(map(operator.is_, last[1], state)) else None
 
     def add(self, arrays: Iterable[Any]) -> None:
         """Takes arrays that were made to be given to the step. What is no `jax.Array` has no buffer to overwrite."""
@@ -140,10 +150,11 @@ class Disjoint:
 
 def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
     """Shape and dtype of an array's blocks; None for a leaf that shares no buffer with an array that a step made."""
-    if type(leaf) is not _jax.PlainArray:
-        if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
-            return None
-        leaf = _jax.data_of_keys(leaf)
+    if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
+        return None
+    leaf = _plain(leaf)
+    if leaf is None:
+        return None
     return (leaf.sharding.shard_shape(leaf.shape), leaf.dtype) if leaf.committed and leaf.size else None
 
 
@@ -151,8 +162,16 @@ def _buffers(array: Any) -> list[tuple[Any, int]]:
     """Device and address of each block that is here; none of a deleted array."""
     if array.is_deleted():
         return []
-    plain = array if type(array) is _jax.PlainArray else _jax.data_of_keys(array)
-    return [(block.device, block.unsafe_buffer_pointer()) for block in _jax.blocks_of(plain)]
+    plain = _plain(array)
+    blocks = [] if plain is None else _jax.blocks_of(plain)
+    return [(block.device, block.unsafe_buffer_pointer()) for block in blocks]
+
+
+def _plain(array: Any) -> Any:
+    """The array that has the buffers of keys, or of one that is made when it is read; None if it was not."""
+    if type(array) is _jax.PlainArray:
+        return array
+    return array.made if isinstance(array, _jax.LazyArray) else _jax.data_of_keys(array)
 
 
 def any_deleted(leaves: Iterable[Any]) -> bool:

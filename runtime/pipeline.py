@@ -18,7 +18,6 @@ arrays that were donated before are gone, and all others can be used.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,8 +38,8 @@ from alpa_lite.runtime.elsewhere import Elsewhere
 from alpa_lite.runtime.frozen import Copies
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.peaks import Peaks
-from alpa_lite.runtime.signatures import FORM, STRUCTURE, NewSignature, WeakTypes, check_leaf, weak_of
-from alpa_lite.runtime.stacked import StackedLeaves
+from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, NewSignature, WeakPattern, WeakTypes, check_leaf
+from alpa_lite.runtime.stacked import StackedArray, StackedLeaves
 from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.timeline import Timeline
 
@@ -55,6 +54,7 @@ class PipelineExecutable:
         self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
         *, owned: Owned | None = None, named: bool = False, copies: Copies | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        settings: tuple[Any, ...] | None = None,
     ):  # fmt: skip
         """Prepares the executables; they are compiled by the first call, or by `compile`.
 
@@ -67,6 +67,7 @@ class PipelineExecutable:
           copies: of frozen weights, shared likewise.
           named: whether the user named what is donated, so that what is placed is taken as it is.
           compiler_options: for XLA; by default those of the cluster.
+          settings: of JAX, under which it is called (`_jax.trace_context`); None if they are not compared.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
@@ -76,7 +77,7 @@ class PipelineExecutable:
         self._builder = Builder(traced, written, cluster, devices, compiler_options)
         self._meshes, self._sharding = self._builder.meshes, self._builder.sharding
         assert traced.calling is not None
-        self._calling = traced.calling
+        self._calling, self._settings = traced.calling, settings
         self._match = self._calling.matches if self._calling.has_static else None
         self._compiled: list[Any] = []
         self._steps: list[Step] = []
@@ -89,15 +90,21 @@ class PipelineExecutable:
                 traced, self._program, self._builder.devices, self._builder.here, self._sharding
             )  # fmt: skip
         self._stacked = StackedLeaves(traced, self._program, self._sharding) if traced.stacked else None
-        self._state = returning.returning_state(self._program, traced) if self._stacked is None else []
+        self._user_state = returning.user_state(traced)
+        self._state = returning.returning_state(self._program, traced)
         if self._elsewhere is not None:
-            self._state = [one for one in self._state if one[0] not in self._elsewhere.state]
+            there = self._elsewhere.state
+            self._state = [] if self._stacked else [one for one in self._state if one[0] not in there]
         self._shared = returning.shared_outputs(self._program, traced)
-        self._whole_state = returning.whole_state(traced)
-        state = {argument for argument, _, _ in self._state}
+        in_place = {argument for argument, _, _ in self._state}
+        pieces = [set(one.numbers) for one in traced.stacked.arguments] if traced.stacked else None
+        self._last = [(a, r) for a, r in self._user_state if (pieces[a] if pieces else {a}) <= in_place]
+        state = {n for a, _ in self._last for n in (pieces[a] if pieces else {a})}
+        self._state = [one for one in self._state if one[0] in state]
         if self._elsewhere is not None:
             state |= self._elsewhere.state
         self._rest = [i for i in range(len(traced.arguments)) if i not in state]
+        self._user_rest = [n for n, one in enumerate(pieces) if not one <= state] if pieces else self._rest
         self._compiling = threading.Lock()
         values, block = traced.graph.values, traced.graph.block
         self._owned = Owned() if owned is None else owned
@@ -109,12 +116,14 @@ class PipelineExecutable:
             self._owned.has,
         )
         self._arguments = [traced.arguments[i] for i in first]  # of the user's step
-        self._weak = WeakTypes(weak_of(values[block.inputs[i]].aval) for i in first)
-        self._returned_weak: list[bool] = []  # of the state that a call returns
+        returned = [(a, r) for a, r in self._user_state if a not in set(self._user_rest)]
+        self._weak = WeakTypes(traced, returned, self._user_rest)
+        self._unlabelled = self._builder.unlabelled_results()
+        if self._elsewhere is not None:
+            self._unlabelled += self._elsewhere.told
         self._stays = Copies() if copies is None else copies
         self._wanted: dict[int, tuple[Any, Any, Any, list[int]]] = {}  # by argument that is no state
         self._called = False
-        self._steady = False  # whether that may be given back with the rest as planned
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -125,6 +134,8 @@ class PipelineExecutable:
           NewSignature: the arguments are not what the step was planned for.
           ExecutionError: an executable failed; names the stage, the micro-batch and the source line.
         """
+        if self._settings is not None and _jax.trace_context() != self._settings:
+            raise NewSignature(SETTINGS)
         if self._match is not None:
             if not self._match(args, kwargs):
                 raise NewSignature(FORM)
@@ -227,7 +238,7 @@ class PipelineExecutable:
 
     def _copies(self, leaves: list[Any]) -> list[Any]:
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
-        self._weak_and_alive(leaves)
+        self._pattern_if_alive(leaves)
         leaves = self._apart(leaves, self._ours)
         self._check(range(len(leaves)), leaves)
         out, copied = list(leaves), []
@@ -242,13 +253,20 @@ class PipelineExecutable:
             self._owned.add(array for one, array in zip(stacked.arguments, out, strict=True) if one.bounds)
         return out
 
-    def _apart(self, leaves: list[Any], ours: Callable[[Any], bool]) -> list[Any]:
-        """The arguments of the program: stacked leaves in the parts that stages own."""
+    def _apart(self, leaves: list[Any], ours: Callable[[Any], bool], last: bool = False) -> list[Any]:
+        """The arguments of the program: stacked leaves in the parts that stages own.
+
+        Args:
+          leaves: of the user's call.
+          ours: whether an array may be overwritten.
+          last: whether the state is what the last call returned.
+        """
         if self._stacked is None:
             return leaves
         parts = self._stacked.apart(leaves, ours)
         leaves.clear()
-        self._owned.add(part for one in self._stacked.cut for part in parts[one])
+        if not last:
+            self._owned.add(part for one in self._stacked.cut for part in parts[one])
         return parts
 
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -356,40 +374,42 @@ class PipelineExecutable:
         env[number] = self._stays.of(leaf, self._sharding(number))
         return env[number] is not None
 
-    def _is_last(self, leaves: Sequence[Any]) -> bool:
-        """Whether the state is, leaf for leaf, what the last call returned, and shares no buffer with the rest."""
-        own = self._owned.last
-        if own is None or own[2] is not self or not self._steady:
-            return False
-        state = [leaves[i] for i, _, _ in self._state]
-        if own[0]() is not state[-1] or not all(map(operator.is_, own[1], state)):
-            return False
-        if self._elsewhere is not None and not self._elsewhere.unchanged(leaves):
-            return False
-        return self._disjoint([leaves[i] for i in self._rest], state)
+    def _last_pattern(self, leaves: Sequence[Any]) -> WeakPattern | None:
+        """The weak types of a call whose state is, leaf for leaf, what the last call returned, and no other argument.
 
-    def _remember(self, outputs: Sequence[Any]) -> None:
-        """Remembers the state among the results of the program, which the step may overwrite if it comes back."""
-        if self._state:
-            *rest, (_, _, last) = self._state
-            if not self._returned_weak:
-                self._returned_weak = [is_weak(outputs[output]) for _, _, output in self._state]
-                self._be_steady()
-            self._owned.remember(outputs[last], [outputs[output] for _, _, output in rest], self)
+        None if the state is another one, or an argument that is no state is a part of it.
+        """
+        state = [leaves[i] for i, _ in self._last]
+        pattern = self._owned.last_pattern(self._weak, state) if state else None
+        if pattern is None or (self._elsewhere is not None and not self._elsewhere.unchanged(leaves)):
+            return None
+        rest = [leaves[i] for i in self._user_rest]
+        if self._traced.stacked is None:
+            return pattern if self._disjoint(rest, state) else None
+        parts: dict[int, Any] = {}
+        for leaf, (argument, _) in zip(state, self._last, strict=True):
+            pieces = self._traced.stacked.arguments[argument]
+            if pieces.bounds and not isinstance(leaf, StackedArray):
+                return None
+            parts.update(zip(pieces.numbers, leaf.parts if pieces.bounds else [leaf], strict=True))
+        donated = [parts[argument] for argument, _, _ in self._state]
+        is_apart = {id(leaf) for leaf in rest}.isdisjoint(map(id, state))
+        return pattern if is_apart and self._disjoint(rest, donated) else None
+
+    def _remember(self, results: Sequence[Any], pattern: WeakPattern) -> None:
+        """Remembers the state among the results, which the step may overwrite if it comes back."""
+        if self._last:
+            *rest, (_, last) = self._last
+            self._owned.remember(results[last], [results[n] for _, n in rest], pattern.following)
         else:
-            self._owned.add(outputs[output] for output, _ in self._traced.state)
+            self._owned.add(results[n] for _, n in self._user_state)
 
-    def accept(self, weak: Sequence[bool]) -> None:
+    def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Takes calls whose flat arguments have weak dtypes like this, too: tracing makes the same program of them."""
-        self._weak.accept(weak)
-        self._be_steady()
+        self._weak.accept(arguments, results)
 
-    def _be_steady(self) -> None:
-        numbers = [argument for argument, _, _ in self._state]
-        self._steady = bool(self._returned_weak) and self._weak.with_returned(numbers, self._returned_weak)
-
-    def _weak_and_alive(self, leaves: Sequence[Any]) -> None:
-        """Raises unless the dtypes of the user's flat arguments are weak where they may be, and none was deleted.
+    def _pattern_if_alive(self, leaves: Sequence[Any]) -> WeakPattern:
+        """Which of the user's flat arguments have a weak dtype, none of which was deleted.
 
         Raises:
           NewSignature: another dtype is weak.
@@ -397,8 +417,9 @@ class PipelineExecutable:
         """
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
-        self._weak.check(leaves)
+        pattern = self._weak.pattern_of(leaves)
         ownership.check_alive(leaves, self._arguments, self._traced.name)
+        return pattern
 
     def _check(self, places: Sequence[int], leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless these leaves have the planned shapes and dtypes."""
@@ -429,28 +450,28 @@ class PipelineExecutable:
     def _computed(self, leaves: list[Any]) -> list[Any]:
         if not self._compiled:
             self.compile()
-        last = self._stacked is None and len(leaves) == len(self._arguments) and self._is_last(leaves)
+        pattern = self._last_pattern(leaves) if len(leaves) == len(self._arguments) else None
         ours = None
-        if last:
-            if [is_weak(leaves[i]) for i in self._rest] != [self._weak.planned[i] for i in self._rest]:
-                self._weak.check(leaves)
+        if pattern is not None:
+            if [is_weak(leaves[i]) for i in self._user_rest] != pattern.kept:
+                pattern = self._weak.pattern_of(leaves)
             if ownership.any_deleted(leaves):
                 ownership.check_alive(leaves, self._arguments, self._traced.name)
         else:
             self._owned.recall()
-            self._weak_and_alive(leaves)
+            pattern = self._pattern_if_alive(leaves)
             ours = self._owned.unshared(leaves, self._ours)
-        leaves = self._apart(leaves, ours or self._ours)
+        leaves = self._apart(leaves, ours or (lambda _: True), last=ours is None)
         env = self._placed(leaves, ours)
         leaves.clear()
         self._dispatch(env, self._followed() if watchdog.watching else None)
         outputs = self._outputs(env)
-        self._remember(outputs)
-        if self._stacked is None:
-            return outputs
-        whole = self._stacked.together(outputs)
-        self._owned.add(whole[n] for n in self._whole_state)
-        return whole
+        if self._stacked is not None:
+            outputs = self._stacked.together(outputs, pattern.results)
+        elif pattern.changes:
+            pattern.relabel(outputs)
+        self._remember(outputs, pattern)
+        return outputs
 
     def _outputs(self, env: Sequence[Any]) -> list[Any]:
         """The flat results of the program, each in buffers of its own."""
@@ -458,6 +479,8 @@ class PipelineExecutable:
         shared = [n for n in self._shared if outputs[n] is not None]
         for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
             outputs[n] = copied
+        for n in self._unlabelled:
+            outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
         return outputs if self._elsewhere is None else self._elsewhere.complete(outputs)
 
     def _followed(self) -> Watch | None:

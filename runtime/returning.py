@@ -47,7 +47,14 @@ def shared_outputs(program: Program, traced: Traced) -> list[int]:
     return sorted(found)
 
 
-def whole_state(traced: Traced) -> list[int]:
-    """The flat results of the user's step that are new state and consist of several results of the cut step."""
-    results = () if traced.stacked is None else traced.stacked.results
-    return [n for n, one in enumerate(results) if one.bounds and traced.outputs[one.numbers[0]].role == "state"]
+def user_state(traced: Traced) -> list[tuple[int, int]]:
+    """(argument, result) of state, by the flat arguments and results of the user's step."""
+    if traced.stacked is None:
+        return [(argument, output) for output, argument in traced.state]
+    new_value = {argument: output for output, argument in traced.state}
+    result_of = {pieces.numbers[0]: n for n, pieces in enumerate(traced.stacked.results)}
+    return [
+        (n, result_of[new_value[pieces.numbers[0]]])
+        for n, pieces in enumerate(traced.stacked.arguments)
+        if pieces.numbers[0] in new_value
+    ]

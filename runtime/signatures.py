@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.graph import Traced
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
 
 
@@ -22,6 +26,7 @@ class NewSignature(AlpaLiteError):
 FORM = "the number of arguments, the keywords or a static argument"
 STRUCTURE = "the structure of the arguments"
 WEAK = "whether a dtype is weak"
+SETTINGS = "JAX's settings"
 
 
 def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:
@@ -35,37 +40,79 @@ def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> No
         raise NewSignature(f"an argument's (shape, dtype) is {have} and was {wanted}")
 
 
+@dataclass(frozen=True, eq=False)
+class WeakPattern:
+    """Which flat arguments of a call have a weak dtype, and which results then have.
+
+    Attributes:
+      owner: what has the pattern.
+      arguments: a flag for each flat argument.
+      kept: of those arguments that are compared at every call.
+      results: a flag for each flat result.
+      changes: number and flag of each result that leaves the executable with the other flag.
+    """
+
+    owner: WeakTypes
+    arguments: tuple[bool, ...]
+    kept: list[bool]
+    results: tuple[bool, ...]
+    changes: tuple[tuple[int, bool], ...]
+
+    def relabel(self, results: list[Any]) -> None:
+        """Gives results the weak types that `jit` would."""
+        for number, weak in self.changes:
+            results[number] = _jax.array_with_weak_type(results[number], weak)
+
+    @functools.cached_property
+    def following(self) -> WeakPattern | None:
+        """The pattern of the next call if state is passed on and nothing else changes; None if it is not accepted."""
+        arguments = list(self.arguments)
+        for argument, result in self.owner.state:
+            arguments[argument] = self.results[result]
+        return self.owner.accepted.get(tuple(arguments))
+
+
 class WeakTypes:
     """Which of the flat arguments may have a weak dtype.
 
     A step that was traced with a Python number, and with an array of the same dtype, is usually the same program: a
-    *pattern*, one flag for each argument, is accepted once tracing has shown that.
+    pattern is accepted once tracing has shown that. Results may have other weak types all the same.
 
     Attributes:
-      planned: the pattern that the step was planned for.
+      planned: the pattern that the step was planned for, whose results have the weak types that were compiled.
+      accepted: every pattern, by the flags of the arguments.
+      state: (argument, result) of state that comes back.
     """
 
-    def __init__(self, planned: Iterable[bool]) -> None:
-        self.planned = list(planned)
-        self._accepted = {tuple(self.planned)}
+    def __init__(self, traced: Traced, state: Iterable[tuple[int, int]], kept: Iterable[int]) -> None:
+        """Accepts what was planned for.
 
-    def accept(self, pattern: Sequence[bool]) -> None:
+        Args:
+          traced: the step.
+          state: as the attribute.
+          kept: the arguments that are compared at every call.
+        """
+        self.accepted: dict[tuple[bool, ...], WeakPattern] = {}
+        self.state, self._kept = tuple(state), tuple(kept)
+        stacked = traced.stacked
+        first = [one.numbers[0] for one in stacked.arguments] if stacked else range(len(traced.arguments))
+        made = [one.numbers[0] for one in stacked.results] if stacked else range(len(traced.outputs))
+        self._compiled = [traced.outputs[n].weak for n in made]
+        self.planned = self.accept([traced.arguments[n].weak for n in first], self._compiled)
+
+    def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> WeakPattern:
         """Takes another pattern that makes the same program."""
-        self._accepted.add(tuple(pattern))
+        kept = [arguments[n] for n in self._kept]
+        changes = tuple((n, weak) for n, weak in enumerate(results) if weak != self._compiled[n])
+        for known in self.accepted.values():
+            known.__dict__.pop("following", None)
+        found = WeakPattern(self, tuple(arguments), kept, tuple(results), changes)
+        self.accepted[found.arguments] = found
+        return found
 
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Raises NewSignature unless the pattern of these leaves is accepted."""
-        if tuple(map(is_weak, leaves)) not in self._accepted:
+    def pattern_of(self, leaves: Sequence[Any]) -> WeakPattern:
+        """The pattern of these leaves. Raises NewSignature unless it is accepted."""
+        found = self.accepted.get(tuple(map(is_weak, leaves)))
+        if found is None:
             raise NewSignature(WEAK)
-
-    def with_returned(self, numbers: Sequence[int], returned: Sequence[bool]) -> bool:
-        """Whether the planned pattern is accepted with other flags for the arguments with these numbers."""
-        pattern = list(self.planned)
-        for number, weak in zip(numbers, returned, strict=False):
-            pattern[number] = weak
-        return tuple(pattern) in self._accepted
-
-
-def weak_of(aval: Any) -> bool:
-    """Whether an abstract value has a weak dtype."""
-    return bool(getattr(aval, "weak_type", False))
+        return found

@@ -1,18 +1,16 @@
 """Stacked leaves between the user, who holds them whole, and the stages, which own a part each.
 
-A whole leaf that a step returns is one `jax.Array` over all submeshes that hold a part of it. Where the parts are
-equal (`layers.stacked_arguments.arrangement`) its blocks are those of the parts themselves: no byte is moved or copied,
-and the next call takes the leaf apart in the same way. (Both views share their buffers: once one is donated, the other
-is deleted too. Measured on JAX 0.10.2 and 0.12.) Otherwise the parts change their layout first, or the leaf is cut
-evenly over all devices, each of which is sent what it lacks.
+A stacked leaf that a step returns is a `StackedArray`: its parts, each where its stage has it. The next call takes the
+parts, and nothing is moved or copied. It is a `jax.Array` for whoever reads it, and is joined then, once, over all
+devices that have a part: equal parts of equal submeshes are the blocks of one array as they are, others are sent.
 
-A leaf that comes from elsewhere is sliced where it lies, and its parts are copied to their stages.
+An array is sliced where it lies, and its parts are copied to their stages.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +19,43 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph import Bounds, Pieces, Traced
-from alpa_lite.passes.layers.stacked_arguments import Arrangement, arrangement
 from alpa_lite.program import Program
-from alpa_lite.runtime import placement, presence, spreading
+from alpa_lite.runtime import placement, presence
 from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
 
-Box = tuple[tuple[int, int], ...]
+
+class StackedArray(_jax.LazyArray):
+    """An array in parts along dim 0, each on the submesh of its stage, joined when somebody reads it.
+
+    Parts that are donated are deleted, and the array with them; one that was joined from copies can still be read.
+
+    Attributes:
+      parts: in order.
+    """
+
+    def __init__(self, parts: Sequence[Any], leaf: _Leaf, weak: bool) -> None:
+        """Args: the parts, what they are parts of, and whether the dtype of the whole is weak."""
+        super().__init__(leaf.shape, parts[0].dtype, weak, leaf.whole)
+        self.parts, self._leaf = list(parts), leaf
+
+    def make_array(self) -> Any:
+        """The parts joined."""
+        return self._leaf.join(self.parts)
+
+    def is_deleted(self) -> bool:
+        """Whether a part was donated or deleted."""
+        return any(part.is_deleted() for part in self.parts)
+
+    def is_ready(self) -> bool:
+        """Whether all parts are computed."""
+        return all(part.is_ready() for part in self.parts)
+
+    def block_until_ready(self) -> StackedArray:
+        """Waits for the parts."""
+        jax.block_until_ready(self.parts)
+        return self
 
 
 class StackedLeaves:
@@ -44,15 +72,9 @@ class StackedLeaves:
         stacked = traced.stacked
         assert stacked is not None
         self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
-        self._arguments = [
-            _Leaf(
-                pieces, [program.inputs[n][0] if program.inputs[n] else -1 for n in pieces.numbers], program, sharding
-            )
-            for pieces in stacked.arguments
-        ]
-        self._results = [
-            _Leaf(pieces, [program.outputs[n] for n in pieces.numbers], program, sharding) for pieces in stacked.results
-        ]
+        read = [group[0] if group else -1 for group in program.inputs]
+        self._arguments = [_Leaf(one, read, program, sharding) for one in stacked.arguments]
+        self._results = [_Leaf(one, program.outputs, program, sharding) for one in stacked.results]
 
     @property
     def cut(self) -> list[slice]:
@@ -79,13 +101,13 @@ class StackedLeaves:
                 continue
             aval = self._avals[one.numbers[0]]
             check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
-            parts = one.apart(leaf) if ours(leaf) else None
-            if parts is None:
-                spans = itertools.pairwise(one.bounds)
-                parts = [leaf[low:high] for low, high in spans]
-                for k, (part, goal) in enumerate(zip(parts, one.shardings, strict=True)):
+            parts = one.parts_of(leaf)
+            if parts is None or not ours(leaf):
+                cut: Any = parts or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)]
+                for k, (part, goal) in enumerate(zip(cut, one.shardings, strict=True)):
                     if goal is not None:
                         foreign.setdefault(goal.mesh, []).append((len(out) + k, part, goal))
+                parts = cut
             out += parts
         for group in foreign.values():
             copied = placement.copies([part for _, part, _ in group], [goal for _, _, goal in group])
@@ -103,12 +125,23 @@ class StackedLeaves:
 
         return whole(self._arguments, arguments), whole(self._results, results)
 
-    def together(self, outputs: Sequence[Any], *, arguments: bool = False) -> list[Any]:
-        """The user's results, of those of the cut step; or the arguments, of its arguments."""
+    def together(
+        self, outputs: Sequence[Any], weak: Sequence[bool] | None = None, *, arguments: bool = False
+    ) -> list[Any]:
+        """The user's results, of those of the cut step; or the arguments, of its arguments.
+
+        Args:
+          weak: whether each has a weak dtype; by default as its parts.
+        """
+        leaves = self._arguments if arguments else self._results
         out: list[Any] = []
-        for one in self._arguments if arguments else self._results:
-            parts = [outputs[n] for n in one.numbers]
-            out.append(one.together(parts) if one.bounds else parts[0])
+        for n, one in enumerate(leaves):
+            parts = [outputs[k] for k in one.numbers]
+            if one.bounds and one.whole is not None and type(parts[0]) is _jax.PlainArray:
+                out.append(StackedArray(parts, one, parts[0].weak_type if weak is None else weak[n]))
+                continue
+            array = one.join(parts) if one.bounds else parts[0]
+            out.append(array if weak is None else _jax.array_with_weak_type(array, weak[n]))
         return out
 
 
@@ -118,131 +151,82 @@ class _Leaf:
     def __init__(
         self,
         pieces: Pieces,
-        buffers: Sequence[int],
+        buffer_of: Sequence[int],
         program: Program,
         sharding: Callable[[int], NamedSharding],
     ) -> None:
+        """Args: of the leaf, and of each argument or result of the cut step the buffer, -1 if none is read."""
         self.numbers = pieces.numbers
         self.bounds: Bounds = pieces.bounds
         if not pieces.bounds:
             return
+        buffers = [buffer_of[n] for n in pieces.numbers]
         self.whole: NamedSharding | None = None
         self.shardings: list[Any] = [sharding(b) if b >= 0 else None for b in buffers]
         if min(buffers) < 0:  # the step does not read all of it, so that it lies nowhere
             return
         places = [program.buffers[b] for b in buffers]
-        self.kind: Arrangement = arrangement(places, program.submeshes)
         self.shape = (pieces.bounds[-1], *places[0].shape[1:])
-        devices: list[np.ndarray] = [s.mesh.devices for s in self.shardings]
-        if self.kind == "spread":
-            own = list(dict.fromkeys(d for mesh in devices for d in mesh.flat))
-            self.alone = len({device.process_index for device in own}) == 1
-            self.whole = _even(self.shape, own, first=0 if self.alone else 1)
-            return
-        first: Any = self.shardings[0]
-        shape, names, spec = first.mesh.devices.shape, first.mesh.axis_names, tuple(first.spec)
-        axis = next(name for name in ("stage", *(f"stage{i}" for i in range(len(names)))) if name not in names)
-        stacked = np.stack([mesh.reshape(shape) for mesh in devices])
-        head, rest = (spec[0], spec[1:]) if spec else (None, ())
-        over = () if head is None else (head,) if isinstance(head, str) else tuple(head)
-        self.whole = NamedSharding(Mesh(stacked, (axis, *names)), PartitionSpec((axis, *over), *rest))
-        # Each part in the layout of the first: what it must be in to be a part of the whole.
-        self.landed: list[Any] = [
-            own if self.kind == "in place" else NamedSharding(Mesh(mesh.reshape(shape), names), first.spec)
-            for own, mesh in zip(self.shardings, devices, strict=True)
-        ]
+        alike = {(place.layout, place.shape, program.submeshes[place.mesh].mesh) for place in places}
+        self.in_place = len(alike) == 1 and len({place.mesh for place in places}) == len(places)
+        self.whole = _over_stages(self.shardings) if self.in_place else _even(self.shape, self.shardings)
 
-    def apart(self, leaf: Any) -> list[Any] | None:
-        """The parts of a leaf that lies as one that a step returned; None if it does not."""
-        if self.whole is None or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
+    def parts_of(self, leaf: Any) -> list[Any] | None:
+        """The parts of a leaf that a step returned, or whose blocks are these; None if it has none."""
+        if isinstance(leaf, StackedArray):
+            return leaf.parts if leaf._leaf.bounds == self.bounds else None
+        if self.whole is None or not self.in_place or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
             return None
-        if self.kind == "spread" and not self.alone:
-            return spreading.apart(leaf, self.bounds, self.shardings)
-        if self.kind == "spread":
-            spans = zip(itertools.pairwise(self.bounds), self.shardings, strict=True)
-            return [_gathered([(0, leaf)], (high - low, *self.shape[1:]), goal, low) for (low, high), goal in spans]
         there = {shard.device: shard.data for shard in leaf.addressable_shards}
         out = []
-        for (low, high), landed, goal in zip(itertools.pairwise(self.bounds), self.landed, self.shardings, strict=True):
-            blocks = [there[device] for device in landed.mesh.devices.flat if device in there]
+        for (low, high), goal in zip(itertools.pairwise(self.bounds), self.shardings, strict=True):
+            blocks = [there[device] for device in goal.mesh.devices.flat if device in there]
             shape = (high - low, *self.shape[1:])
-            part = jax.make_array_from_single_device_arrays(shape, landed, blocks, dtype=leaf.dtype)
-            out.append(part if landed is goal else presence.put([part], [goal])[0])
+            out.append(jax.make_array_from_single_device_arrays(shape, goal, blocks, dtype=leaf.dtype))
         return out
 
-    def together(self, parts: Sequence[Any]) -> jax.Array:
-        """The whole of some parts."""
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The whole of some parts. Of several processes, all that have a part of it call this."""
         if self.whole is None:
             return lax.concatenate(list(parts), 0)
-        if self.kind == "spread" and not self.alone:
-            return spreading.together(parts, self.whole)
-        if self.kind == "spread":
-            return _gathered(list(zip(self.bounds, parts, strict=False)), self.shape, self.whole, 0)
-        if self.kind == "resharded":
-            parts = presence.put(parts, self.landed)
+        if not self.in_place:
+            return _joined(parts, self.whole)
         blocks = []
-        for part, landed in zip(parts, self.landed, strict=True):
+        for part, goal in zip(parts, self.shardings, strict=True):
             there = {shard.device: shard.data for shard in part.addressable_shards}
-            blocks += [there[device] for device in landed.mesh.devices.flat if device in there]
+            blocks += [there[device] for device in goal.mesh.devices.flat if device in there]
         return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks, dtype=parts[0].dtype)
 
 
-def _even(shape: tuple[int, ...], devices: Sequence[Any], first: int = 0) -> NamedSharding:
-    """A sharding over some devices that cuts one dim as often as it can be cut evenly, one from `first` on."""
-    best = max(
+def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
+    """The sharding of an array whose blocks are those of equal parts on equal submeshes, one after another."""
+    first = shardings[0]
+    names, spec = first.mesh.axis_names, tuple(first.spec)
+    axis = next(name for name in ("stage", *(f"stage{i}" for i in range(len(names)))) if name not in names)
+    head, rest = (spec[0], spec[1:]) if spec else (None, ())
+    over = () if head is None else (head,) if isinstance(head, str) else tuple(head)
+    devices = np.stack([sharding.mesh.devices for sharding in shardings])
+    return NamedSharding(Mesh(devices, (axis, *names)), PartitionSpec((axis, *over), *rest))
+
+
+def _even(shape: tuple[int, ...], shardings: Sequence[NamedSharding]) -> NamedSharding:
+    """A sharding over all devices of some others that cuts one dim, not the first, as often as it can be cut evenly."""
+    devices = list(dict.fromkeys(device for sharding in shardings for device in np.array(sharding.mesh.devices).flat))
+    count, dim = max(
         ((count, -dim) for dim, size in enumerate(shape) for count in range(1, len(devices) + 1)
-         if dim >= first and len(devices) % count == 0 and size % count == 0),
+         if dim and len(devices) % count == 0 and size % count == 0),
         default=(1, 0),
     )  # fmt: skip
-    count, dim = best[0], -best[1]
     mesh = Mesh(np.array(devices).reshape(count, -1), ("cut", "copy"))
-    return NamedSharding(mesh, PartitionSpec(*(None,) * dim, "cut"))
+    return NamedSharding(mesh, PartitionSpec(*(None,) * -dim, "cut") if dim else PartitionSpec())
 
 
-def _gathered(sources: Sequence[tuple[int, jax.Array]], shape: Sequence[int], goal: NamedSharding, low: int) -> Any:
-    """An array of the blocks of others, whose first index on dim 0 is given; `low` is that of the new one.
-
-    Every device is sent what it lacks, directly by a device that has it.
-    """
-    shape = tuple(shape)
-    held = [
-        (_box(shard.index, array.shape, first), shard.device, shard.data)
-        for first, array in sources
-        for shard in array.addressable_shards
-    ]
-    blocks = []
-    for device, index in goal.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        want = _box(index, shape, low)
-        found: dict[Box, tuple[Any, Box, Any]] = {}
-        for box, owner, data in held:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, want, strict=True))
-            if all(a < b for a, b in common) and (common not in found or owner == device):
-                found[common] = owner, box, data
-        blocks.append(_joined([_sent(common, *found[common], device) for common in sorted(found)], 0))
-    return jax.make_array_from_single_device_arrays(shape, goal, blocks)
+@_jax.without_mesh()
+def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
+    """The whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
+    return _concatenation(whole)(presence.put(parts, [whole] * len(parts)))
 
 
-def _box(index: Sequence[slice], shape: Sequence[int], first: int) -> Box:
-    spans = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-    return tuple((a + first, b + first) if dim == 0 else (a, b) for dim, (a, b) in enumerate(spans))
-
-
-def _sent(common: Box, owner: Any, box: Box, data: jax.Array, device: Any) -> tuple[Box, jax.Array]:
-    """A part of a block on another device; never the block itself, which may be donated."""
-    starts = [c - b for (c, _), (b, _) in zip(common, box, strict=True)]
-    sizes = [high - low for low, high in common]
-    if math.prod(sizes) < data.size:
-        data = lax.slice(data, starts, [a + n for a, n in zip(starts, sizes, strict=True)])
-    elif owner == device:
-        data = data.copy()
-    return common, jax.device_put(data, device)
-
-
-def _joined(parts: Sequence[tuple[Box, jax.Array]], dim: int) -> jax.Array:
-    """The box that some boxes fill."""
-    if len(parts) == 1:
-        return parts[0][1]
-    groups = [list(group) for _, group in itertools.groupby(parts, key=lambda part: part[0][dim])]
-    rows = [_joined(group, dim + 1) for group in groups]
-    return rows[0] if len(rows) == 1 else lax.concatenate(rows, dim)
+@functools.lru_cache(maxsize=100)
+def _concatenation(whole: NamedSharding) -> Any:
+    return jax.jit(lambda parts: lax.concatenate(parts, 0), out_shardings=whole)

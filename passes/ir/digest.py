@@ -2,8 +2,7 @@
 
 Two graphs have equal digests if they apply the same operations to the same operands in the same order: then they
 compute the same values, bit for bit, and one plan and one executable serve both. Weak dtypes are left out, since they
-only decide which operations JAX traces: what promotion they cause is in the graph, as conversions. A conversion of a
-dtype to itself, which JAX writes where a value stops being weak, does nothing and is left out, too.
+only decide which operations JAX traces: what promotion they cause is in the graph, as conversions.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.graph import Atom, Block, Graph, Lit, Value
 from alpa_lite.passes.ir.keys import Keys
 
 _WEAK = re.compile(r"weak_type=(True|False),?")
@@ -54,19 +53,8 @@ class _Writer:
 
         lines = [made(block.inputs)]
         for op in block.ops:
-            if self._does_nothing(op):
-                names[op.results[0]] = name(op.operands[0])
-                continue
             read = ",".join([name(atom) for atom in op.operands])
             head = self.keys.head(op.primitive, op.params, structured=True) if op.bodies else op.key
             bodies = [line for body in op.bodies for line in ("{", *self.block(body), "}")]
             lines += [f"{made(op.results)}={_WEAK.sub('', head)}:{read}", *bodies]
         return [*lines, ",".join([name(atom) for atom in block.outputs])]
-
-    def _does_nothing(self, op: Op) -> bool:
-        """Whether the operation converts a dtype to itself."""
-        if op.name != "convert_element_type" or op.params.get("sharding") is not None:
-            return False
-        (operand,) = op.operands
-        before = operand.aval.dtype if isinstance(operand, Lit) else self._values[operand].dtype
-        return before == self._values[op.results[0]].dtype

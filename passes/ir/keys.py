@@ -116,7 +116,8 @@ class Keys:
 
     def _operand(self, operand: Value | Lit) -> str:
         if isinstance(operand, Lit):
-            return f"{self.type_of(operand.aval)}={self.text(np.asarray(operand.value).tolist())}"
+            value = np.asarray(operand.value)  # a number of Python has more digits than it has here
+            return f"{self.type_of(operand.aval)}={self.text(value.astype(operand.aval.dtype).tolist())}"
         return self.type_of(operand)
 
     def text(self, value: Any) -> str:

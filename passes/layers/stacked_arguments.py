@@ -13,21 +13,15 @@ results make up which leaf, and the runtime takes leaves apart and puts them tog
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from jax import lax
 
 from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import producers, users, values_in
-from alpa_lite.program import Buffer, Program, Submesh
-from alpa_lite.report import units
-
-Arrangement = Literal["in place", "resharded", "spread"]
 
 
 def applied(stacked: Stacked, traced: Traced) -> Traced:
@@ -143,44 +137,3 @@ def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argume
         spans = list(itertools.pairwise(one.bounds))
         out += [replace(leaf, path=f"{leaf.path}[{low}:{high}]") for low, high in spans] or [leaf]
     return tuple(out)
-
-
-def arrangement(buffers: Sequence[Buffer], submeshes: Sequence[Submesh]) -> Arrangement:
-    """How pieces that lie in `buffers` make up one array, which the user holds.
-
-    in place: each piece is as large, lies on another submesh of as many devices, in the same layout: the blocks are
-        those of one array over all these submeshes, whose dim 0 is sharded over the submeshes first.
-    resharded: the same after pieces have changed their layout, each on its own submesh, to that of the first.
-    spread: pieces differ in size, or submeshes do, or hold several: the array is cut evenly over all devices, and
-        pieces are cut and sent for that.
-    """
-    meshes = [b.mesh for b in buffers]
-    sizes = {submeshes[m].mesh.size for m in meshes}
-    if len(set(meshes)) < len(meshes) or len(sizes) > 1 or len({b.shape for b in buffers}) > 1:
-        return "spread"
-    equal = len({(b.layout, submeshes[b.mesh].mesh) for b in buffers}) == 1
-    return "in place" if equal else "resharded"
-
-
-def notes(stacked: Stacked | None, program: Program) -> tuple[str, ...]:
-    """The bytes that a call moves in addition to the program's transfers, to split stacked leaves and to join them."""
-    if stacked is None:
-        return ()
-    found: dict[Arrangement, list[int]] = {}
-    sides = ((stacked.arguments, [g[0] if g else -1 for g in program.inputs]), (stacked.results, program.outputs))
-    for leaves, places in sides:
-        for pieces in leaves:
-            own = [program.buffers[places[n]] for n in pieces.numbers if places[n] >= 0]
-            if pieces.bounds and own:
-                size = sum(math.prod(b.shape) * int(getattr(b.dtype, "itemsize", 4)) for b in own)
-                found.setdefault(arrangement(own, program.submeshes), []).append(size)
-    texts: Mapping[Arrangement, str] = {
-        "in place": "stay on the stages that hold them, as parts of one array: nothing is moved or copied",
-        "resharded": "change their layout within submeshes, since the layouts differ between stages",
-        "spread": "are cut and sent between submeshes, since stages hold unequal parts or have unequal submeshes",
-    }
-    return tuple(
-        f"before and after a step, {len(sizes)} stacked arguments and results of {units.exact_bytes(sum(sizes))} "
-        f"{texts[kind]}"
-        for kind, sizes in sorted(found.items())
-    )

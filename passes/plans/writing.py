@@ -232,7 +232,7 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
 
 
 def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster) -> dict[str, str]:
-    """What the plan belongs to: the ingredients of its stages, and how the step was divided."""
+    """What the plan belongs to: the ingredients of its stages, how the step was divided, and JAX's settings."""
     program = staged.program
     divided = zip(staged.first_layers, staged.written.mesh_of, staged.remat, strict=True)
     out = {
@@ -244,6 +244,8 @@ def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster
         "stages": str(list(divided)),
         "jax": jax.__version__,
     }
+    if staged.traced.calling is not None:
+        out |= _jax.settings_text(staged.traced.calling.settings)
     for number, stage in enumerate(stages):
         out[f"stage {number}"] = fingerprint(stage.ingredients)
     return out

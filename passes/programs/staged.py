@@ -14,7 +14,6 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.figures import Comparison
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
-from alpa_lite.passes.layers import stacked_arguments
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.crossings import crossing_bytes
@@ -203,10 +202,8 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
 
 
 def notes(staged: Staged) -> tuple[str, ...]:
-    """What a plan says of stacked arguments that several stages share, and of devices that are left over."""
-    found = stacked_arguments.notes(staged.traced.stacked, staged.program)
-    idle = staged.verdict.idle_devices
-    return (*found, idle) if idle else tuple(found)
+    """What a plan says of devices that are left over."""
+    return (staged.verdict.idle_devices,) if staged.verdict.idle_devices else ()
 
 
 def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:

@@ -2,9 +2,10 @@
 
 A call f(*args, **kwargs) has a *form*: how many arguments are positional, the names of the keywords, and each static
 argument with its value. Its other arguments are flattened, NNX objects split (`nnx_modules`), into a *structure* and
-leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure and types are the
-signature. It is all that tracing reads of a call, so calls with equal signatures share a plan and an executable; calls
-whose signatures differ in weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.replanning`).
+leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure, types and JAX's
+*settings* (x64, promotion, precision, random streams, the mesh of the context) are the signature. It is all that
+tracing reads of a call, so calls with equal signatures share a plan and an executable; calls whose signatures differ in
+weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.replanning`).
 
 Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
 three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with
@@ -25,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.calling import Calling, Form
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import nnx_modules, static_leaves
@@ -42,17 +44,19 @@ class Signature:
       form: the form of the call.
       tree: the structure of the arguments that are not static.
       types: for each leaf its type; for what is no array, which cannot be planned for, its Python type.
+      settings: of JAX (`_jax.trace_context`).
     """
 
     form: Form
     tree: Any
     types: tuple[LeafType | type, ...]
+    settings: tuple[Any, ...]
 
 
 def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call that has this form."""
     leaves, tree = flattened(calling, args, kwargs)
-    return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)))
+    return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)), calling.settings)
 
 
 def flattened(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
@@ -133,6 +137,7 @@ def calling(
         keywords=tuple(name for name in sorted(kwargs) if name not in keywords),
         static_positions=static_positions,
         static_keywords=static_keywords,
+        settings=_jax.trace_context(),
     )
     traced, all_static = found.traced(args, kwargs), static_leaves.has_static_numbers(fun)
     hidden = static_leaves.hide(traced, all_static)

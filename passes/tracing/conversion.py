@@ -174,7 +174,7 @@ class _Builder:
                 results = self._constraints(eqn, operands, said, stack, ops)
             elif _is_empty(eqn):
                 results = self._empty(eqn.outvars)
-            elif (same := _operand(name, operands)) is not None:
+            elif (same := _operand(eqn, operands)) is not None:
                 results = [same]
             elif _is_zero(eqn, operands):
                 results = self.inline(indices.zeros(eqn.outvars[0].aval), (), (), stack, ops)
@@ -419,14 +419,18 @@ def _is_plain_scalar(const: Any, aval: Any) -> bool:
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _operand(name: str, operands: Sequence[Atom]) -> Atom | None:
+def _operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
     """The operand that an operation returns as it is, whatever the others are; None of any other operation.
 
     No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
-    each element, by which JAX chooses between an operand of the branches and the same again.
+    each element, by which JAX chooses between an operand of the branches and the same again. JAX writes a conversion of
+    a dtype to itself where a value stops being weak.
     """
+    name = eqn.primitive.name
     if name == "stop_gradient":
         return operands[0]
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        return None if _jax.places_result(eqn) else operands[0]
     if name == "select_n" and len(set(operands[1:])) == 1:
         return operands[1]
     return None

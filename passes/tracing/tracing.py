@@ -122,8 +122,13 @@ def trace(
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
         graph=replace(graph, block=block),
-        arguments=tuple(Argument(path, _role(inputs, i, state, batch)) for i, path in enumerate(inputs.paths)),
-        outputs=tuple(Argument(outputs.paths[n], "state" if n in pairs else "other") for n in left),
+        arguments=tuple(
+            Argument(path, _role(inputs, i, state, batch), weak)
+            for i, (path, weak) in enumerate(zip(inputs.paths, run.weak_inputs, strict=True))
+        ),
+        outputs=tuple(
+            Argument(outputs.paths[n], "state" if n in pairs else "other", run.weak_outputs[n]) for n in left
+        ),
         state=tuple((i, pairs[n]) for i, n in enumerate(left) if n in pairs),
         in_tree=run.in_tree,
         out_tree=run.out_tree,
@@ -161,6 +166,8 @@ class _Run:
         self.inputs: Flat
         self.outputs: Flat
         self.result: Any = None
+        self.weak_inputs: list[bool] = []
+        self.weak_outputs: list[bool] = []
 
     def jaxpr(self) -> Any:
         """The closed jaxpr of the step."""
@@ -194,6 +201,8 @@ class _Run:
         except _CONCRETE as error:
             raise TracingError(_concrete_message(error)) from error
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
+        self.weak_inputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.in_avals]
+        self.weak_outputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.out_avals]
         self.outputs = replace(self.outputs, types=types)
         return references.discharge(self._fun, traced.jaxpr)
 

@@ -11,12 +11,10 @@ import optax
 import pytest
 
 from alpa_lite.graph import Traced, check
-from alpa_lite.layout import Layout, LogicalMesh
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers.scans import cut_scans, layer_scans
-from alpa_lite.passes.layers.stacked_arguments import Pieces, arrangement
-from alpa_lite.program import Submesh, buffer
+from alpa_lite.passes.layers.stacked_arguments import Pieces
 from tests.passes import microbatched
 from tests.passes.layers.test_scans import SGD, stacked_mlp
 
@@ -69,20 +67,3 @@ def test_a_leaf_that_is_needed_whole_stays_whole():
     assert stacked is not None
     bounds = dict(zip([a.path for a in traced.arguments], [one.bounds for one in stacked.arguments], strict=True))
     assert bounds["state['params']['w']"] == ()
-
-
-def test_arrangements():
-    two, four = LogicalMesh((2,), ("a",)), LogicalMesh((4,), ("a",))
-    submeshes = [Submesh(two, 0), Submesh(two, 2), Submesh(four, 4)]
-    dtype = np.dtype(np.float32)
-
-    def of(*places: tuple[int, int, bool]) -> str:
-        layouts = {False: Layout(((), ())), True: Layout(((), ("a",)))}
-        return arrangement([buffer(m, submeshes[m], layouts[s], (n, 8), dtype) for m, n, s in places], submeshes)
-
-    assert of((0, 3, True), (1, 3, True)) == "in place"
-    assert of((1, 3, False), (0, 3, False)) == "in place"
-    assert of((0, 3, True), (1, 3, False)) == "resharded"
-    assert of((0, 3, True), (1, 2, True)) == "spread"
-    assert of((0, 3, True), (2, 3, True)) == "spread"
-    assert of((0, 3, True), (1, 3, True), (0, 3, True)) == "spread"

@@ -1,0 +1,123 @@
+"""A stacked array in parts is an array for whoever reads it, and is joined only then."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+
+from alpa_lite.runtime.stacked import StackedArray
+from tests.runtime.test_stacked import WAYS, stacked_leaves
+
+VALUES = np.arange(64, dtype=np.float32).reshape(8, 8)
+ONES = jnp.ones((8, 8))
+
+
+def made(name: str = "unequal parts") -> StackedArray:
+    leaves, shardings = stacked_leaves(WAYS[name])
+    parts, low = [], 0
+    for sharding, (_, _, size, _) in zip(shardings, WAYS[name], strict=True):
+        parts.append(jax.device_put(VALUES[low : low + size], sharding))
+        low += size
+    (array,) = leaves.together(parts)
+    assert isinstance(array, StackedArray)
+    return array
+
+
+UNREAD: dict[str, Callable[[Any], Any]] = {
+    "type": lambda x: (isinstance(x, jax.Array), x.shape, x.dtype, x.ndim, x.size, x.nbytes, x.weak_type),
+    "length": len,
+    "eval_shape": lambda x: str(jax.eval_shape(lambda y: y * 2, x)),
+    "structure": lambda x: jax.tree.structure({"a": x}),
+    "shapes": lambda x: jax.tree.map(jnp.shape, {"a": x}),
+    "asarray": lambda x: jnp.asarray(x) is x,
+    "is_array": equinox.is_array,
+    "deleted": lambda x: x.is_deleted(),
+    "committed": lambda x: x.committed,
+    "typeof": lambda x: str(jax.typeof(x)),
+    "result_type": lambda x: jnp.result_type(x, jnp.bfloat16),
+}
+READ: dict[str, Callable[[Any], Any]] = {
+    "numpy": np.asarray,
+    "numpy sum": np.sum,
+    "sum": jnp.sum,
+    "methods": lambda x: (x.mean(), x.T, x.astype("int32"), x.reshape(-1), x.at[0].set(0)),
+    "operators": lambda x: (x + 1, 1 - x, -x, x @ ONES, np.ones((8, 8)) @ x, ONES * x, x * x, x == x, x[2], x > 3),
+    "iteration": list,
+    "jit": jax.jit(lambda x: x * 2),
+    "donated to jit": lambda x: jax.jit(lambda y: y * 2, donate_argnums=0)(x),
+    "closed over": lambda x: jax.jit(lambda y: y + x)(1.0),
+    "compiled": lambda x: jax.jit(lambda y: y + 1).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()(x),
+    "gradient": lambda x: jax.grad(lambda y: (y**2).sum())(x),
+    "vmap": jax.vmap(jnp.sum),
+    "scan": lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y), 0.0, x),
+    "shard_map": lambda x: jax.shard_map(
+        lambda y: y * 2, mesh=jax.make_mesh((8,), "a", axis_types=(jax.sharding.AxisType.Auto,)), in_specs=jax.P("a"),
+        out_specs=jax.P("a"),
+    )(jax.device_put(np.asarray(x))),
+    "device_put": lambda x: jax.device_put(x, jax.devices()[3]),
+    "device_get": lambda x: jax.device_get({"a": x}),
+    "stack": lambda x: (jnp.stack([x, x]), np.stack([x, x]), jnp.concatenate([x, ONES])),
+    "where": lambda x: jnp.where(x > 1, x, 0),
+    "copy": lambda x: (jnp.array(x), copy.copy(x), copy.deepcopy(x), x.copy()),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "bytes": lambda x: serialization.from_bytes({"a": np.zeros((8, 8))}, serialization.to_bytes({"a": x})),
+    "optax": lambda x: (optax.apply_updates({"a": x}, {"a": x}), optax.adam(0.1).init({"a": x})),
+    "norm": lambda x: optax.tree.norm({"a": x}),
+    "nnx": lambda x: (nnx.Param(x) + 1, nnx.state(nnx.Dict(a=nnx.Param(x)))),
+    "equinox": equinox.filter_jit(lambda x: x + 1),
+    "callback": lambda x: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((8, 8), "float32"), x),
+    "text": lambda x: (str(x), repr(x), f"{x[0, 0]:.2f}", float(x[1, 1]), bool(x[0, 1]), x.tolist()),
+}  # fmt: skip
+
+
+def same(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert type(b) is not type(VALUES) or isinstance(a, np.ndarray)
+        if hasattr(b, "shape"):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("use", UNREAD)
+def test_what_is_known_of_it_joins_nothing(use, monkeypatch):
+    monkeypatch.setattr(StackedArray, "make_array", lambda self: pytest.fail("joined"))
+    same(UNREAD[use](made()), UNREAD[use](jax.device_put(VALUES, jax.devices()[0])))
+    jax.block_until_ready({"a": made()})
+    assert made().is_ready() and len(made().devices()) == 8 == len(made().sharding.device_set)
+
+
+@pytest.mark.parametrize("use", READ)
+def test_it_is_read_as_an_array(use):
+    same(READ[use](made()), READ[use](jax.device_put(VALUES, jax.devices()[0])))
+
+
+def test_it_is_joined_once():
+    array, calls = made("unequal submeshes"), []
+    original = array.make_array
+    array.make_array = lambda: (calls.append(1), original())[1]
+    for _ in range(3):
+        np.asarray(array)
+        jnp.sum(array)
+    assert len(calls) == 1 and array.array.sharding == array.sharding
+
+
+def test_orbax_saves_it(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", {"a": made(), "b": made("in place")})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state")
+    for leaf in restored.values():
+        np.testing.assert_array_equal(np.asarray(leaf), VALUES)

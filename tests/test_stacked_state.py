@@ -1,0 +1,203 @@
+"""State stacked over layers that a pipeline cuts stays with its stages between calls, and is an array when read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import alpa_lite
+from alpa_lite.errors import DonatedError
+from alpa_lite.runtime.stacked import StackedArray
+
+X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
+LAYERS = 4
+
+
+def trained(loss_of: Callable[[Any, Any], jax.Array], params: Any, optimizer: Any = None) -> tuple[Any, Any]:
+    """A step and its state, under SGD without momentum unless an optimizer is given."""
+    if optimizer is None:
+
+        def sgd(state: Any, x: jax.Array) -> Any:
+            loss, grads = jax.value_and_grad(loss_of)(state, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+        return sgd, params
+
+    def step(state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
+        updates, moments = optimizer.update(grads, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
+
+    return step, {"params": params, "moments": optimizer.init(params)}
+
+
+def weights(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape) / 3, jnp.float32)
+
+
+def plain_loss(params: Any, x: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, w: Any) -> Any:
+        return jnp.tanh(h @ w["m"] + w["b"]), None
+
+    return jnp.mean((jax.lax.scan(layer, x, params["layers"])[0] @ params["out"]) ** 2)
+
+
+PLAIN = {"layers": {"m": weights(LAYERS, 8, 8), "b": weights(LAYERS, 8)}, "out": weights(8, 8)}
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, h: jax.Array, _: Any) -> Any:
+                return nn.tanh(nn.Dense(8)(h)), None
+
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        return layers()(x, None)[0]
+
+
+def linen() -> tuple[Any, Any]:
+    model = Scanned()
+    params = model.init(jax.random.key(0), X)
+    return trained(lambda p, x: jnp.mean((model.apply(p, x) - x) ** 2), params, optax.sgd(0.1, momentum=0.9))
+
+
+def flax_nnx() -> tuple[Any, Any]:
+    @nnx.split_rngs(splits=LAYERS)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    graph, state = nnx.split(make(nnx.Rngs(0)))
+
+    def loss_of(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(nnx.merge(graph, one)(h)), None), x, state)[0] ** 2)
+
+    return trained(loss_of, state)
+
+
+def equinox_layers() -> tuple[Any, Any]:
+    made = equinox.filter_vmap(lambda key: equinox.nn.Linear(8, 8, key=key))(
+        jax.random.split(jax.random.key(0), LAYERS)
+    )
+    arrays, rest = equinox.partition(made, equinox.is_array)
+
+    def loss_of(arrays: Any, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, one: Any) -> Any:
+            return jnp.tanh(jax.vmap(equinox.combine(one, rest))(h)), None
+
+        return jnp.mean(jax.lax.scan(layer, x, arrays)[0] ** 2)
+
+    return trained(loss_of, arrays)
+
+
+PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "plain": lambda: trained(plain_loss, PLAIN),
+    "adamw": lambda: trained(plain_loss, PLAIN, optax.adamw(1e-2)),
+    "weak": lambda: trained(plain_loss, {**PLAIN, "layers": {**PLAIN["layers"], "b": jnp.full((LAYERS, 8), 0.1)}}),
+    "linen": linen,
+    "nnx": flax_nnx,
+    "equinox": equinox_layers,
+}
+WAYS = {
+    "interleaved": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
+    "1f1b": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b"), "num_microbatches": 2},
+}
+CASES = [
+    pytest.param(program, where, marks=() if (program, where) == ("weak", "1f1b") else pytest.mark.slow)
+    for program in PROGRAMS
+    for where in WAYS
+]
+
+
+@pytest.fixture
+def compilations() -> Any:
+    """A list that grows with each program that XLA compiles."""
+    seen: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def same(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=3e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("program", "where"), CASES)
+def test_calls_move_and_compile_nothing_and_results_are_those_of_jit(program, where, compilations, monkeypatch):
+    step, start = PROGRAMS[program]()
+    run, state, want = alpa_lite.parallelize(step, batch_argnums=1, **WAYS[where]), start, start
+    with monkeypatch.context() as patch:
+        patch.setattr(StackedArray, "make_array", lambda self: pytest.fail("joined between calls"))
+        patch.setattr(alpa_lite.runtime.stacked._Leaf, "join", lambda *_: pytest.fail("joined between calls"))
+        state, _ = run(state, X)
+        jax.block_until_ready(state)
+        compilations.clear()
+        for _ in range(3):
+            state, loss = run(state, X)
+        jax.block_until_ready(state)
+        assert not compilations
+    for _ in range(4):
+        want, expected = jax.jit(step)(want, X)
+    assert any(isinstance(leaf, StackedArray) for leaf in jax.tree.leaves(state))
+    same((state, loss), (want, expected))
+    again, _ = run(state, X)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    with pytest.raises(DonatedError):
+        run(state, X)
+    same(again, jax.jit(step)(want, X)[0])
+    assert len(run.plans) == 1
+
+
+def test_state_may_be_read_changed_copied_and_given_again():
+    step, start = PROGRAMS["plain"]()
+    run, jitted = alpa_lite.parallelize(step, batch_argnums=1, **WAYS["1f1b"]), jax.jit(step)
+    state, want = run(start, X)[0], jitted(start, X)[0]
+    changes: list[Callable[[Any], Any]] = [
+        lambda s: s,
+        lambda s: jax.tree.map(lambda w: w * 0.5, s),
+        lambda s: jax.tree.map(np.asarray, s),
+        lambda s: jax.tree.map(jnp.copy, s),
+        lambda s: jax.tree.unflatten(jax.tree.structure(s), jax.tree.leaves(s)),
+        lambda s: {**s, "layers": {**s["layers"], "b": s["layers"]["b"].at[0].set(0)}},
+    ]
+    for change in changes:
+        state, want = change(state), change(want)
+        norms = [optax.tree.norm(tree["layers"]) for tree in (state, want)]
+        np.testing.assert_allclose(*norms, rtol=1e-5)
+        (state, loss), (want, expected) = run(state, X), jitted(want, X)
+        same((state, loss), (want, expected))
+    placed = run.place(state, X)[0]
+    same(placed, want)
+    same(run(placed, X)[0], jitted(want, X)[0])
+    same(state, want)  # what was placed was a copy
+    assert len(run.plans) == 1
+
+
+@pytest.mark.slow
+def test_evaluation_reads_state_in_parts(compilations, monkeypatch):
+    step, start = PROGRAMS["plain"]()
+    run = alpa_lite.parallelize(step, batch_argnums=1, **WAYS["1f1b"])
+    state, _ = run(start, X)
+    evaluate = alpa_lite.parallelize(plain_loss, batch_argnums=1, like=run)
+    want = jax.jit(plain_loss)(jax.tree.map(np.asarray, state), X)
+    np.testing.assert_allclose(evaluate(state, X), want, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(plain_loss)(state, X), want, rtol=1e-5)
+    state, _ = run(state, X)
