@@ -23,7 +23,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
-from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
+from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.paths import keys as keys_of_path
 from alpa_lite.paths import tokens
@@ -62,8 +62,9 @@ def flat(tree: Any) -> Flat:
     Raises:
       CheckpointError: two leaves would have the same path, or the same name in the store.
     """
-    leaves, treedef = nnx_modules.flattened(tree)
-    keys = [(*map(calls.key_text, path.keys), *_inner_keys(path)) for path in nnx_modules.leaf_paths(tree)]
+    leaves, treedef = nnx_modules.flattened(tree, with_constants=True)
+    paths = nnx_modules.leaf_paths(tree, with_constants=True)
+    keys = [(*map(calls.key_text, path.keys), *_inner_keys(path)) for path in paths]
     for join in SEPARATOR, ".":  # Orbax joins them by dots
         names = Counter(map(join.join, keys))
         twice = [name for name, count in names.items() if count > 1]
@@ -81,9 +82,9 @@ def _inner_keys(path: LeafPath) -> tuple[str, ...]:
 def stored(tree: Any, leaves: Sequence[Any]) -> Any:
     """The pytree that Orbax is given: the same containers, NNX objects as nested dicts, with these leaves."""
     is_node = nnx_modules.is_node()
-    outer, treedef = jax.tree_util.tree_flatten_with_path(static_leaves.hide(tree), is_leaf=is_node)
+    outer, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
     held: dict[tuple[Any, ...], list[tuple[LeafPath, Any]]] = {}
-    for path, leaf in zip(nnx_modules.leaf_paths(tree), leaves, strict=True):
+    for path, leaf in zip(nnx_modules.leaf_paths(tree, with_constants=True), leaves, strict=True):
         held.setdefault(path.keys, []).append((path, leaf))
     out = []
     for path, leaf in outer:

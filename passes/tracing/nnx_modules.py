@@ -90,14 +90,20 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
     return unflattened(treedef, function(leaves))
 
 
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The flat leaves of a pytree that may hold NNX objects, and what `unflattened` makes the same of."""
-    tree = static_leaves.hide(tree)
+def flattened(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
+    """The flat leaves of a pytree that may hold NNX objects, and the structure for `unflattened`.
+
+    Args:
+      tree: the pytree.
+      with_constants: whether values that are not arrays (texts, functions, shardings) are leaves, too.
+    """
+    hide = (lambda tree: tree) if with_constants else static_leaves.hide
+    tree = hide(tree)
     if not present(tree):
         return jax.tree_util.tree_flatten(tree)
     from flax import nnx
 
-    return jax.tree_util.tree_flatten(static_leaves.hide(nnx.extract.to_tree(tree, split_fn=_split)))
+    return jax.tree_util.tree_flatten(hide(nnx.extract.to_tree(tree, split_fn=_split)))
 
 
 def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
@@ -125,9 +131,9 @@ class LeafPath:
     module: bool = False
 
 
-def leaf_paths(tree: Any) -> list[LeafPath]:
-    """The paths of the flat leaves of `split_arguments(tree)`, in their order."""
-    tree = static_leaves.hide(tree)
+def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
+    """The paths of the leaves of `flattened(tree, with_constants)`, in their order."""
+    tree = tree if with_constants else static_leaves.hide(tree)
     if not present(tree):
         return [LeafPath(tuple(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     from flax import nnx

@@ -55,7 +55,7 @@ def everything() -> dict[str, Any]:
 
 def same(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same types, shardings and bits."""
-    leaves = [nnx_modules.flattened(tree) for tree in (got, want)]
+    leaves = [nnx_modules.flattened(tree, with_constants=True) for tree in (got, want)]
     for mine, other in zip(leaves[0][0], leaves[1][0], strict=True):
         assert type(mine) is type(other)
         if isinstance(mine, jax.Array):
@@ -65,7 +65,8 @@ def same(got: Any, want: Any) -> None:
 
 def equal(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same bits, wherever they lie."""
-    for mine, other in zip(nnx_modules.flattened(got)[0], nnx_modules.flattened(want)[0], strict=True):
+    leaves = [nnx_modules.flattened(tree, with_constants=True)[0] for tree in (got, want)]
+    for mine, other in zip(*leaves, strict=True):
         assert bits(mine) == bits(other)
 
 
