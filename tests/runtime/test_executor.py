@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.layout import LogicalMesh
+from alpa_lite.options import Options
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.runtime import meshes, placement, unplanned
@@ -596,16 +597,11 @@ def test_a_changed_nnx_structure_is_a_new_signature():
 # --- method="off" ----------------------------------------------------------------------------------------------------
 
 
-class Options:
-    static_argnums = ()
-    static_argnames = ()
-    donate_argnums = "auto"
-
-
 def test_plain_jit_through_the_same_interface():
-    run = unplanned.plain(step, Options)
+    options = Options(method="off")
+    run = unplanned.plain(step, options)
     assert_close(run(make_state(), make_batch()), jax.jit(step)(make_state(), make_batch()))
     assert_close(run(make_state(), make_batch(24)), jax.jit(step)(make_state(), make_batch(24)))
     ours, theirs = make_nnx(), make_nnx()
-    assert_close(unplanned.plain(nnx_step, Options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
+    assert_close(unplanned.plain(nnx_step, options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
     assert_close(ours[0].tied.kernel[...], theirs[0].tied.kernel[...])

@@ -393,9 +393,19 @@ def test_everything_comes_back_is_an_error_unless_there_is_no_batch():
     assert len(trace(step, (PARAMS, PARAMS), {}, batch_argnums=()).state) == 4
 
 
-def test_an_argument_that_is_no_array():
-    with pytest.raises(SignatureError, match=r"mode is a str.*static_argnames"):
-        trace(lambda params, batch, mode: sgd(params, batch), (PARAMS, BATCH, "train"), {})
+def test_an_argument_that_is_not_an_array_is_a_constant_if_it_is_hashable():
+    def step(params, batch, mode):
+        params, loss = sgd(params, batch)
+        return params, loss if mode == "train" else -loss
+
+    for mode, sign in (("train", 1), ("test", -1)):
+        traced = trace(step, (PARAMS, BATCH, mode), {})
+        assert len(traced.graph.block.inputs) == 4
+        found = jax.jit(partial(evaluate, traced.graph))(jax.tree.leaves((PARAMS, BATCH)))
+        params, loss = sgd(PARAMS, BATCH)
+        assert_equal(list(found), [*jax.tree.leaves(params), sign * loss])
+    with pytest.raises(SignatureError, match=r"mode is a bytearray, neither an array nor hashable"):
+        trace(step, (PARAMS, BATCH, bytearray(b"train")), {})
 
 
 @pytest.mark.parametrize(
