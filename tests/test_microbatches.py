@@ -196,17 +196,20 @@ def test_micro_batches_save_memory():
 
 
 @pytest.mark.parametrize("method", ["data", "mesh"])
-def test_auto_takes_the_fewest_that_fit(method):
+def test_auto_takes_the_fewest_that_fit_or_more_that_are_faster(method):
     free = plan_of(deep(), method=METHODS[method])
     assert free.num_microbatches == 1
     budget = free.stages[0].memory.total // 3
     plan = plan_of(deep(), method=METHODS[method], memory_per_device=budget)
     chosen = plan.num_microbatches
     assert chosen in (2, 4, 8) and plan.stages[0].memory.total <= budget
-    assert any(f"{chosen} micro-batches: with fewer, the step does not fit" in note for note in plan.notes)
+    assert any(note.startswith(f"{chosen} micro-batches: ") and "memory_per_device" in note for note in plan.notes)
     for fewer in (count for count in (1, 2, 4) if count < chosen):
-        with pytest.raises(alpa_lite.InfeasibleError):
-            plan_of(deep(), method=METHODS[method], memory_per_device=budget, num_microbatches=fewer)
+        try:
+            other = plan_of(deep(), method=METHODS[method], memory_per_device=budget, num_microbatches=fewer)
+        except alpa_lite.InfeasibleError:
+            continue
+        assert other.step_seconds > plan.step_seconds
 
 
 def test_auto_on_one_device():

@@ -260,12 +260,10 @@ class OneMeshSearch:
             solution = replace(least.solution, status="feasible")
             return self.take(analyzed, self.method_name, least.program, least.space, solution)
         error = mesh_program.budget_error(self.step.traced, request.cluster, request.budget, least)
-        why = str(self.refused) if self.refused else ""
-        if config.microbatches > 1:
-            why = f"the step does not fit with {config.microbatches} of them."
-        if not why or request.num_microbatches:
-            raise error
-        raise InfeasibleError(f"{error} Micro-batches do not help: {why}", error.smallest_budget)
+        why = f" Micro-batches do not help: {self.refused}" if self.refused else ""
+        if config != ExecutionConfig(request.num_microbatches or 1):
+            why = f" This is with {config}."
+        raise InfeasibleError(f"{error}{why}", error.smallest_budget)
 
     def programs(self, analyzed: AnalyzedStep) -> list[MeshProgram]:
         """The programs of a configuration on every mesh that the method admits."""

@@ -388,8 +388,8 @@ def exceeds_budget(staged: Staged, budget: float) -> InfeasibleError:
     """The error of a planned pipeline that does not fit."""
     worst = int(np.argmax(list(map(sum, staged.bytes))))
     return InfeasibleError(
-        f"memory_per_device={units.exact_bytes(budget)} is too small: the pipeline of {len(staged.stages)} stages "
-        f"needs {units.exact_bytes(staged.needed)} per device on submesh {worst}; allow more memory, more "
-        "micro-batches or more stages",
+        f"memory_per_device={units.exact_bytes(budget)} is {units.exact_bytes(staged.needed - budget)} short: the "
+        f"pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed)} per device on submesh "
+        f"{worst}; allow more memory, more micro-batches or more stages",
         staged.needed,
     )

@@ -21,11 +21,10 @@ from alpa_lite.passes.search.budget import EFFORTS
 from alpa_lite.passes.search.build_pipeline import StageCache, build_pipeline
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import UNKNOWN_COMMUNICATION, DecidedMesh, OneMeshSearch
-from alpa_lite.passes.search.pipelines import Pipelines, PipelineSearch
+from alpa_lite.passes.search.pipelines import Pipelines, PipelineSearch, exceeds_budget
 from alpa_lite.passes.sharding import worth
 from alpa_lite.passes.sharding.mesh_program import CLOSED
 from alpa_lite.passes.stages import planning
-from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.records import SearchSummary
 from alpa_lite.report import units
 
@@ -141,13 +140,7 @@ def _least_memory_pipeline(pipelines: PipelineSearch) -> FoundPlan | AlpaLiteErr
     if best is None:
         return errors[0]
     if best.needed > pipelines.request.budget:
-        budget, count = pipelines.request.budget, microbatches(best.program.num_microbatches)
-        short = units.exact_bytes(best.needed - budget)
-        return InfeasibleError(
-            f"no pipeline fits: memory_per_device={units.exact_bytes(budget)} is {short} short of the smallest "
-            f"that was found, {units.exact_bytes(best.needed)}, with {count} and {best.program.schedule}",
-            best.needed,
-        )
+        return exceeds_budget(best, pipelines.request.budget)
     return FoundPlan("pipeline", (len(best.stages), best.program.num_microbatches, 0), best.seconds, best)
 
 
