@@ -145,12 +145,14 @@ class Layer:
           InfeasibleError: the layer has no choice.
         """
         kind = cluster.num_devices, method
+        if kind not in self._searches:
+            found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
+            sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
+            self._searches[kind] = self._search(cluster, sensible or found)
+        search = self._searches[kind]
+        shape = shape if any(mesh.shape == shape for mesh in search.meshes) else ()
         if (*kind, price, shape) not in self._known:
-            if kind not in self._searches:
-                found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
-                sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
-                self._searches[kind] = self._search(cluster, sensible or found)
-            self._known[(*kind, price, shape)] = self._cost(cluster, self._searches[kind], PRICES[price], shape)
+            self._known[(*kind, price, shape)] = self._cost(cluster, search, PRICES[price], shape)
         return self._known[(*kind, price, shape)]
 
     def _search(self, cluster: Cluster, admitted: limits.Admitted) -> LagrangianSearch:
