@@ -88,7 +88,9 @@ def test_attention_kernels_for_tpus_are_sharded_and_priced(step):
     w = jax.ShapeDtypeStruct((N, 1, D), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((B, N, T, D), jnp.bfloat16)
     cluster = Cluster.preset("v5e")
-    plan = alpa_lite.make_plan(step, w, x, cluster=cluster, verify="off", state_argnums=0, batch_argnums=1)
+    plan = alpa_lite.make_plan(
+        step, w, x, cluster=cluster, verify="off", state_argnums=0, batch_argnums=1, method=Sharded((8,))
+    )
     found = [d for d in plan.stages[0].decisions if d.name.startswith("pallas_call")]
     assert found and all(any(d.strategy) for d in found) and not plan.stages[0].replicated
     share = dict(cluster.attention_efficiency)["flash_attention" if step is flash else "splash_attention"]
