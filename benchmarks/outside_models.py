@@ -133,7 +133,7 @@ def planner(name: str) -> Any:
     fun, args = case.build()
     cluster = cluster_of(case)
 
-    def plan(method: Any, effort: str) -> Any:
+    def plan(method: Any, effort: Any) -> Any:
         return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, effort=effort, **case.options)
 
     return plan

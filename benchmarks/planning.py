@@ -161,7 +161,8 @@ def prepare(case: Case) -> tuple[Callable[[], Any], dict[str, Any]]:
 
 def instrument(done: Callable[[dict[str, Any]], None]) -> None:
     """Has each pass report its seconds; the search, each program that it builds and solves."""
-    from alpa_lite.passes.sharding import search
+    from alpa_lite.passes.sharding import strategies
+    from alpa_lite.passes.sharding.solver import solve
     from alpa_lite.runner import Passes
 
     def report(
@@ -203,10 +204,10 @@ def instrument(done: Callable[[dict[str, Any]], None]) -> None:
             done({"part": LAPS.get(name, name)} | spent)
 
     Passes.__call__ = lap
-    report(search.strategies, "build", "building", of_space)
-    report(search.solve.Bound, "improve", "bounding")
-    report(search.solve, "Bound", "bounding")
-    report(search.solve, "solve", "solving", of_solution)
+    report(strategies, "build", "building", of_space)
+    report(solve.Bound, "improve", "bounding")
+    report(solve, "Bound", "bounding")
+    report(solve, "solve", "solving", of_solution)
 
 
 def profile(case: Case) -> None:

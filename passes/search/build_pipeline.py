@@ -90,8 +90,8 @@ def build_pipeline(
         planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, request, cache)
         over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
         if max(over) <= CERTAIN * request.budget or schedule.splits_backward or last:
-            staged = run("programs", write, planned)
-            over = [sum(pair) - request.budget for pair in staged.bytes]
+            built: Staged = run("programs", write, planned)
+            staged, over = built, [sum(pair) - request.budget for pair in built.bytes]
             if max(over) <= 0 or last:
                 break
         said = ", ".join(units.nbytes(size) for size in over if size > 0)
