@@ -66,13 +66,14 @@ def test_draws_for_many_keys_do_not_depend_on_the_plan(generator, parts):
 
 
 def test_a_reordering_of_axes_is_listed_over_those_that_it_moves_along():
-    def loss(params, batch):
-        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
+    def step(state, batch):
+        return {"w": state["w"] - 0.1 * batch["x"]}
 
-    state = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 24))}
-    batch = {"x": jnp.ones((32, 8)), "y": jnp.ones((32, 24))}
-    plan = same(descent(loss), (state, batch), method=alpa_lite.Sharded((2, 2, 2)), cluster=FREE_LINKS)
-    assert any(c.kind == "collective_permute" and len(c.axes) == 2 for c in plan.collectives)
+    args = {"w": jnp.ones((32, 8))}, {"x": jnp.arange(256.0).reshape(32, 8)}
+    pins = {"state['w']": P(("x", "y")), "batch['x']": P(("y", "x"))}
+    method = alpa_lite.Manual(pins, mesh_shape=(2, 2, 2), axis_names=("x", "y", "z"))
+    plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
+    assert any(c.kind == "collective_permute" and set(c.axes) == {"x", "y"} for c in plan.collectives), plan.collectives
 
 
 def test_a_step_with_complex_constants_is_checked_in_the_compiled_program():

@@ -14,7 +14,8 @@ from alpa_lite.passes.programs import staged, transfers
 from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.program import Program, peak_bytes
 from alpa_lite.runtime.across import MoverAcross
-from tests.passes.layers.division_cases import driven
+from tests import pipeline_driver
+from tests.passes.layers.division_cases import deep, driven
 
 
 def nodes(count: int, devices: int) -> Cluster:
@@ -35,8 +36,9 @@ def kept(program: Program, cluster: Cluster) -> Counter[int]:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_blocks_that_stay_are_those_of_the_runtime(devices: int) -> None:
     """The plain model's stages hand on an activation of 8 x 8 floats; each device has a part of its rows or all."""
-    pipeline = driven("plain", 2, "1f1b", devices=devices)
-    program, cluster = pipeline.pipeline.program, nodes(2, devices)
+    cluster = nodes(2, devices)
+    pipeline = pipeline_driver.drive(*deep(2), devices=(devices, devices), cuts=(1,), cluster=cluster)
+    program = pipeline.pipeline.program
     found = crossing_bytes(program, cluster)
     zeros = kept(program, cluster)
     for mesh, submesh in enumerate(program.submeshes):
