@@ -620,6 +620,8 @@ def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Seque
     replace = _replace_callback.get()
     if replace is not None and primitive.name in CALLBACKS:
         params, operands = replace(params, source, operands)
+    if primitive.name == "shard_map":  # of a step with callbacks, JAX refuses concrete meshes of several names
+        params = {**params, "mesh": params["mesh"].abstract_mesh}
     if primitive.name == "fft":
         return [_in_rows(primitive.bind(*map(_in_rows, operands), **params))]
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))

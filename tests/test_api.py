@@ -331,7 +331,7 @@ def test_what_cannot_be_in_a_region_splits_it(capfd):
     assert capfd.readouterr().out.count("here 64") == 1
     plan = parallel.plan(state, batch)
     assert {row.name for row in plan.replicated} >= {"shard_map"}
-    assert any("in no particular order" in note for note in plan.notes)
+    assert not any("order" in note for note in plan.notes)  # the print keeps its order
 
     hidden = 2 * np.tanh(batch["x"] @ state["up"])
     error = hidden @ state["down"] - batch["y"]
