@@ -105,7 +105,10 @@ class Ascent:
     def _rest(self) -> np.ndarray:
         """[parts] the least that each still holds."""
         rest = self._collected(self._messages) - self._messages
-        return np.minimum.reduceat(rest, self._plan.ends.ravel())[::2] if len(self._plan.ends) else np.zeros(0)
+        if not len(self._plan.ends):
+            return np.zeros(0)
+        # Without gaps in memory: kernels would be compiled again for an array with them.
+        return np.ascontiguousarray(np.minimum.reduceat(rest, self._plan.ends.ravel())[::2])
 
 
 class _Plan:
