@@ -55,7 +55,7 @@ def parallelize(fun: Callable[P, R], **options: Unpack[StepOptions]) -> Parallel
 
 
 @overload
-def parallelize(fun: None = None, **options: Unpack[StepOptions]) -> Decorator: ...
+def parallelize(**options: Unpack[StepOptions]) -> Decorator: ...
 
 
 def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOptions]) -> Any:

@@ -85,7 +85,7 @@ def test_fewer_micro_batches_in_more_slices():
     """The number of micro-batches is chosen with the slices, and what is chosen computes what one device does."""
     step, args = language_model()
     on = cluster(2, dispatch=1e-4)
-    options = {
+    options: dict[str, Any] = {
         "method": Pipeline(num_stages=2, schedule="1f1b", token_slices="auto"),
         "cluster": on,
     }
