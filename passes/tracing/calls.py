@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from alpa_lite import _jax

@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer

@@ -199,7 +199,7 @@ def adapt(model: Adapted, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("where", SLOW_PIPELINE)
 def test_variables_that_a_step_does_not_update_stay_the_callers(where, copied):
-    options = METHODS[where]() if where == "pipeline" else {"method": alpa_lite.DataParallel()}
+    options: dict[str, Any] = METHODS[where]() if where == "pipeline" else {"method": alpa_lite.DataParallel()}
     run, jitted = alpa_lite.parallelize(adapt, **options), nnx.jit(adapt)
     (model, plain), (_, batch, _) = (Adapted(), Adapted()), make()
     before = jax.tree.leaves(nnx.state(model.frozen))
