@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
@@ -474,15 +475,19 @@ class Baseline:
         mesh = next((mesh for mesh in record.bounds if len(mesh.shape) == 1), None) if record else None
         if mesh is None:
             return 0.0
+        return self.search.bound(self.config, mesh) if self._is_contained else 0.0
+
+    @cached_property
+    def _is_contained(self) -> bool:
+        """Whether the unrestricted program has all plans of the method: once, not at every estimate."""
+        search, method = self.search, BASELINES[self.method_name]
         try:
-            analyzed = self.search.analyses.of(self.config)
-            within = mesh_program.has_all_plans_of(
-                analyzed.loop.traced, analyzed.groups, self.search.request.cluster, BASELINES[self.method_name],
-                analyzed.shared,
+            analyzed = search.analyses.of(self.config)
+            return mesh_program.has_all_plans_of(
+                analyzed.loop.traced, analyzed.groups, search.request.cluster, method, analyzed.shared
             )  # fmt: skip
         except (MicrobatchError, OptionError):
-            return 0.0
-        return self.search.bound(self.config, mesh) if within else 0.0
+            return False
 
     def expand(self, cutoff: float) -> Expansion:
         """The best plan of the method, and the method with more micro-batches where memory binds."""

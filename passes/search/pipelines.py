@@ -234,7 +234,6 @@ class Pipeline:
       costs: of layers, at another number or, where `exact`, at this one.
       seconds: estimated, of the best.
       attempt: divisions that were planned, and exceeded the budget.
-      closest: the planned one of the fewest bytes.
     """
 
     search: PipelineSearch
