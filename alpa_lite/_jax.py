@@ -891,7 +891,7 @@ class LazyArray(jax.Array):
     def __init_subclass__(cls) -> None:
         _core.pytype_aval_mappings[cls] = lambda lazy: lazy.aval
         _pxla.shard_arg_handlers[cls] = _shard_lazy
-        _mlir.register_constant_handler(cls, _lazy_constant)
+        _mlir.register_constant_handler(cls, _lazy_constant)  # pyright: ignore[reportArgumentType]
         if hasattr(_dtypes, "canonicalize_value_handlers"):  # up to 0.10 values are canonicalised before
             _dtypes.canonicalize_value_handlers[cls] = lambda lazy: lazy
 

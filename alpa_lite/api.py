@@ -191,6 +191,8 @@ class ParallelStep(Generic[P, R]):
     signatures: structure, shapes and dtypes of the arguments, values of those that are static, and JAX's settings.
     """
 
+    __name__: str
+
     def __init__(self, fun: Callable[P, R], options: Options):
         if not callable(fun):
             raise OptionError(f"fun={fun!r}: give the train step, a function")

@@ -116,7 +116,7 @@ def plans_of(like: Sequence[Any], given: Mapping[str, Any]) -> tuple[Plan, ...]:
     out: list[Plan] = []
     for one in like:
         plans = (one,) if isinstance(one, Plan) else one.plans
-        if not plans:
+        if not plans and not isinstance(one, Plan):
             name, found = _name(one), _arguments_for(one, given)
             failure = f"it cannot be planned from {', '.join(given)}"
             if found is not None:

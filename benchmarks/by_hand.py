@@ -122,7 +122,7 @@ def from_method(step: Callable[..., Any], name: str, method: Any, args: Any) -> 
     """A method of alpa_lite."""
     parallel = alpa_lite.parallelize(step, method=method)
     plan = parallel.plan(*args)
-    executable = parallel._executable(args, {})
+    executable: Any = parallel._executable(args, {})
     state, batch = executable.place(*args)
     mesh = " x ".join(map(str, plan.stages[0].mesh_shape))
     return Contestant(

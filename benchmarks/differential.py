@@ -360,15 +360,15 @@ def _least_memory(program: Program, contest: Contest, step: Any, fresh: Any, bud
 
 def _replayed(plan: Any, step: Any, contest: Contest, args: Any, kept: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        plan.save(path)
-        loaded = alpa_lite.Plan.load(path)
+        file = Path(folder) / "plan.json"
+        plan.save(file)
+        loaded = alpa_lite.Plan.load(file)
         if loaded != plan or hash(loaded) != hash(plan):
             raise Failure("replay", "Loaded plan differs from the saved one")
         more: dict[str, Any] = {"cluster": FREE_LINKS} if "FREE_LINKS" in contest.options else {}
         if "'compiler'" in contest.options:
             more["communication"] = "compiler"
-        got = _guarded("replay", lambda: alpa_lite.parallelize(step, plan=path, **more)(*args))
+        got = _guarded("replay", lambda: alpa_lite.parallelize(step, plan=file, **more)(*args))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(kept), strict=True):
         has_nan = jax.numpy.issubdtype(b.dtype, np.inexact)
         if not np.array_equal(np.asarray(_words(a)), np.asarray(b), equal_nan=has_nan):

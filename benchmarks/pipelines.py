@@ -25,7 +25,7 @@ import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def verdict(seconds: dict[str, float | None]) -> str:
     return "at most the best" if auto <= best * (1 + 1e-9) else f"WORSE by {auto / best - 1:.2%}"
 
 
-def planning(num_microbatches: int | str) -> dict[str, Any]:
+def planning(num_microbatches: int | Literal["auto"]) -> dict[str, Any]:
     """How long the large pipeline takes to plan."""
     fun, args = models.get(LARGE.model).abstract(LARGE.size, LARGE.batch, **LARGE.overrides)
     cluster = alpa_lite.Cluster.preset(LARGE.cluster, nodes=LARGE.nodes)

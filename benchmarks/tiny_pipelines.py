@@ -54,10 +54,11 @@ def compared(model: str, batch: int, sizes: dict[str, Any], rounds: int) -> dict
     auto = alpa_lite.parallelize(fun, verify="off").plan(*args)
     row: dict[str, Any] = {"auto": f"{auto.num_stages} stages" if auto.pipelined else "one mesh"}
     runs: dict[str, Run] = {}
-    for name, options in (
-        ("mesh", {"method": alpa_lite.Sharded()}),
-        ("pipeline", {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 4}),
-    ):
+    contestants: dict[str, dict[str, Any]] = {
+        "mesh": {"method": alpa_lite.Sharded()},
+        "pipeline": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 4},
+    }
+    for name, options in contestants.items():
         step = alpa_lite.parallelize(fun, verify="off", **options)
         row[f"{name}_predicted_ms"] = 1e3 * step.plan(*args).step_seconds
         runs[name] = timed(step, list(step.place(*args)))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ LONG = {
 EFFORTS = "normal", "thorough"
 
 
-def planned_long(shape: tuple[int, ...], effort: str) -> dict[str, Any]:
+def planned_long(shape: tuple[int, ...], effort: Literal["quick", "normal", "thorough"]) -> dict[str, Any]:
     """What `Auto()` chooses for a model of `LONG` in some time."""
     layers, hidden, heads, tokens, examples, nodes = shape
     step, args = models.get("gpt").abstract(

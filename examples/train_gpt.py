@@ -10,6 +10,8 @@ from __future__ import annotations
 import pathlib
 import sys
 import sysconfig
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +54,7 @@ class GPT(nnx.Module):
 
 
 @alpa_lite.parallelize
-def train_step(model: GPT, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
+def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Mapping[str, Any]) -> jax.Array:
     """One step, written for one device; the model and the optimizer are updated in place."""
 
     def loss_fn(model: GPT) -> jax.Array:

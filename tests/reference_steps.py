@@ -111,7 +111,7 @@ def overwritten(state, x):
         h = jax.new_ref(x)
         for w in state:
             h[...] = jnp.tanh(h[...] @ w)
-        return jnp.square(jax.ref.freeze(h)).mean()
+        return jnp.square(jax.freeze(h)).mean()
 
     loss, grads = jax.value_and_grad(loss_of)(state)
     return sgd(state, grads), loss

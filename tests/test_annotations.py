@@ -174,7 +174,7 @@ def test_constraints_of_linen_over_one_device():
     params = model.init(jax.random.key(0), X)
 
     def step(params, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((model.apply(p, x) - 1) ** 2))(params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.asarray(model.apply(p, x)) - 1) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
     plan = alpa_lite.parallelize(step).plan(params, X)

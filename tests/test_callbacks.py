@@ -178,7 +178,7 @@ class Mlp(linen.Module):
 
 
 def in_linen(state, x):
-    loss, grads = jax.value_and_grad(lambda state: jnp.square(Mlp().apply(state, x)).mean())(state)
+    loss, grads = jax.value_and_grad(lambda state: jnp.square(jnp.asarray(Mlp().apply(state, x))).mean())(state)
     jax.debug.callback(record, *jax.tree.leaves(state), ordered=True)
     return sgd(state, grads), loss
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from typing import Literal
 
 import jax
 import numpy as np
@@ -65,7 +66,7 @@ def cases(names, fast: Collection[str] = FAST, count: int = 1):
     return [pytest.param(n, marks=marked[n]) if n in marked else n for n in names]
 
 
-def run(case, method, devices: int, *, donate: tuple[int, ...] | str = "auto", donate_single=()):
+def run(case, method, devices: int, *, donate: tuple[int, ...] | Literal["auto"] = "auto", donate_single=()):
     step, args = case.make()
     cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
     got = called(alpa_lite.parallelize(step, method=method, cluster=cluster, donate_argnums=donate), args, case.style)

@@ -188,7 +188,7 @@ def test_batches_are_placed_ahead(method: str) -> None:
 
 
 def test_a_batch_of_several_arguments() -> None:
-    def sgd(w: Any, x: jax.Array, y: jax.Array) -> Any:
+    def sgd(w: Any, x: Any, y: Any) -> Any:
         grads = jax.grad(lambda w: jnp.square(x @ w["w"] - y).mean())(w)
         return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
 

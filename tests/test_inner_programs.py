@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import custom_batching, lax
-from jax.experimental.scheduling_groups import xla_metadata_call
+from jax.experimental.scheduling_groups import xla_metadata_call  # pyright: ignore[reportPrivateImportUsage]
 
 import alpa_lite
 from tests.marks import only

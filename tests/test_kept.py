@@ -364,7 +364,7 @@ def test_a_linen_train_state_is_evaluated_predicted_with_and_counted(tmp_path) -
         (loss, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads).replace(batch_stats=stats), loss
 
-    def evaluate(state, batch):
+    def evaluate(state: Any, batch: Any) -> Any:
         out: Any = net.apply({"params": state.params, "batch_stats": state.batch_stats}, batch["x"])
         return {"accuracy": (out.argmax(-1) == batch["y"]).mean(), "mean": out.mean()}
 
@@ -378,12 +378,13 @@ def test_a_linen_train_state_is_evaluated_predicted_with_and_counted(tmp_path) -
     state, _ = step(state, batch, jax.random.key(3))
     before = jax.tree.map(lambda x: x.sharding, state)
     host = jax.device_get(state)
-    for fun, args, plain in (
+    calls: list[Any] = [
         (evaluate, (state, batch), (host, batch)),
         (predict, (state.params, state.batch_stats, batch["x"]), (host.params, host.batch_stats, batch["x"])),
         (count, (state.params,), (host.params,)),
-    ):
-        like = alpa_lite.parallelize(fun, like=step, cluster=here, verify="hlo")
+    ]
+    for fun, args, plain in calls:
+        like: Any = alpa_lite.parallelize(fun, like=step, cluster=here, verify="hlo")
         for a, b in zip(jax.tree.leaves(like(*args)), jax.tree.leaves(jax.jit(fun)(*plain)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert not any("in each call" in note for note in like.plan(*args).notes)

@@ -54,7 +54,9 @@ def linen() -> tuple[Any, Any]:
 
     def step(state: Any, x: jax.Array) -> Any:
         kept = jax.random.bernoulli(jax.random.key(2), 0.5, x.shape)
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean(model.apply(p, x * kept) ** 2))(state["params"])
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.asarray(model.apply(p, x * kept)) ** 2))(
+            state["params"]
+        )
         updates, moments = optimizer.update(grads, state["moments"])
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
 

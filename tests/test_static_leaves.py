@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -242,7 +243,7 @@ class Flax:
     @alpa_lite.parallelize
     def update(self, x):
         w, loss = sgd(self.w, x, self.scale)
-        return self.replace(w=w), loss
+        return dataclasses.replace(self, w=w), loss
 
 
 class Module(eqx.Module):

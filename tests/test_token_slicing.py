@@ -91,7 +91,7 @@ def test_fewer_micro_batches_in_more_slices():
     }
     sliced = alpa_lite.parallelize(step, **options)
     plan = sliced.plan(*args)
-    whole = alpa_lite.parallelize(step, **{**options, "method": Pipeline(num_stages=2, schedule="1f1b")}).plan(*args)
+    whole = alpa_lite.parallelize(step, method=Pipeline(num_stages=2, schedule="1f1b"), cluster=on).plan(*args)
     assert len(plan.division.token_slices) > 1
     assert plan.num_microbatches < whole.num_microbatches
     assert plan.step_seconds < whole.step_seconds

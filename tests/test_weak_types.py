@@ -38,7 +38,9 @@ def train_state() -> tuple[Any, Any]:
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
     def step(state: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((model.apply({"params": p}, x) - x) ** 2))(state.params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.asarray(model.apply({"params": p}, x)) - x) ** 2))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), loss
 
     return step, state

@@ -83,7 +83,7 @@ def create(key: jax.Array) -> dict[str, Any]:
     return {"params": params, "opt": optax.adam(1e-2).init(params), "key": jax.random.fold_in(key, 1)}
 
 
-def train(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+def train(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], jax.Array]:
     def loss_of(params: Any) -> jax.Array:
         x = batch
         for w in params:

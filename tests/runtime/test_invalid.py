@@ -20,7 +20,7 @@ def debugging() -> Iterator[None]:
         yield
 
 
-def step(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+def step(state: dict[str, jax.Array], x: Any) -> tuple[dict[str, jax.Array], jax.Array]:
     def loss(w: jax.Array) -> jax.Array:
         top = x
         for i in range(2):
@@ -32,7 +32,7 @@ def step(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array
     return {"w": state["w"] - 0.1 * jnp.nan_to_num(grad), "at": state["at"] + 0.6}, value
 
 
-def scanned(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+def scanned(state: dict[str, jax.Array], x: Any) -> tuple[dict[str, jax.Array], jax.Array]:
     def body(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.sqrt(carry @ w), None
 
@@ -49,7 +49,7 @@ X = np.ones((32, 16), np.float32)
 
 @pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_error_has_the_line_and_the_state_can_be_used_again(pipeline: bool) -> None:
-    options = {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2} if pipeline else {}
+    options: dict[str, Any] = {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2} if pipeline else {}
     planned = alpa_lite.parallelize(step, **options)
     state, _ = planned(fresh(), X)
     state, first = planned(state, X)
@@ -85,7 +85,7 @@ def test_infinities_are_found_likewise() -> None:
 
 
 def test_modules_are_not_updated_by_a_step_that_fails() -> None:
-    def train(model: nnx.Linear, x: jax.Array) -> jax.Array:
+    def train(model: nnx.Linear, x: Any) -> jax.Array:
         loss, grads = nnx.value_and_grad(lambda m: jnp.log((m(x) ** 2).sum() * 0 - 1))(model)
         nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), grads))
         return loss

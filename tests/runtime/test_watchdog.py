@@ -88,7 +88,7 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
             go_on.wait(120)
         return y
 
-    def step(w: Any, x: jax.Array) -> Any:
+    def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> jax.Array:
             y = jnp.tanh(x @ w["a"])
             y = y + jax.pure_callback(stuck, jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y), x)

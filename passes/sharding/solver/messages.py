@@ -78,13 +78,18 @@ class Ascent:
         """
         plan, links = self._plan, self.problem.links
         spare = self._totals(self._cost, self._messages)
-        spare -= np.repeat(reduced(np.minimum, spare, links.first), links.sizes)
+        floor = reduced(np.minimum, spare, links.first)
+        spare -= np.repeat(floor, links.sizes)
         least, cells, rest = np.zeros(len(self._messages)), np.zeros(len(self.problem.cells)), self._rest()
+        lost = max(
+            self.bound - float(floor.sum() + rest.sum()), 0.0
+        )  # a sweep that divides cells anew may lower the sum
         kernels.least(plan.parts, spare, least)
         kernels.excess(plan.parts, self._cells, self._messages - least, rest, cells)
         # A neighbour's own slack counts once, however many parts lead to it.
         above = self._collected(self._messages - least / np.repeat(plan.times, plan.length)) - self._messages
-        return self._totals(spare, above - np.repeat(rest, plan.length)), cells
+        strategies = self._totals(spare, above - np.repeat(rest, plan.length))
+        return np.maximum(strategies - lost, 0.0), np.maximum(cells - lost, 0.0)
 
     def _pass(self, messages: np.ndarray, times: int, direction: int = -1) -> None:
         state = self.problem.cells, self._cost, self._cells, messages, self._paid, self._room

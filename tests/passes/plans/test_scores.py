@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ def attend(q, k, v, causal):
     return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores.astype(jnp.float32), -1).astype(v.dtype), v)
 
 
-def planned(attention, cluster="h100"):
+def planned(attention: Callable[..., jax.Array], cluster: str = "h100") -> alpa_lite.Plan:
     def step(w, x):
         grads = jax.grad(lambda w: attention(x * w, x * w, x * w).astype(jnp.float32).sum())(w)
         return w - grads, 0.0
@@ -41,19 +43,21 @@ def saved(plan):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_step_that_writes_scores_says_what_a_fused_kernel_would_take(causal):
-    plain = planned(lambda *qkv: attend(*qkv, causal))
+    plain = planned(functools.partial(attend, causal=causal))
     note = saved(plain)
     assert "cudnn" in note
     fused = planned(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=causal, implementation="cudnn"))
     assert saved(fused) == "" and fused.step_seconds < plain.step_seconds
     rows = [row for row in fused.stages[0].spending if "dot_product_attention" in row.operation]
-    number, unit = re.search(r"about ([\d.]+) (\w+)", note).groups()
+    match = re.search(r"about ([\d.]+) (\w+)", note)
+    assert match is not None
+    number, unit = match.groups()
     said = float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
     assert said == pytest.approx(sum(row.seconds for row in rows), rel=0.25)
 
 
 def test_no_note_where_jax_has_no_kernel_or_there_are_no_scores():
-    assert saved(planned(lambda *qkv: attend(*qkv, True), "mi300x")) == ""
+    assert saved(planned(functools.partial(attend, causal=True), "mi300x")) == ""
     step, args = models.get("mlp").abstract("tiny", 64)
     assert saved(alpa_lite.make_plan(step, *args, cluster="h100", verify="off")) == ""
 

@@ -64,7 +64,8 @@ def test_sums_in_float32_run_at_the_rate_of_their_operands():
 
 def test_integers_of_four_bytes_have_no_matrix_unit():
     dims = (((1,), (0,)), ((), ()))
-    of = {kind: product_seconds(dims, *[shape(kind, 4096, 4096)] * 2).min() for kind in (jnp.int32, jnp.int8)}
+    squares = {kind: shape(kind, 4096, 4096) for kind in (jnp.int32, jnp.int8)}
+    of = {kind: product_seconds(dims, square, square).min() for kind, square in squares.items()}
     assert of[jnp.int32] == pytest.approx(16 * of[jnp.int8])
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.passes.sharding.solver import kernels, reading, restrict, solve, work
@@ -272,6 +272,7 @@ def test_restrictions_that_allow_the_same_share_their_structure(seed):
 
 @settings(max_examples=80, deadline=None)
 @given(seed=SEEDS)
+@example(seed=156495)  # whose last sweep divides cells for the worse
 def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
     problem = reading.from_graph(random_graph(np.random.default_rng(seed)))
     try:
@@ -529,13 +530,15 @@ def test_more_work_is_never_worse(seed, limits):
 
 def assert_monotone(graph, limits):
     """Limits of work give choices and bounds that get better as they grow; returns the last."""
-    before = None
-    for limit in [*sorted(limits), work.SOLVE_WORK]:
+    least, *more = [*sorted(limits), work.SOLVE_WORK]
+    before = solve.solve(graph, max_work=least, gap=0.0)
+    assert before.bound <= before.objective
+    for limit in more:
         solution = solve.solve(graph, max_work=limit, gap=0.0)
         assert solution.bound <= solution.objective
-        assert before is None or solution.objective <= before.objective
-        assert before is None or solution.bound >= before.bound
-        assert before is None or solution.work >= before.work
+        assert solution.objective <= before.objective
+        assert solution.bound >= before.bound
+        assert solution.work >= before.work
         before = solution
     return before
 
