@@ -44,6 +44,12 @@ from alpa_lite.runtime.stopwatch import Stopwatch
 from alpa_lite.timeline import Timeline
 
 Watch = Callable[[int, Sequence[Any]], None]
+
+_DISPATCHING = threading.Lock()
+"""Held while a pipeline's executables are started, so that all devices get those of two threads in the same order.
+
+Where devices get them in different orders, each waits in a collective for devices that wait in the other's.
+"""
 """Called after each step of the dispatch loop with its number and all buffers."""
 
 
@@ -491,6 +497,10 @@ class PipelineExecutable:
 
     def _dispatch(self, env: list[Any], watch: Watch | None = None) -> None:
         """Walks the steps. Nothing but `env` holds a buffer, so that what is dropped there is free."""
+        with _DISPATCHING:
+            self._dispatch_alone(env, watch)
+
+    def _dispatch_alone(self, env: list[Any], watch: Watch | None) -> None:
         number = 0
         try:
             for number, (is_run, call, read, made, consumed, freed) in enumerate(self._steps):

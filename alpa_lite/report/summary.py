@@ -9,6 +9,7 @@ their operands' dtypes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -23,6 +24,7 @@ from alpa_lite.report.tables import WIDTH, add, plain, section, table
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MOST_NOTES = 3
 _MOST_OPERATIONS = 3
+_MOST_SETS = 2
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 
 
@@ -125,10 +127,39 @@ def _predicted(plan: Plan) -> RenderableType:
     _operations(plan, out)
     add(out, "rates", trust.origin(plan.cluster))
     add(out, "", trust.agreement(plan.cluster))
+    if plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1:
+        add(out, "", "the CPU devices of a node are virtual: they share its cores")
     what = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
     searched = plan.solver.status not in ("replayed", "fixed")
     add(out, "solver", f"{plan.solver.status}{f', {text.gap(plan.solver)}: {what}' * searched}")
+    for number, line in enumerate(_search(plan)):
+        add(out, "" if number else "search", line)
     return out
+
+
+def _search(plan: Plan) -> list[str]:
+    """The work of the search, the gap that it leaves, and the sets of plans that it left out."""
+    found = plan.search
+    if found is None or not found.expanded:
+        return []
+    gap = 1 - found.bound / plan.step_seconds if plan.step_seconds else 0.0
+    share = units.percent(found.work, found.allowed)
+    lines = [
+        f"{found.expanded} sets of plans expanded, {found.pruned} pruned; {share} of effort={found.effort!r}; "
+        f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(max(gap, 0.0), 1.0)})"
+    ]
+    if found.estimated:
+        lines.append(f"not expanded, since estimated to be no faster: {_named(found.estimated)}")
+    if found.unreached:
+        more = "" if found.effort == "thorough" else "; effort='thorough' searches further"
+        lines.append(f"not reached within the budget: {_named(found.unreached)}{more}")
+    return lines
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    rest = len(names) - _MOST_SETS
+    return "; ".join(names[:_MOST_SETS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _operations(plan: Plan, out: Table) -> None:

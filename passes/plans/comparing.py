@@ -4,6 +4,7 @@
     FSDP (ZeRO-3)     likewise, parameters and optimizer state sharded where a dim divides, and gathered for use
     tensor parallel   the batch whole on every device, products divided along dims of their parameters
     one mesh          everything free, on the best mesh of all devices; beside a pipeline
+    one device        the step as it is written, on the first of the devices
 
 What a method leaves open (`sharding.textbook`) the program chooses, so that each figure is that of the best step of its
 kind within the budget of memory; where none fits, the least bytes that one needs are found.
@@ -71,6 +72,8 @@ class Comparing:
         out = [_evaluated(name, partial(self._baseline, method, groups, shared)) for name, method in TEXTBOOK.items()]
         if self.one_mesh:
             out.append(_evaluated("one mesh", partial(self._free, groups, shared)))
+        single = replace(self, cluster=self.cluster.part(1))
+        out.append(_evaluated("one device", partial(single._baseline, Sharded((1,)), groups, shared)))
         return tuple(out)
 
     def _baseline(self, method: Method, groups: Grouping, shared: tables.Shared) -> Comparison:

@@ -121,7 +121,7 @@ def test_figures_of_other_methods_are_evaluated_when_asked_for_and_kept(plan: Pl
     assert pickle.loads(pickle.dumps(fresh)) == fresh
     printed = str(fresh)
     rows = {row.name: row for row in fresh.comparisons}
-    assert list(rows) == ["data parallel", "FSDP (ZeRO-3)", "tensor parallel"]
+    assert list(rows) == ["data parallel", "FSDP (ZeRO-3)", "tensor parallel", "one device"]
     for name, method in (("data parallel", alpa_lite.DataParallel()), ("FSDP (ZeRO-3)", alpa_lite.Zero(stage=3))):
         own = planned(method=method)
         assert rows[name].step_seconds == pytest.approx(own.step_seconds, rel=2e-3)
@@ -153,7 +153,13 @@ def test_a_pipeline_has_one_mesh_beside_it() -> None:
     piped = planned(method=alpa_lite.Pipeline(num_stages=2, submesh_shapes=((4,), (4,))), num_microbatches=4)
     printed = str(piped)
     assert re.search(r"\n  pipeline of 2 stages on 4 devices each, \S+ with 4 micro-batches", printed)
-    assert [row.name for row in piped.comparisons] == ["data parallel", "FSDP (ZeRO-3)", "tensor parallel", "one mesh"]
+    assert [row.name for row in piped.comparisons] == [
+        "data parallel",
+        "FSDP (ZeRO-3)",
+        "tensor parallel",
+        "one mesh",
+        "one device",
+    ]
     assert piped.comparisons[-1].step_seconds is not None
     assert "data parallel over x=4" in printed
 
