@@ -111,7 +111,7 @@ class Comparison:
     """Another way to run the step on the same devices, priced by the same integer program.
 
     Attributes:
-      name: "data parallel", "FSDP (ZeRO-3)", "tensor parallel", "one mesh" or "pipeline".
+      name: "data parallel", "FSDP (ZeRO-3)", "tensor parallel", "one device", "one mesh" or "pipeline".
       mesh_shape: its mesh, or the stages of a pipeline.
       step_seconds: None if it was not evaluated.
       bytes_per_device: None if unknown.

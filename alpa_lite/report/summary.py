@@ -214,7 +214,9 @@ def _cost_of_annotations(plan: Plan) -> list[RenderableType]:
 
 def shape_text(shape: tuple[int, ...], pipelined: bool) -> str:
     """A mesh, such as "4x2", or the stages of a pipeline."""
-    return f"{shape[0]} stages" if pipelined and shape else "x".join([str(size) for size in shape if size > 1] or ["1"])
+    if pipelined and not shape:
+        return ""
+    return f"{shape[0]} stages" if pipelined else "x".join([str(size) for size in shape if size > 1] or ["1"])
 
 
 def why_not(plan: Plan, row: Comparison) -> str:

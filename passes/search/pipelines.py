@@ -71,6 +71,7 @@ class PipelineSearch:
     Attributes:
       computing: estimated seconds for which a step computes on all devices, where a plan of one mesh is known.
       below_all: whether a single stage on all devices, which is one mesh, is no pipeline.
+      estimates: of the best pipeline with a number of micro-batches, in seconds, by sums over layers.
     """
 
     run: Run
@@ -83,6 +84,7 @@ class PipelineSearch:
     best: FoundPlan | None = None
     errors: list[AlpaLiteError] = field(default_factory=list)
     slicings: list[token_slices.SliceSearch] = field(default_factory=list)
+    estimates: dict[int, float] = field(default_factory=dict)
 
     @functools.cached_property
     def bound(self) -> float:
@@ -222,6 +224,8 @@ class Pipelines:
             except OptionError as error:
                 search.errors.append(error)
                 continue
+            else:
+                search.estimates[count] = seconds
             out.append(Pipeline(search, count, costs, seconds))
         return Expansion(out, bound=math.inf, work=work)
 

@@ -206,8 +206,8 @@ def _compare(
         if pipelines.errors:
             error = pipelines.errors[0]
             return beside(noted(staged, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
-        _, expected = Pipelines(pipelines).estimate()
-        return beside(staged, "pipeline", f"not searched: estimated at {expected:.4g} s or more")
+        expected = min(pipelines.estimates.values(), default=Pipelines(pipelines).estimate()[1])
+        return beside(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
     best = min(one.found, key=lambda plan: plan.seconds, default=None)
     if best is None:
         return beside(staged, "one mesh", _does_not_fit(one))
