@@ -13,7 +13,11 @@ from alpa_lite.passes.checks.reading import axes_of, names, operations, sharding
 
 
 def hollow(module: Any) -> None:
-    """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called."""
+    """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called.
+
+    Regions that neither take nor return a value, as of a callback on nothing, are dropped: there is nothing that Shardy
+    could communicate for them, and it refuses them.
+    """
     meshes = {symbol(op): axes_of(op.attributes["mesh"]) for op in operations(module) if op.name == "sdy.mesh"}
     functions = {symbol(op): op for op in operations(module) if op.name == "func.func"}
     called: set[str] = set()
@@ -35,7 +39,9 @@ def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
         for block in region.blocks:
             for view in list(block.operations):
                 inner = view.operation
-                if inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
+                if inner.name == "sdy.manual_computation" and not (inner.operands or inner.results):
+                    inner.erase()
+                elif inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
                     _hollow_region(inner)
                 elif inner.name == "func.call":
                     calls.add(ir.FlatSymbolRefAttr(inner.attributes["callee"]).value)

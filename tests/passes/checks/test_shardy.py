@@ -74,6 +74,16 @@ def test_a_step_written_in_one_region_communicates_exactly_as_planned(step):
     check_shardy(step, LogicalMesh((16, 8, 1), ("data", "model", "one")), [*joined, c("all_reduce", ("one",), 64)])
 
 
+def test_a_region_that_neither_takes_nor_returns_a_value_is_counted():
+    """As of a callback on nothing."""
+
+    def note():
+        jax.ffi.ffi_call("note", [], has_side_effect=True)(lax.psum(lax.axis_index("data"), "data"))
+        return []
+
+    check_shardy(lower(region(note, (), [])), MESH, [c("all_reduce", ("data",), 4)])
+
+
 @pytest.mark.parametrize("wrong", ["fewer", "more", "axes", "bytes", "count", "kind"])
 def test_every_wrong_plan_is_caught(step, wrong):
     first, *rest = PLANNED
