@@ -10,13 +10,18 @@ which that output is an update of (`evidence`). The rules, in order:
    another place (buffers that change places): gradients and predictions are no new state, nor are weights that are
    handed through. Of several such arguments the one whose name the output's key repeats, else the one that most leaves
    are carried from, else the first.
+   Arguments that change places, `return descended(q), p` of `step(p, q, batch)`, are paired in order: where as many
+   parts of the result as arguments have one structure, each is carried from another of these arguments, and some
+   argument comes back as it went in, in the place of another.
 3. The same structure with most of the shapes and dtypes equal: the leaves that differ are no state, and a note says so.
 4. If nothing matched so far, the same with parts of arguments: `step(everything)`.
 5. A bare array is a weak sign: predictions often have the batch's shape, and a loss that of any scalar. Random keys
    and integer scalars are state if an output of their type depends on them. Other arrays only if an output is carried
    from them and either its key repeats the argument's name, or nothing was found by the rules above, or the batch is
    named by the user; without a name it must in addition be learnt (depend on a reverse pass) or stand among the results
-   where the argument stands among the arguments. One argument with arrays must be left for the batch.
+   where the argument stands among the arguments. Of several results those that are carried from it come first, from
+   it alone before those from others, too: arguments may change places, and an average is carried from what it averages.
+   One argument with arrays must be left for the batch.
 
 Arguments that the user names as state are state without evidence, and no others are, NNX objects apart. Arguments named
 as the batch are never state by rules 2 to 5. What is *known* to be the state of another step (an evaluation's
@@ -93,6 +98,7 @@ def match_state(
     """
     matcher = _Matcher(inputs, outputs, batch, known, evidence, named)
     matcher.modules()
+    matcher.changed_places()
     matcher.containers(whole=True, exact=True)
     matcher.containers(whole=True, exact=False)
     if not matcher.pairs:
@@ -128,6 +134,49 @@ class _Matcher:
             if not self._evidence.unchanged(number, argument):
                 self._pair(number, argument)
         self._taken.update(i for i, module in enumerate(self._inputs.modules) if module)
+
+    def changed_places(self) -> None:
+        """Rule 2, of arguments that change places with each other."""
+        alike: dict[Any, list[Tree]] = {}
+        for tree in self._inputs.trees:
+            if not tree.is_bare and tree.leaves and self._taken.isdisjoint(tree.leaves):
+                alike.setdefault(self._kind(self._inputs, tree), []).append(tree)
+        level, depth = [self._outputs.trees[0]], 0
+        while level:
+            siblings = [[] if tree.is_bare else self._outputs.children(tree, depth) for tree in level]
+            for results in siblings:
+                for kind, arguments in alike.items():
+                    same = [tree for tree in results if self._kind(self._outputs, tree) == kind]
+                    for result, argument in self._moved(same, arguments):
+                        self._take(result, argument)
+            level, depth = [tree for trees in siblings for tree in trees], depth + 1
+
+    def _moved(self, results: Sequence[Tree], arguments: Sequence[Tree]) -> list[tuple[Tree, Tree]]:
+        """Results in the places of other arguments than those that they are carried from, with the arguments there.
+
+        None unless each is of one argument, one of them as it came in the place of another, and one updated.
+        """
+        numbers = {leaf: number for number, tree in enumerate(arguments) for leaf in tree.leaves}
+        sources: list[int] = []
+        for tree in results:
+            found = {numbers[leaf] for n in tree.leaves for leaf in self._evidence.origins(n) if leaf in numbers}
+            if len(found) != 1:
+                return []
+            sources += found
+        places = sorted(set(sources))
+        there = [arguments[place] for place in places]
+        named = not {tree.key for tree in results}.isdisjoint(tree.key for tree in there)
+        taken = not self._taken.isdisjoint(leaf for tree in there for leaf in tree.leaves)
+        if len(places) < len(results) or named or taken:
+            return []
+        handed = [all(map(self._evidence.hands_through, tree.leaves)) for tree in results]
+        moved = [number for number, place in enumerate(places) if place != sources[number]]
+        if all(handed) or not any(handed[number] for number in moved):
+            return []
+        return [(results[number], there[number]) for number in moved]
+
+    def _kind(self, flat: Flat, tree: Tree) -> Any:
+        return tree.treedef, tuple(flat.types[i] for i in tree.leaves)
 
     def containers(self, *, whole: bool, exact: bool) -> None:
         """Rules 2 to 4: pytrees with the structure of an argument, or of a part of one.
@@ -233,6 +282,7 @@ class _Matcher:
             ]
             if tree.start in self._known:
                 fitting = [n for n in fitting if self._evidence.carried(n, tree.start) and self._evidence.learnt(n)]
+            fitting.sort(key=lambda n: (not self._evidence.carried(n, tree.start), len(self._evidence.origins(n))))
             called = [n for n in fitting if self._outputs.keys[n][-1:] == (tree.key,)]
             others = fitting if counter or named else self._updates(tree, fitting) if strong else []
             chosen = called or others

@@ -136,6 +136,71 @@ def test_modules_that_change_places() -> None:
     )
 
 
+def exchanged(p: Any, q: Any, b: Any) -> Any:
+    """Of two arguments that a caller passes on in the order of the results."""
+    loss, grads = jax.value_and_grad(loss_of)(p, b)
+    return descended(q, grads), p, loss
+
+
+def passed_on(fixed: Any, p: Any, q: Any, r: Any, b: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: loss_of(jax.tree.map(jnp.add, p, fixed), b))(p)
+    return fixed, (q, r, descended(p, grads)), loss
+
+
+def averaged(average: Any, p: Any, b: Any) -> Any:
+    """No exchange: results in another order than the arguments."""
+    loss, grads = jax.value_and_grad(loss_of)(p, b)
+    new = descended(p, grads)
+    return new, jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, new), loss
+
+
+def exchanged_arrays(p: Any, q: Any, b: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(b["x"] @ p) - b["y"]) ** 2))(p)
+    return q - 0.1 * grads, p, loss
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["found", "named"])
+@pytest.mark.parametrize("step", [exchanged, averaged])
+def test_arguments_that_change_places_are_state(step: Any, named: bool) -> None:
+    want = {exchanged: {"result[0]": "p", "result[1]": "q"}, averaged: {"result[0]": "p", "result[1]": "average"}}
+    options: Any = {"state_argnums": (0, 1)} if named else {}
+    traced = trace(step, (weights(0), weights(2), batch()), {}, **options)
+    pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
+    assert pairs == {(f"{o}['{k}']", f"{a}['{k}']") for o, a in want[step].items() for k in "ab"}
+
+
+def test_arguments_rotate_and_others_are_handed_through() -> None:
+    traced = trace(passed_on, (*(weights(n) for n in (0, 2, 4, 6)), batch()), {})
+    pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
+    places = {"result[1][0]": "p", "result[1][1]": "q", "result[1][2]": "r"}
+    assert pairs == {(f"{o}['{k}']", f"{a}['{k}']") for o, a in places.items() for k in "ab"}
+
+
+def test_named_arrays_that_change_places_are_state() -> None:
+    p, q = normal(0, WIDTH, WIDTH), normal(1, WIDTH, WIDTH)
+    traced = trace(exchanged_arrays, (p, q, batch()), {}, state_argnums=(0, 1))
+    pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
+    assert pairs == {("result[0]", "q"), ("result[1]", "p")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("step", [exchanged, exchanged_arrays])
+def test_arguments_that_change_places_are_computed_as_by_jit(step: Any, method: str, caplog: Any) -> None:
+    if step is exchanged_arrays and method == "pipeline":
+        return  # one product
+    make = (lambda n: weights(n)["a"][:, :WIDTH]) if step is exchanged_arrays else weights
+    state = want = (make(0), make(2))
+    planned = alpa_lite.parallelize(step, **METHODS[method], state_argnums=(0, 1), batch_argnums=2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            *state, loss = planned(*state, batch())
+            *want, expected = jax.jit(step)(*want, batch())
+            close((state, loss), (want, expected))
+    if step is exchanged:
+        assert not any("moves" in record.getMessage() for record in caplog.records)
+
+
 def test_what_is_handed_through_or_predicted_is_no_state() -> None:
     def handed(s: Any, b: Any) -> Any:
         return s, loss_of(s, b)
