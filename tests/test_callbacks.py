@@ -269,3 +269,33 @@ def test_callbacks_run_as_under_plain_jit(step, method):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def attentive(state, x):
+    """A causal model whose activations are seen."""
+    tokens = x.shape[1]
+
+    def loss_of(state):
+        h = x
+        for w in state:
+            scores = jnp.einsum("btd,bsd->bts", h @ w, h)
+            causal = jnp.tril(jnp.ones((tokens, tokens), bool))
+            h = jnp.tanh(h + jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ h @ w)
+            jax.debug.callback(record, h)
+        return jnp.square(h).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return sgd(state, grads), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_activations_are_seen_in_slices_of_the_sequence(num_microbatches):
+    state, x = weights(), jnp.asarray(np.random.default_rng(2).normal(size=(4, 8, WIDTH)), jnp.float32)
+    want, expected = run(attentive, jax.jit(attentive), state, x)
+    method = Pipeline(num_stages=2, token_slices=(4, 4))
+    parallel = alpa_lite.parallelize(attentive, method=method, num_microbatches=num_microbatches)
+    got, found = run(attentive, parallel, state, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ from jax import lax
 
 from alpa_lite.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.along import Along
 from alpa_lite.passes.tokens.beyond import Known
@@ -52,7 +52,7 @@ class Expanded:
     Attributes:
       block: the same inputs and outputs as before.
       phase: op index -> its phase, 0 to 2 S - 1.
-      owner: op index -> the operation of the block that it is a part of; -1 for what joins the outputs.
+      owner: op index -> the operation of the block that it is a part of; -1 for joins of its inputs.
       late: the forward operations that stand between slices, in program order.
     """
 
@@ -97,18 +97,24 @@ class _Expansion(Along):
         super().__init__(rewriter, found, extents, block, forward)
         self.block, self.rules = block, rules
         self.late: list[Late] = []
+        self._makers = producers(block.ops)
 
     def run(self) -> Expanded:
         for op in self.block.ops:
             self._source, self._owner = op.source, op.index
             self._now = 0 if op.index in self.forward else self.slices
             self._emit(op)
-        self._owner, self._now = -1, 0
-        outputs = tuple(self._fetch(a) if isinstance(a, int) else a for a in self.block.outputs)
+        outputs = tuple(self._output(a) if isinstance(a, int) else a for a in self.block.outputs)
         phase = self._sunk(outputs)
         ordered = sorted((op for _, op in self.ops), key=lambda op: phase[op.index])
         block = Block(self.block.inputs, tuple(ordered), outputs)
         return Expanded(block, phase, self.owner, tuple(self.late))
+
+    def _output(self, value: int) -> int:
+        """An output in one piece; what joins it is a part of the operation that makes it, and runs where that does."""
+        maker = self._makers.get(value)
+        self._owner, self._now = -1 if maker is None else maker.index, 0
+        return self._fetch(value)
 
     def _sunk(self, outputs: Sequence[Atom]) -> dict[int, int]:
         """The phases, where what is computed again waits for the first that reads it."""
