@@ -8,24 +8,28 @@ from typing import Any
 
 import jax
 
+from alpa_lite.errors import OptionError
 from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
 
 
 def jitted(fun: Callable[..., Any], options: Any) -> Any:
     """The step under `jax.jit`, with those of the `Options` that it knows. "auto" donates nothing."""
+    return jax.jit(fun, **_of_both(options), compiler_options=dict(options.compiler_options) or None)
+
+
+def _of_both(options: Any) -> dict[str, Any]:
+    """The options that `jax.jit` and `nnx.jit` share."""
     donate = () if options.donate == "auto" else options.donate
-    return jax.jit(
-        fun,
-        static_argnums=options.static_argnums or None,
-        static_argnames=options.static_argnames or None,
-        donate_argnums=[one for one in donate if isinstance(one, int)] or None,
-        donate_argnames=[one for one in donate if isinstance(one, str)] or None,
-        in_shardings=options.in_shardings,
-        out_shardings=options.out_shardings,
-        keep_unused=options.keep_unused,
-        inline=options.inline,
-        compiler_options=dict(options.compiler_options) or None,
-    )
+    return {
+        "static_argnums": options.static_argnums or None,
+        "static_argnames": options.static_argnames or None,
+        "donate_argnums": [one for one in donate if isinstance(one, int)] or None,
+        "donate_argnames": [one for one in donate if isinstance(one, str)] or None,
+        "in_shardings": options.in_shardings,
+        "out_shardings": options.out_shardings,
+        "keep_unused": options.keep_unused,
+        "inline": options.inline,
+    }
 
 
 def plain(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
@@ -49,14 +53,12 @@ def _made(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: 
     if nnx_modules.present((args, kwargs)):
         from flax import nnx
 
-        donate = () if options.donate == "auto" else options.donate
-        return nnx.jit(
-            fun,
-            static_argnums=options.static_argnums or None,
-            static_argnames=options.static_argnames or None,
-            donate_argnums=[one for one in donate if isinstance(one, int)] or None,
-            donate_argnames=[one for one in donate if isinstance(one, str)] or None,
-        )
+        if options.compiler_options:
+            raise OptionError(
+                'compiler_options with method="off" and an NNX object as an argument: nnx.jit takes none; leave them '
+                "out, or pass nnx.split(...) of the object and merge it in the step"
+            )
+        return nnx.jit(fun, **_of_both(options))
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
