@@ -110,7 +110,7 @@ class _Expansion(Along):
         block = Block(self.block.inputs, tuple(ordered), outputs)
         return Expanded(block, phase, self.owner, tuple(self.late))
 
-    def _output(self, value: int) -> int:
+    def _output(self, value: int) -> Atom:
         """An output in one piece; what joins it is a part of the operation that makes it, and runs where that does."""
         maker = self._makers.get(value)
         self._owner, self._now = -1 if maker is None else maker.index, 0
