@@ -90,6 +90,37 @@ def counted(state, x):
     return sgd(state, grads), skipped[...]
 
 
+def within_branches(state, x):
+    """Branches create their own."""
+    loss, grads = gradients(state, x)
+
+    def doubled():
+        total = jax.new_ref(loss)
+        total[...] *= 2
+        return total[...]
+
+    return sgd(state, grads), jax.lax.cond(loss > 1e3, lambda: loss, doubled)
+
+
+def within_loops(state, x):
+    """Iterations create their own, and a branch in them."""
+    loss, grads = gradients(state, x)
+
+    def body(total, row):
+        found = jax.new_ref(row)
+        found[0] = found[1]
+
+        def changed():
+            own = jax.new_ref(found[...])
+            own[...] *= 2
+            return own[...]
+
+        new = jax.lax.cond(row[0] > 0, changed, lambda: row)
+        return total + new, found[0]
+
+    return sgd(state, grads), loss, jax.lax.scan(body, grads[0][0], grads[1])
+
+
 @jax.jit
 def log(ref, value):
     ref[...] += value
@@ -207,7 +238,10 @@ def in_nnx(state, x):
     return sgd(state, grads), loss
 
 
-PLAIN = (metrics, accumulation, scanned, searched, counted, logged, overwritten, with_own_derivative, momentum)
+PLAIN = (
+    metrics, accumulation, scanned, searched, counted, within_branches, within_loops, logged, overwritten,
+    with_own_derivative, momentum,
+)  # fmt: skip
 STEPS = (*PLAIN, in_linen, in_equinox, in_nnx)
 
 
