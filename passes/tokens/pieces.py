@@ -59,7 +59,8 @@ class Pieces:
         key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs))
         graph = self._traces.get(key)
         if graph is None:
-            graph = self._traces[key] = conversion.graph_of(jax.make_jaxpr(run)(*specs), self.rw.keys)
+            jaxpr = jax.make_jaxpr(run)(*specs)
+            graph = self._traces[key] = conversion.graph_of(jaxpr, self.rw.keys, fold_empty=False)
         env: dict[int, Atom] = dict(zip(graph.block.inputs, operands, strict=True))
         for op in graph.block.ops:
             results = [self.rw.fresh(graph.values[v]) for v in op.results]

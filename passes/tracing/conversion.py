@@ -69,7 +69,9 @@ ELEMENTWISE = "elementwise"
 """A parameter of loops that leave each element alone, along the first dims, from when its own condition is false."""
 
 
-def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", annotations: bool = True) -> Graph:
+def graph_of(
+    jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", annotations: bool = True, *, fold_empty: bool = True
+) -> Graph:  # fmt: skip
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
     Args:
@@ -78,11 +80,12 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", anno
       keys: writes the keys; a new one by default. For a part of another graph, that graph's.
       platform: "cpu", "cuda", "rocm" or "tpu", whose branches are taken; all are kept if it is not known.
       annotations: whether what says where a value lies is heeded.
+      fold_empty: whether arrays without elements become constants; else the operations that make them stay.
 
     Returns:
       The graph: values and ops numbered densely, in program order, dead ops removed.
     """
-    builder = _Builder(keys or Keys(), platform, annotations)
+    builder = _Builder(keys or Keys(), platform, annotations, fold_empty)
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     ops: list[Op] = []
@@ -99,12 +102,12 @@ def graph_of(jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", anno
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self, keys: KeyWriter, platform: str, annotations: bool) -> None:
+    def __init__(self, keys: KeyWriter, platform: str, annotations: bool, fold_empty: bool) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
         self.keys = keys
-        self._platform = platform
+        self._platform, self._fold_empty = platform, fold_empty
         self._ignored = _jax.is_empty_constraint if annotations else _jax.is_constraint
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
@@ -173,7 +176,7 @@ class _Builder:
                 results = operands
             elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
                 results = self._constraints(eqn, operands, said, stack, ops)
-            elif _is_empty(eqn):
+            elif self._fold_empty and _is_empty(eqn):
                 results = self._empty(eqn.outvars)
             elif (same := _operand(eqn, operands)) is not None:
                 results = [same]
