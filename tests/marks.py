@@ -24,3 +24,17 @@ def thorough(case: Any) -> Any:
     if not hasattr(case, "marks"):
         given = pytest.param(*(case if isinstance(case, tuple) else (case,)))
     return pytest.param(*given.values, marks=[*given.marks, pytest.mark.thorough], id=given.id)
+
+
+def slow_one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases; of those that are slow all but one in `count` are thorough.
+
+    Of pairs of a program and a method each of both stays among the slow ones, if their numbers share no divisor with
+    `count`.
+    """
+    out, number = [], 0
+    for case in cases:
+        is_slow = any(mark.name == "slow" for mark in getattr(case, "marks", ()))
+        out.append(thorough(case) if is_slow and number % count else case)
+        number += is_slow
+    return out

@@ -150,7 +150,9 @@ def test_in_a_linen_module_with_micro_batches():
         value, grads = jax.value_and_grad(lambda w: (jnp.asarray(model.apply(w, x)) ** 2).mean())(w)
         return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
 
-    run = alpa_lite.parallelize(step, method=Sharded((2,)), num_microbatches=2, cluster=Cluster.local(jax.devices()[:2]))
+    run = alpa_lite.parallelize(
+        step, method=Sharded((2,)), num_microbatches=2, cluster=Cluster.local(jax.devices()[:2])
+    )
     assert decisions(run.plan(w, x))
     equal(jax.jit(step)(w, x), run(w, x))
 

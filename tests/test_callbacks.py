@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 
 import alpa_lite
 from alpa_lite import AlpaLiteError, DataParallel, Pipeline, Zero
+from tests.marks import slow_one_in
 from tests.reference_steps import WIDTH, batch, gradients, model, sgd, weights
 
 seen: list[list[float]] = []
@@ -235,13 +236,16 @@ STEPS = (
 )  # fmt: skip
 REFUSED = {layers: ("micro-batches", "1f1b", "zb-h1"), scale_from_host: ("pipeline", "1f1b", "zb-h1")}
 QUICK = ((in_order, "1f1b"),)
-CASES = [
-    pytest.param(
-        step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
-    )
-    for step in STEPS
-    for method in METHODS
-]
+CASES = slow_one_in(
+    3,
+    [
+        pytest.param(
+            step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
+        )
+        for step in STEPS
+        for method in METHODS
+    ],
+)
 
 
 def run(step, fun, *args):

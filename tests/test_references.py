@@ -9,6 +9,7 @@ import pytest
 import alpa_lite
 from alpa_lite import DataParallel, MicrobatchError, Pipeline, Zero
 from tests import reference_steps
+from tests.marks import slow_one_in
 
 METHODS = {
     "zero": {"method": Zero(3)},
@@ -17,13 +18,16 @@ METHODS = {
     "zb-h1": {"method": Pipeline(num_stages=2, schedule="zb-h1"), "num_microbatches": 4},
 }
 QUICK = {(reference_steps.metrics, "zb-h1")}
-CASES = [
-    pytest.param(
-        step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
-    )
-    for step in reference_steps.STEPS
-    for method in METHODS
-]
+CASES = slow_one_in(
+    3,
+    [
+        pytest.param(
+            step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
+        )
+        for step in reference_steps.STEPS
+        for method in METHODS
+    ],
+)
 
 
 @pytest.mark.parametrize(("step", "method"), CASES)

@@ -18,6 +18,7 @@ from flax import nnx
 
 import alpa_lite
 from alpa_lite import _jax
+from tests.marks import slow_one_in
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "one mesh": lambda: {"method": alpa_lite.Zero(stage=3)},
@@ -100,11 +101,14 @@ def scanned() -> tuple[Any, Any]:
 
 PROGRAMS = {f.__name__: f for f in (plain, linen, flax_nnx, equinox_arrays, scanned)}
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
-CASES = [
-    pytest.param(program, where, marks=pytest.mark.slow if (program, where) != ("plain", "one mesh") else ())
-    for program in PROGRAMS
-    for where in METHODS
-]
+CASES = slow_one_in(
+    3,
+    [
+        pytest.param(program, where, marks=pytest.mark.slow if (program, where) != ("plain", "one mesh") else ())
+        for program in PROGRAMS
+        for where in METHODS
+    ],
+)
 
 
 def same(got: Any, want: Any) -> None:

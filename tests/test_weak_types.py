@@ -16,6 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import alpa_lite
+from tests.marks import slow_one_in
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "one mesh": lambda: {"method": alpa_lite.Zero(stage=3)},
@@ -121,12 +122,15 @@ def stacked() -> tuple[Any, Any]:
 
 PROGRAMS = {f.__name__: f for f in (train_state, counters, loop, flax_nnx, equinox_arrays, stacked)}
 FAST = [("counters", "one mesh"), ("loop", "one mesh"), ("train_state", "pipeline")]
-CASES = [
-    pytest.param(program, where, marks=() if (program, where) in FAST else pytest.mark.slow)
-    for program in PROGRAMS
-    for where in METHODS
-    if (program, where) != ("loop", "pipeline")  # nothing to cut
-]
+CASES = slow_one_in(
+    2,
+    [
+        pytest.param(program, where, marks=() if (program, where) in FAST else pytest.mark.slow)
+        for program in PROGRAMS
+        for where in METHODS
+        if (program, where) != ("loop", "pipeline")  # nothing to cut
+    ],
+)
 
 
 def same(got: Any, want: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import alpa_lite
+from tests.marks import slow_one_in
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "one mesh": lambda: {"method": alpa_lite.DataParallel()},
@@ -130,10 +131,10 @@ LOADERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 FAST = {("aligned", "one mesh"), ("copied", "pipeline")}
 
 
-@pytest.mark.parametrize("loader, where", [
+@pytest.mark.parametrize("loader, where", slow_one_in(2, [
     pytest.param(one, where, marks=[] if (one, where) in FAST else pytest.mark.slow)
     for one in LOADERS for where in METHODS
-])  # fmt: skip
+]))  # fmt: skip
 def test_a_batch_may_be_refilled_when_the_call_returns(loader: str, where: str) -> None:
     draw = np.random.default_rng(0)
     run, jitted = alpa_lite.parallelize(regress, batch_argnums=1, **METHODS[where]()), jax.jit(regress)

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
+from tests.marks import slow_one_in
 
 WIDTH, ROWS = 16, 16
 TYPES = ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
@@ -126,10 +127,10 @@ def cases() -> Iterator[Any]:
         yield changed_layouts, dtype, "zero"
 
 
-@pytest.mark.parametrize("program, dtype, where", [
+@pytest.mark.parametrize("program, dtype, where", slow_one_in(3, [
     pytest.param(p, t, w, id=f"{p.__name__}-{t}-{w}", marks=[] if (p.__name__, t, w) in FAST else pytest.mark.slow)
     for p, t, w in cases()
-])  # fmt: skip
+]))  # fmt: skip
 def test_leaves_of_few_bits_run_as_under_jit(program: Any, dtype: str, where: str) -> None:
     step, (state, *rest) = program(dtype)
     run = alpa_lite.parallelize(step, batch_argnums=len(rest), **METHODS[where]())

@@ -15,6 +15,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import alpa_lite
+from tests.marks import slow_one_in
 
 WIDTH, ROWS = 16, 16
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -106,10 +107,10 @@ PROGRAMS: dict[Callable[..., Any], Callable[[], Any]] = {
 FAST = {("new_state", "two microbatches"), ("unchanged_state", "pipeline")}
 
 
-@pytest.mark.parametrize("step, where", [
+@pytest.mark.parametrize("step, where", slow_one_in(3, [
     pytest.param(step, w, id=f"{step.__name__}-{w}", marks=[] if (step.__name__, w) in FAST else pytest.mark.slow)
     for step in PROGRAMS for w in METHODS
-])  # fmt: skip
+]))  # fmt: skip
 def test_results_live_after_later_calls(step: Any, where: str) -> None:
     updates = step is of_nnx
 

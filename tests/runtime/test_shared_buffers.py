@@ -16,6 +16,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import alpa_lite
+from tests.marks import slow_one_in
 
 WIDTH, ROWS = 16, 16
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -230,11 +231,14 @@ def check_as_jit(program: Program, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "program, where",
-    [
-        pytest.param(p, w, id=f"{p.__name__}-{w}", marks=[] if (p.__name__, w) in FAST else pytest.mark.slow)
-        for p in PROGRAMS
-        for w in METHODS
-    ],
+    slow_one_in(
+        2,
+        [
+            pytest.param(p, w, id=f"{p.__name__}-{w}", marks=[] if (p.__name__, w) in FAST else pytest.mark.slow)
+            for p in PROGRAMS
+            for w in METHODS
+        ],
+    ),
 )
 def test_what_is_given_twice_is_copied(program: Program, where: str) -> None:
     check_as_jit(program, METHODS[where]())

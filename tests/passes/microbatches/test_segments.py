@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import alpa_lite
+from tests.marks import slow_one_in
 from tests.passes.microbatches.test_loop import equal
 from tests.zoo_base import normal
 
@@ -124,7 +125,9 @@ def step_of(loss: Loss) -> Any:
 
 
 @pytest.mark.parametrize(
-    "loss", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES], ids=lambda f: f.__name__
+    "loss",
+    slow_one_in(2, [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES]),
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("strided", [False, True])
 def test_gradients_are_exact(loss: Loss, strided: bool) -> None:
