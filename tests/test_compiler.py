@@ -133,6 +133,14 @@ def test_memory_that_fits_no_mesh_leads_to_a_pipeline():
     assert all(stage.memory.total <= budget for stage in found["auto"].stages)
 
 
+def test_memory_is_the_reason_where_no_number_of_micro_batches_fits():
+    """Not that 32 examples in more than 8 micro-batches do not divide over 4 devices: nobody asked for these."""
+    step, args = step_and_args(layers=4, width=2039, batch=32)
+    budget = 7 * 2039 * 2039 * 4 // 2
+    with pytest.raises(InfeasibleError, match="memory_per_device"):
+        alpa_lite.make_plan(step, *args, cluster=cluster(1, 4), method=DataParallel(), memory_per_device=budget)
+
+
 def test_a_pipeline_that_takes_as_long_as_starting_its_tasks_is_expected_to():
     """Each of 4 stages runs for 20 microseconds, and starting that takes 100: there are fewer micro-batches than 8."""
     step, args = step_and_args(layers=4, width=2039, batch=32)

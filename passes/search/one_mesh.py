@@ -112,6 +112,7 @@ class OneMeshSearch:
         self.plans: dict[tuple[ExecutionConfig, LogicalMesh], list[MeshSolution]] = {}
         self.found: list[FoundPlan] = []
         self.refused: MicrobatchError | None = None
+        self.unusable: set[ExecutionConfig] = set()  # with which the step cannot be cut, or the method not divide it
         self.products = computing.products_bound(step.traced, step.rules, request.cluster)
         self._closed: set[ExecutionConfig] = set()
         self._speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
@@ -248,7 +249,7 @@ class OneMeshSearch:
           InfeasibleError: it does not fit, either; names the tensors that bind and the smallest budget that works.
           MicrobatchError: the step cannot be cut into the given number of micro-batches.
         """
-        known = [config for config in self.records if config in self.analyses]
+        known = [config for config in self.records if config in self.analyses and config not in self.unusable]
         if not known:
             assert self.refused is not None
             raise self.refused
@@ -315,13 +316,14 @@ class OneMesh:
         search = self.search
         try:
             analyzed = search.analyses.of(self.config)
+            programs = search.programs(analyzed)
         except MicrobatchError as error:
             if search.request.num_microbatches:
                 raise
             search.refused = search.refused or error
+            search.unusable.add(self.config)
             return Expansion()
         work = work_units.ANALYSIS_PER_OP * sum(1 for _ in analyzed.loop.traced.graph.ops())
-        programs = search.programs(analyzed)
         least = tables.in_equal_parts(analyzed.shared, search.request.cluster.num_devices)
         if least > search.request.budget:
             search.record(self.config).least = least
