@@ -237,8 +237,8 @@ def _block_numbers(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
 @functools.lru_cache(maxsize=50_000)
 def _cached_landings(array: _Array) -> tuple[Layout, ...]:
     found = dict.fromkeys([array.dst])
-    # A random key is small, and collectives on keys are not worth their special cases.
-    if not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+    # A random key is small, and collectives on keys are not worth their special cases; of no elements nothing is sent.
+    if 0 not in array.shape and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
         found.update(dict.fromkeys(_finer(array.shape, array.dst, array.dst_mesh.mesh)))
         if array.src_mesh.mesh.shape == array.dst_mesh.mesh.shape:
             found[_renamed(array.src, array.src_mesh.mesh, array.dst_mesh.mesh)] = None
