@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import alpa_lite
-from alpa_lite.errors import InfeasibleError, MicrobatchError, SignatureError
+from alpa_lite.errors import InfeasibleError, MicrobatchError
 from tests import pipeline_driver
 from tests.zoo_base import normal, updated
 
@@ -147,8 +147,8 @@ def two_batches() -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_batches_of_different_sizes_are_cut_each_by_itself() -> None:
     step, args = two_batches()
-    with pytest.raises(SignatureError, match=r"inner|batch\[0\]|leading dims \[24\]"):
-        alpa_lite.parallelize(step).plan(*args)
+    found = alpa_lite.parallelize(step).plan(*args)
+    assert any("`batch/0`, `batch/1` were taken as the batch (leading dims 24, 8)" in note for note in found.notes)
     method = alpa_lite.Pipeline(num_stages=2)
     run = alpa_lite.parallelize(step, method=method, num_microbatches=4, batch_argnums=(1, 2))
     notes = " ".join(run.plan(*args).notes)
