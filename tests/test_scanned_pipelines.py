@@ -80,7 +80,6 @@ def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: P
     assert set(plan.division.remat) != {"none"}  # which takes 650,000 bytes
     used = zip(plan.division.buffer_bytes, plan.division.temporary_bytes, strict=True)
     assert all(sum(pair) <= 450_000 for pair in used)
-    assert any("nothing is moved or copied" in note for note in plan.notes)
     assert any("[0:2]" in leaf.path for leaf in plan.stages[0].arguments)
     plan.save(tmp_path / "plan.json")
     assert alpa_lite.Plan.load(tmp_path / "plan.json") == plan
