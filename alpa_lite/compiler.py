@@ -106,7 +106,10 @@ def compile_step(
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         found: list[str] = []
         plan, staged = others.plan(
-            step, asked, lambda: made(run, step, asked, found), lambda plan: again(run, step, asked, plan, math.inf)
+            step,
+            asked,
+            lambda: plan_step(run, step, asked, found),
+            lambda plan: rebuild_stages(run, step, asked, plan, math.inf),
         )
     _check_memory(plan, options)
     why = "; ".join([why, *found])
@@ -116,11 +119,11 @@ def compile_step(
     return Compiled(staged, plan, traced, pins)
 
 
-def made(run: Passes, step: Step, asked: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:
+def plan_step(run: Passes, step: Step, asked: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:
     """The plan of the cache or a new one, which is verified; says in `found` where it is from, unless it is new."""
     cache = plan_cache.cache_of(step, asked)
-    known = None if cache is None else cached(run, step, asked, cache)
-    plan, staged = known or chosen(run, step, asked)
+    known = None if cache is None else load_cached_plan(run, step, asked, cache)
+    plan, staged = known or choose_plan(run, step, asked)
     if asked.options.verify != "off":
         plan = run("checks", checks.verified, replace(plan, verification=()), staged)
     plan = replace(plan, planning_seconds=dict(run.seconds))
@@ -133,11 +136,11 @@ def made(run: Passes, step: Step, asked: PlanRequest, found: list[str]) -> tuple
     return plan, staged
 
 
-def chosen(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Staged]:
+def choose_plan(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Staged]:
     """The plan, and the step in its stages: as a given plan or division says, or as the search finds."""
     summary = None
     if asked.plan is not None:
-        staged = replayed(run, step, asked, asked.plan)
+        staged = replay_plan(run, step, asked, asked.plan)
     elif kept.is_given(asked):
         staged = kept.divided_as_given(run, step, asked)
         if staged.needed > asked.budget:
@@ -148,7 +151,7 @@ def chosen(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Staged]:
         searched = search_plan(run, step, asked)
         staged, summary = searched.staged, searched.summary
     staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
-    staged = donated(staged, step, asked)
+    staged = add_donation(staged, step, asked)
     annotated = bool(worth.items(step.traced, asked.wishes))
     plan = run(
         "plan", plans.write, staged, asked.cluster, method=asked.described, budget=asked.budget, annotated=annotated
@@ -156,30 +159,30 @@ def chosen(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Staged]:
     return replace(plan, search=summary), staged
 
 
-def cached(run: Passes, step: Step, asked: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
+def load_cached_plan(run: Passes, step: Step, asked: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
     """A plan of the cache and the step in the stages that it says; None if there is none that can be used."""
     plan = cache.load()
     if plan is None:
         return None
     try:
-        return plan, again(run, step, asked, plan, asked.budget)
+        return plan, rebuild_stages(run, step, asked, plan, asked.budget)
     except AlpaLiteError as error:
         cache.refuse(str(error))
         return None
 
 
-def again(run: Passes, step: Step, asked: PlanRequest, plan: Plan, budget: float) -> Staged:
+def rebuild_stages(run: Passes, step: Step, asked: PlanRequest, plan: Plan, budget: float) -> Staged:
     """The step in the stages that a plan of the same step says, which came from the cache or from another process.
 
     Raises:
       PlanError: it takes other seconds or bytes than the plan says, or more bytes than `budget`.
     """
-    staged = donated(replayed(run, step, asked, plan), step, asked)
+    staged = add_donation(replay_plan(run, step, asked, plan), step, asked)
     plan_cache.check_same(plan, staged, budget)
     return staged
 
 
-def donated(staged: Staged, step: Step, asked: PlanRequest) -> Staged:
+def add_donation(staged: Staged, step: Step, asked: PlanRequest) -> Staged:
     """The same with what the user named donated."""
     named = asked.options.donate
     return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
@@ -216,7 +219,7 @@ def trace_again(
         return trace()
 
 
-def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
+def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
     """A given plan: the step divided as it says, and each stage with its decisions, without solving.
 
     Raises:

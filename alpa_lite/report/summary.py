@@ -142,11 +142,11 @@ def _search(plan: Plan) -> list[str]:
     found = plan.search
     if found is None or not found.expanded:
         return []
-    gap = 1 - found.bound / plan.step_seconds if plan.step_seconds else 0.0
+    gap = found.gap(plan.step_seconds)
     share = units.percent(found.work, found.allowed)
     lines = [
         f"{found.expanded} sets of plans expanded, {found.pruned} pruned; {share} of effort={found.effort!r}; "
-        f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(max(gap, 0.0), 1.0)})"
+        f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(gap, 1.0)})"
     ]
     if found.estimated:
         lines.append(f"not expanded, since estimated to be no faster: {_named(found.estimated)}")

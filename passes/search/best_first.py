@@ -127,11 +127,6 @@ class SearchResult:
     unreached: tuple[str, ...]
     truncated: bool
 
-    @property
-    def gap(self) -> float:
-        """(incumbent - bound) / incumbent, of the whole search."""
-        return 0.0 if self.incumbent is None else max(0.0, 1 - self.bound / self.incumbent.seconds)
-
 
 def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
     """Seconds that a plan of a kind must take less of to replace the incumbent."""

@@ -69,13 +69,13 @@ def main() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     programs, searches = Programs(), []
-    search = compiler.chosen
+    search = compiler.choose_plan
 
     def searching(*args: Any) -> Any:
         searches.append(args)
         return search(*args)
 
-    compiler.chosen = searching
+    compiler.choose_plan = searching
     rng = np.random.default_rng(0)
     batch = {"x": rng.standard_normal((16, 32), np.float32), "y": rng.standard_normal((16, 32), np.float32)}
     out = {}
