@@ -336,7 +336,7 @@ class Pipeline:
             return []
         request, runs = token_slices.without_split(search.request), self.count * len(lengths)
         try:
-            suited = search.run("slicing", stages.choose, chosen.priced, request.pipeline, [runs], request.budget)
+            suited = self._balanced(chosen, request, runs)
             slices = replace(suited.slices, num_microbatches=self.count)
             return [search.build(replace(suited, slices=slices), lengths)]
         except _REFUSALS as error:
@@ -351,10 +351,7 @@ class Pipeline:
             return [], why or ""
         runs = self.count * token_slices.SLICES
         try:
-            suited = search.run(
-                "slicing", stages.choose, chosen.priced, token_slices.without_split(request).pipeline, [runs],
-                request.budget,
-            )  # fmt: skip
+            suited = self._balanced(chosen, token_slices.without_split(request), runs)
         except InfeasibleError:
             suited = token_slices.as_runs(chosen, token_slices.SLICES)
         state = token_slices.SliceSearch(
@@ -365,6 +362,12 @@ class Pipeline:
             return [], f"{token_slices.WHOLE}: devices are idle for {idle:.1%} of the step"
         search.slicings.append(state)
         return state.first(), ""
+
+    def _balanced(self, chosen: StagePlan, request: PlanRequest, runs: int) -> StagePlan:
+        """Stages for so many runs, at the same costs without latencies, which are for the choice of slices to weigh."""
+        free = chosen.priced.without_latency()
+        suited = self.search.run("slicing", stages.choose, free, request.pipeline, [runs], request.budget)
+        return replace(suited, priced=chosen.priced)
 
 
 def excess(

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from alpa_lite.cluster import Cluster
+from alpa_lite.cluster import Cluster, Dispatch
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
@@ -160,6 +160,15 @@ class LayerCosts:
             return any(w < v or (found[w] < found[v]).any() for w in better)
 
         return tuple(v for v in variants if not is_beaten(v))
+
+    def without_latency(self) -> LayerCosts:
+        """The same where nothing is waited for but computing and bytes: no dispatch, and no latency of transfers."""
+        free = {
+            name: replace(link, latency=0.0)
+            for name in ("node_link", "network_link", "card_link")
+            if (link := getattr(self.cluster, name)) is not None
+        }
+        return replace(self, cluster=replace(self.cluster, dispatch=Dispatch(), **free))
 
     def of(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
         """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.

@@ -9,6 +9,9 @@ that the step replaces, come out right:
     outside  (1) arrays = split(arguments)          (4) merge(arrays') into the arguments
     inside   (2) copies = merge(arrays)             (3) arrays' = split(copies)
 
+An `nnx.State` is a value, not an object: its variables are leaves of a pytree, as in `jax.jit`, and new ones come back
+among the results. It has no part in the protocol.
+
 This module is that protocol with the jitted function left out, for tracing (1 to 3) and for running (1 and 4). Flax is
 imported only if an argument is an NNX object.
 """
@@ -30,7 +33,7 @@ def present(tree: Any) -> bool:
     """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
     if "flax.nnx" not in sys.modules:
         return False
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_node())
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_node_or_state())
     return any(map(is_node(), leaves))
 
 
@@ -51,29 +54,30 @@ def split_arguments(tree: Any, tag: Any) -> Any:
     """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
     from flax import nnx
 
-    return static_leaves.hide(nnx.extract.to_tree(tree, split_fn=_split, ctxtag=tag))
+    return static_leaves.hide(nnx.extract.to_tree(_hide_states(tree), split_fn=_split, ctxtag=tag))
 
 
 def merge_arguments(pure: Any, tag: Any) -> Any:
     """Step 2: the pytree with NNX objects again, copies of the caller's."""
     from flax import nnx
 
-    return nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=True)
+    return nnx.extract.from_tree(_hide_states(pure), merge_fn=_merge, ctxtag=tag, is_inner=True)
 
 
 def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
     """Step 3: the NNX objects among the arguments as the step left them (all else None), and its result, both split."""
     from flax import nnx
 
-    kept = nnx.extract.clear_non_graph_nodes(arguments)
-    return static_leaves.hide(nnx.extract.to_tree((kept, out), split_fn=_split, ctxtag=tag))
+    is_object = is_node()
+    kept = jax.tree_util.tree_map(lambda x: x if is_object(x) else None, arguments, is_leaf=_is_node_or_state())
+    return static_leaves.hide(nnx.extract.to_tree((kept, _hide_states(out)), split_fn=_split, ctxtag=tag))
 
 
 def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
     """Step 4: writes what the step left into the caller's objects, and returns its result."""
     from flax import nnx
 
-    _, out = nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=False)
+    _, out = nnx.extract.from_tree(_hide_states(pure), merge_fn=_merge, ctxtag=tag, is_inner=False)
     return out
 
 
@@ -103,7 +107,7 @@ def flattened(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
         return jax.tree_util.tree_flatten(tree)
     from flax import nnx
 
-    return jax.tree_util.tree_flatten(hide(nnx.extract.to_tree(tree, split_fn=_split)))
+    return jax.tree_util.tree_flatten(hide(nnx.extract.to_tree(_hide_states(tree), split_fn=_split)))
 
 
 def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
@@ -113,7 +117,7 @@ def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
         return tree
     from flax import nnx
 
-    return nnx.extract.from_tree(tree, merge_fn=_merge)
+    return nnx.extract.from_tree(_hide_states(tree), merge_fn=_merge)
 
 
 @dataclass(frozen=True)
@@ -134,14 +138,19 @@ class LeafPath:
 def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
     """The paths of the leaves of `flattened(tree, with_constants)`, in their order."""
     tree = tree if with_constants else static_leaves.hide(tree)
-    if not present(tree):
+    if "flax.nnx" not in sys.modules:
         return [LeafPath(tuple(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     from flax import nnx
 
     out: list[LeafPath] = []
-    is_object = is_node()
+    is_object, is_state = is_node(), static_leaves.is_nnx_state()
     with nnx.split_context() as context:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node_or_state())[0]:
+            if is_state(leaf):
+                for keys, value in jax.tree_util.tree_flatten_with_path(leaf, is_leaf=is_object)[0]:
+                    held = jax.tree_util.tree_flatten_with_path(value)[0]
+                    out.extend(LeafPath((*path, *keys), jax.tree_util.keystr(inner)) for inner, _ in held)
+                continue
             if not is_object(leaf):
                 out.append(LeafPath(tuple(path)))
                 continue
@@ -156,6 +165,35 @@ def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
 
 
 is_node = static_leaves.is_nnx_object
+
+
+def _is_node_or_state() -> Callable[[Any], bool]:
+    is_object, is_state = is_node(), static_leaves.is_nnx_state()
+    return lambda value: is_object(value) or is_state(value)
+
+
+class _State:
+    """What stands for an `nnx.State` while NNX splits and merges objects, which takes variables for objects."""
+
+    __slots__ = ("leaves", "treedef")
+
+    def __init__(self, state: Any) -> None:
+        self.leaves, self.treedef = jax.tree_util.tree_flatten(state)
+
+
+jax.tree_util.register_pytree_node(
+    _State, lambda state: (state.leaves, state.treedef), lambda treedef, leaves: treedef.unflatten(leaves)
+)
+
+
+def _hide_states(tree: Any) -> Any:
+    """The pytree with a `_State` for each `nnx.State`, which the next `tree_map` turns into the state again."""
+    is_state = static_leaves.is_nnx_state()
+    stops = _is_node_or_state()
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
+    if not any(map(is_state, leaves)):
+        return tree
+    return treedef.unflatten([_State(leaf) if is_state(leaf) else leaf for leaf in leaves])
 
 
 def _split(context: Any, path: Any, prefix: Any, node: Any) -> Any:

@@ -64,7 +64,7 @@ def hide(tree: Any, numbers: bool = False) -> Any:
       tree: a pytree; NNX objects in it, which are split later, are left alone.
       numbers: whether Python numbers are constants, too.
     """
-    is_module, is_node = _is_module(), is_nnx_object()
+    is_module, is_node, is_state = _is_module(), is_nnx_object(), is_nnx_state()
 
     def is_hidden(value: Any) -> bool:
         return isinstance(value, _Node)  # to rebuild one would bring its leaf back
@@ -75,16 +75,18 @@ def hide(tree: Any, numbers: bool = False) -> Any:
     def outer(value: Any) -> Any:
         if is_node(value):
             return value
-        if is_module(value):
-            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, True), value, is_leaf=is_hidden)
+        if is_module(value) or is_state(value):
+            static = numbers or is_module(value)
+            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, static), value, is_leaf=is_hidden)
         return replaced(value, numbers)
 
     def stops(value: Any) -> bool:
-        return is_node(value) or is_module(value) or is_hidden(value)
+        return is_node(value) or is_module(value) or is_state(value) or is_hidden(value)
 
     def has_constants(value: Any) -> bool:
-        if is_module(value):
-            return any(is_constant(leaf, True) for leaf in jax.tree_util.tree_leaves(value))
+        if is_module(value) or is_state(value):
+            static = numbers or is_module(value)
+            return any(is_constant(leaf, static) for leaf in jax.tree_util.tree_leaves(value, is_leaf=is_hidden))
         return not (is_node(value) or is_hidden(value)) and is_constant(value, numbers)
 
     if not any(map(has_constants, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
@@ -111,6 +113,12 @@ def is_nnx_object() -> Callable[[Any], bool]:
     """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
     nnx = sys.modules.get("flax.nnx")
     return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node
+
+
+def is_nnx_state() -> Callable[[Any], bool]:
+    """Whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
+    nnx = sys.modules.get("flax.nnx")
+    return (lambda _: False) if nnx is None else (lambda value: isinstance(value, nnx.State))
 
 
 def _is_module() -> Callable[[Any], bool]:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import alpa_lite
 from alpa_lite.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import nnx_modules
@@ -154,3 +155,37 @@ def test_nnx_objects_inside_containers_shared_between_arguments_and_returned():
     theirs, their_layer = nnx.jit(step)(*their_args, **their_kwargs)
     np.testing.assert_array_equal(ours, theirs)
     assert_same_objects((args[0], kwargs, layer), (their_args[0], their_kwargs, their_layer))
+
+
+def average_step(model, average, batch):
+    loss, grads = nnx.value_and_grad(lambda m: ((m(batch["x"]) - batch["y"]) ** 2).mean())(model)
+    nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads))
+    return jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, nnx.state(model, nnx.Param)), loss
+
+
+def test_a_state_is_a_value_that_comes_back_among_the_results_with_objects_or_without():
+    """`nnx.split` makes a pytree; its variables are no objects that a step updates in place, as in `jax.jit`."""
+    model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda s: ((nnx.merge(graph, s)(batch["x"]) - batch["y"]) ** 2).mean())(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    traced = trace(step, (state, BATCH), {})
+    assert by_role(traced, "state") == ["state['bias'].value", "state['kernel'].value"]
+    traced = trace(average_step, (model, nnx.state(model, nnx.Param), BATCH), {})
+    assert len(by_role(traced, "state")) == 4
+    assert {"average['bias'].value", "average['kernel'].value"} < set(by_role(traced, "state"))
+
+
+def test_averages_of_an_object_are_those_of_nnx_jit():
+    models = [nnx.Linear(6, 4, rngs=nnx.Rngs(0)) for _ in range(2)]
+    averages = [jax.tree.map(jnp.array, nnx.state(model, nnx.Param)) for model in models]
+    run, want = alpa_lite.parallelize(average_step, method=alpa_lite.DataParallel()), nnx.jit(average_step)
+    for _ in range(3):
+        averages[0], _ = run(models[0], averages[0], BATCH)
+        averages[1], _ = want(models[1], averages[1], BATCH)
+    got, expected = (jax.tree.leaves((average, nnx.state(m))) for average, m in zip(averages, models, strict=True))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
