@@ -65,18 +65,24 @@ class Divided:
     assignment: Assignment
 
 
+AROUND = 8
+"""The layers before and after scans over layers, at most: embeddings, and what reads the last layer."""
+
+
 def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
-    """The layers of a step. Scans over layers are cut into equal parts, half of `max_layers` at most.
+    """The layers of a step. Scans over layers are cut into equal parts.
 
     Args:
+      max_layers: the most layers. Scans share all but those that may be before and after them (`AROUND`).
       rules: of the step's operations, where they are known.
     """
     step = accumulated.traced
     if rules is None:
         rules = factors.rules_of(step.graph.ops(), step.graph.values)
     points: dict[int, tuple[int, ...]] = {}
-    for op in scans.layer_scans(step, accumulated.scan):
-        found = scans.even_points(op.params["length"], max(1, max_layers // 2))
+    repeated = scans.layer_scans(step, accumulated.scan)
+    for op in repeated:
+        found = scans.even_points(op.params["length"], max(1, (max_layers - AROUND) // len(repeated)))
         if found:
             points[op.index] = found
     if not points:

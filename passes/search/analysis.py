@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, microbatches, sharding
-from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
+from alpa_lite.passes.layers.division import AROUND, Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.search.configs import ExecutionConfig
@@ -19,7 +20,15 @@ from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule
 
 MAX_LAYERS = 72
-"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""
+"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them.
+
+More where `num_stages` asks for as many stages (`max_layers`).
+"""
+
+
+def max_layers(method: Pipeline) -> int:
+    """The most layers that a forward pass is cut into for a pipeline."""
+    return max(MAX_LAYERS, (method.num_stages or 0) + AROUND)
 
 
 class Run(Protocol):

@@ -19,7 +19,7 @@ from alpa_lite.passes.layers.division import divided
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
-from alpa_lite.passes.search.analysis import MAX_LAYERS, Run
+from alpa_lite.passes.search.analysis import Run, max_layers
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -79,7 +79,7 @@ def build_pipeline(
     )  # fmt: skip
     write = functools.partial(
         programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=request.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=MAX_LAYERS,
+        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=max_layers(request.pipeline),
         remat=remat, verdict=verdict, token_slices=tokens,
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]

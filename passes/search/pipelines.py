@@ -34,7 +34,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search import budget as work_units
 from alpa_lite.passes.search import token_slices
-from alpa_lite.passes.search.analysis import MAX_LAYERS, Run
+from alpa_lite.passes.search.analysis import Run, max_layers
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan, Key, Kind
 from alpa_lite.passes.search.build_pipeline import StageCache, build_pipeline
 from alpa_lite.passes.sharding import computing
@@ -128,7 +128,7 @@ class PipelineSearch:
         """The step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
-        return self.run("layers", divisible, loop, max_layers=MAX_LAYERS)
+        return self.run("layers", divisible, loop, max_layers=max_layers(self.request.pipeline))
 
     @functools.cache  # noqa: B019
     def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
