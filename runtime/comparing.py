@@ -71,7 +71,8 @@ class Written:
         for leaf in self.leaves:
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
-                leaf = (leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * signs).astype(leaf.dtype)
+                wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
+                leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
             changed.append(leaf)
         others = self.run(changed)
         return [error(b, a) for a, b in zip(self.results, others, strict=True)]

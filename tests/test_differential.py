@@ -32,14 +32,15 @@ def test_more_programs(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5044, 10038, 60141, 60695, 61614, 64020])
+@pytest.mark.parametrize("seed", [5044, 10038, 60141, 60695, 61614, 64020, 2000022, 3000005])
 def test_programs_that_went_wrong(seed):
     """In order, what was wrong.
 
     A plan was not replayed, as a method fixed what was no choice; a pipeline sharded arrays without elements; what was
     sent in twice the width was taken for another payload; a loop of two results was taken for a part of a softmax;
     a stage sent what another waited for in its backward pass, since it read it there, too; and what is gathered in each
-    run of a loop and again after it, once as it is compiled, was missed.
+    run of a loop and again after it, once as it is compiled, was missed; a loop of unknown trip count was counted four
+    times in the compiled program, as its scope stood within `jvp(...)`; arguments of eight bits were not disturbed.
     """
     program, contest = differential.made(seed)
     assert differential.run(program, contest).leaves

@@ -133,6 +133,45 @@ def test_the_compiled_program_synchronises_once():
     assert any("compiled: the step has the planned collectives" in line for line in step.plan(*args).verification)
 
 
+def scanned(layers: int = 4, width: int = 64, batch: int = 64) -> steps.Made:
+    """Layers in a scan, with biases."""
+
+    def layer(x, p):
+        return x + jax.numpy.tanh(x @ p["w"] + p["b"]), None
+
+    def loss(p, b):
+        return jax.numpy.mean((jax.lax.scan(layer, b["x"], p)[0] - b["y"]) ** 2)
+
+    params = {"w": steps.normal(0, layers, width, width) / 8, "b": steps.normal(1, layers, width) / 8}
+    return steps.descent(loss, params, {"x": steps.normal(2, batch, width), "y": steps.normal(3, batch, width)})
+
+
+@pytest.mark.parametrize("parts", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["data", *(pytest.param(m, marks=pytest.mark.slow) for m in ("zero-3", "mesh"))])
+def test_gradients_of_scanned_layers_are_synchronised_once(method, parts):
+    """After both loops, in the plan and in what is compiled."""
+    fun, args = scanned()
+    options = {"method": METHODS[method], "verify": "hlo", "donate_argnums": ()}
+    step = alpa_lite.parallelize(fun, num_microbatches=parts, **options)
+    compare(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fun)(*args)))
+    reduced = [c for c in step.plan(*args).collectives if c.kind in ("all_reduce", "reduce_scatter")]
+    if method == "data":
+        assert sorted(c.bytes * c.count for c in reduced) == sorted([4, *(leaf.nbytes for leaf in args[0].values())])
+
+
+@pytest.mark.slow
+def test_stacked_gradients_are_whole_where_memory_allows():
+    """Zero(3) reduces them once if whole gradients fit, and in every micro-batch if they do not."""
+    made = scanned(layers=8, width=2048, batch=2048)
+    many, few = (
+        plan_of(made, method=Zero(3), num_microbatches=8, memory_per_device=budget) for budget in (None, 100 << 20)
+    )
+    often = [max(c.count for c in plan.collectives if c.kind == "reduce_scatter") for plan in (many, few)]
+    assert often[0] == 1 and often[1] >= 8 and few.step_seconds > many.step_seconds
+    memory = [max(stage.memory.total for stage in plan.stages) for plan in (many, few)]
+    assert memory[1] <= 100 << 20 < memory[0]
+
+
 @pytest.mark.slow
 def test_communication_left_to_the_compiler():
     """It may use a part of an axis, which the plan shows as it is, and synchronise more often."""

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.reading import UNKNOWN_LOOP
+from alpa_lite.passes.checks.reading import is_unknown_loop
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, parse_groups
 
 _ITEM_BITS = {
@@ -229,7 +229,7 @@ def _loop(line: str, into: _Computation) -> None:
     trips = _TRIPS.search(line)
     if "body" not in parts:
         return
-    if UNKNOWN_LOOP in line:
+    if is_unknown_loop(line):
         into.calls += [(name, 1, True) for name in parts.values()]
     elif trips is not None:
         into.calls.append((parts["body"], int(trips[1]), True))

@@ -13,9 +13,16 @@ from alpa_lite import _jax
 from alpa_lite.layout import Axes
 from alpa_lite.passes.ir.evaluation import UNKNOWN_TRIPS
 
-UNKNOWN_LOOP = f'{UNKNOWN_TRIPS}/while"'
-"""How the quoted name of a loop ends whose trip count plans do not know."""
+_UNKNOWN_LOOP = re.compile(rf'{UNKNOWN_TRIPS}\)*/while"')
 _LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
+
+
+def is_unknown_loop(text: str) -> bool:
+    """Whether the quoted name of a loop is that of one whose trip count plans do not know.
+
+    In a derivative the scope stands in the parentheses of the transformation: `jvp(unknown_trips)/while`.
+    """
+    return _UNKNOWN_LOOP.search(text) is not None
 
 
 def names(attributes: Any) -> list[str]:
@@ -85,7 +92,7 @@ def trip_count(op: Any) -> int | None:
 
     None, too, of one whose trip count plans do not know, as its name says: it is counted once there and here alike.
     """
-    if UNKNOWN_LOOP in str(op.location):
+    if is_unknown_loop(str(op.location)):
         return None
     condition, body = (region.blocks[0] for region in op.regions)
     compare = maker(terminator(condition).operands[0])

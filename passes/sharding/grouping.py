@@ -8,9 +8,8 @@ Grouping. Every value gets a *home*: a group, and for each of its dims the facto
 
 - leaf: an argument, a constant, or an input of a nested body (a *port*): its factors are its dims;
 - heavy: one operation with its own rule (a matrix product, a reduction, a gather, what the user says of a value, ...);
-- linear: an addition of values that may be partial sums, so that a partial sum can travel through it; a carry that
-  starts at zero and is only added to, scalars (a loss) too, so that gradients and losses of micro-batches are reduced
-  once, after the loop;
+- linear: an operation that a partial sum can travel through, or a carry or a stacked result of a scan that may hold
+  one (`sharding.linear`), scalars (a loss) too, so that gradients and losses are reduced once, after the loop;
 - light: elementwise operations, transpositions and the like that hang together. An operation joins the home of its
   *main* operand, the deepest operand that has all of its factors, so that group factors need no unification;
 - the *fixed* group 0: other scalars, everything that no rule describes, and what cannot be inside a region (a user's
@@ -33,15 +32,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.passes.ir import flow, keys, primitives
+from alpa_lite.passes.ir import keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
-from alpa_lite.passes.sharding.linear import linear_ops
+from alpa_lite.passes.sharding.linear import find_linear, is_zero, keeps_dims
 from alpa_lite.strategy import Factor, Rule
 
 
@@ -110,8 +107,7 @@ class _Builder:
         self.followers: dict[int, int] = {}
         self.outputs: list[tuple[int, Dims] | None] = []
         self.clock = 0
-        self.linear: set[int] = set()
-        self.zero_carries: set[int] = set()
+        self.linear = find_linear(graph.block, rules, graph.values)
         self.digest = Digests()
         self.needs_outside = NeedsOutside()
         self.forms: dict[Any, _Form] = {}
@@ -143,7 +139,6 @@ class _Builder:
             self.outputs.append((index, dims))
 
     def body(self, block: Block, trips: int) -> None:
-        self.linear |= linear_ops(block, self.rules, self.values, self.zero_carries)
         for op in block.ops:
             self.ops[op.index] = op
             if self.needs_outside(op):
@@ -166,18 +161,12 @@ class _Builder:
 
     def scan(self, op: Op, trips: int) -> None:
         view = ScanView(op)
-        sums = self.accumulators(view)
         inner = trips * max(1, view.length)
         self.clock += 1
         start = self.clock
         kinds = ["const"] * view.num_consts + ["carry"] * view.num_carry + ["xs"] * len(view.inputs.xs)
         for atom, value, kind in zip(op.operands, view.body.inputs, kinds, strict=True):
-            if value in sums and not self.values[value].shape:
-                self.scalar_sum(atom, value, trips, inner)
-                continue
-            index = self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
-            if value in sums and index:
-                self.drafts[index].kind = "linear"
+            self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
         self.body(view.body, inner)
         self.clock += 1
         self.positions[op.index] = self.clock
@@ -186,35 +175,10 @@ class _Builder:
             self.want(one.output, home.group, home.dims, inner)
             self.adopt(one.end, home.group, home.dims)
         for atom, result in view.ys:
-            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys")
+            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
             self.want(atom, port, dims, inner)
             self.adopt(result, port, ((), *dims))
         self.depth.update(dict.fromkeys(op.results, start))
-
-    def scalar_sum(self, atom: Atom, value: int, trips: int, times: int) -> None:
-        """A group of its own for a scalar that a loop adds to, so that it is reduced after the loop."""
-        self.drafts.append(Draft("linear", [], times, "carry"))
-        self.adopt(value, len(self.drafts) - 1, ())
-        self.defined[value] = self.depth[value] = self.clock
-        self.want(atom, len(self.drafts) - 1, (), trips)
-
-    def accumulators(self, view: ScanView) -> set[int]:
-        """The carries of a scan that start at zero and are only added to: they may hold partial sums."""
-        uses, carries = flow.uses(view.body), view.carries
-        once = [carries[n] for n, (adds, _) in view.additions.items() if uses[adds.results[0]] == 1]
-        found = {one.input for one in once if self.is_zero(one.start)}
-        self.zero_carries |= found
-        return found
-
-    def is_zero(self, value: Atom) -> bool:
-        """Whether a value is zero, a literal or broadcast, which is a partial sum over any axes."""
-        if isinstance(value, Lit):
-            return not np.any(value.value)
-        if value not in self.lazy:
-            return False
-        op = self.ops[self.lazy[value][0]]
-        source = op.operands[0] if op.operands else None
-        return op.name == "broadcast_in_dim" and isinstance(source, Lit) and not np.any(source.value)
 
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
@@ -265,18 +229,21 @@ class _Builder:
 
     # -- leaves and ports -----------------------------------------------------------------------------------------
 
-    def new_leaf(self, shape: tuple[int, ...], trips: int, name: str) -> tuple[int, Dims]:
-        """A group for a tensor of this shape, and the tensor's dims in it. Scalars belong to the fixed group."""
+    def new_leaf(self, shape: tuple[int, ...], trips: int, name: str, is_sum: bool = False) -> tuple[int, Dims]:
+        """A group for a tensor of this shape, and the tensor's dims in it.
+
+        Scalars belong to the fixed group unless they may be partial sums.
+        """
         factors = [Factor(size, "parallel") for size in shape if size > 1]
-        if not factors:
+        if not factors and not is_sum:
             return 0, ((),) * len(shape)
-        draft = Draft("leaf", factors, trips, name)
+        draft = Draft("linear" if is_sum else "leaf", factors, trips, name)
         draft.signature.append(("leaf", name, shape))
         self.drafts.append(draft)
         return len(self.drafts) - 1, _leaf_dims(shape)
 
     def leaf(self, value: int, trips: int, name: str) -> int:
-        index, dims = self.new_leaf(self.values[value].shape, trips, name)
+        index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
         self.adopt(value, index, dims, "leaf")
         self.defined[value] = self.clock
         self.depth[value] = 0
@@ -342,11 +309,11 @@ class _Builder:
             depths[value] = depth + 1
         if op.name == "optimization_barrier":
             self.barrier(op)
-        elif rule.source == "opaque" or (not rule.factors and op.index not in self.linear):
+        elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or is_zero(op)):
             self.member(op, form, 0, (), trips)
         elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
-        elif op.index in self.linear:
+        elif op.index in self.linear.ops:
             self.alone("linear", op, form, trips)
         elif form.light:
             self.light(op, form, trips)
@@ -528,11 +495,7 @@ def _leaf_dims(shape: tuple[int, ...]) -> Dims:
 
 def _is_light(rule: Rule, op: Op) -> bool:
     """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
-    if any(f.kind != "parallel" for f in rule.factors) or (op.params.get("dimensions") and op.name == "reshape"):
-        return False
     if op.name == primitives.CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
         return False
-    shown = {f for dims in rule.results for dim in dims for f in dim}
-    single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
-    once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
-    return single and once and len(shown) == len(rule.factors) and op.name not in primitives.DECIDING
+    turns = op.name == "reshape" and op.params.get("dimensions")
+    return keeps_dims(rule) and not turns and op.name not in primitives.DECIDING

@@ -1,62 +1,151 @@
-"""Which operations a partial sum may travel through: additions of sums, and the linear operations between."""
+"""Which values may be partial sums, and which operations a partial sum may travel through.
+
+A sum over a sharded factor leaves a partial sum: each device holds a summand, and the true value is the sum of these.
+It may travel through
+
+- additions of two such values, and the linear operations of one operand between (`_LINEAR_UNARY`);
+- the carry of a scan that starts at zero and is only added to;
+- a stacked result of a scan, if nothing but the stack reads the summand in the body, and the stack is not a result of
+  the step: a stage of a pipeline hands on its part of each iteration.
+
+Loops thereby hand partial sums on: gradients of layers that are scanned go as a stack to the accumulator of the loop
+over micro-batches around them, and are reduced once, after both. Whether a value *is* a partial sum is the solver's
+choice; here is found out where it has one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite.graph import Block, Lit, Op, Value
+import numpy as np
+
+from alpa_lite.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.strategy import Rule
 
-# Linear in their one tensor operand: a partial sum may pass through them.
-_LINEAR_UNARY = primitives.LINEAR_CHAIN - {"reshape"}
+# Linear in their one tensor operand: a partial sum may pass through them. Those that reshape or reduce must keep dims.
+_LINEAR_UNARY = primitives.LINEAR_CHAIN | {"reduce_sum"}
 
 
-def linear_ops(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], accumulators: Set[int]) -> set[int]:
-    """Additions, and the linear operations between, whose operands all come from operations that may leave sums."""
-    producer, uses = flow.producers(block.ops), flow.uses(block)
-    linear: set[int] = set()
+@dataclass(eq=False)
+class Linear:
+    """Where partial sums may be.
 
-    def chain(atom: Any) -> list[int] | None:
-        """The linear unary ops between `atom` and an op that may leave a sum; None if there is no such op."""
-        path: list[int] = []
-        if not isinstance(atom, Lit) and atom in accumulators:
-            return path
-        while not isinstance(atom, Lit) and atom in producer:
-            op = producer[atom]
-            if op.index in linear:
+    Attributes:
+      ops: the operations, by index, that they may travel through.
+      values: carries of scans, as inputs of the body, and results of scans that they may be held in.
+    """
+
+    ops: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set)
+
+
+def find_linear(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value]) -> Linear:
+    """Finds where partial sums may be in a block and the bodies inside it."""
+    found = Linear()
+    _Block(block, rules, values, found, set(flow.values_in(block.outputs))).visit()
+    return found
+
+
+def keeps_dims(rule: Rule) -> bool:
+    """Whether every dim of a rule's tensors is one parallel factor or none, and every factor is in each result."""
+    if any(f.kind != "parallel" for f in rule.factors):
+        return False
+    shown = {f for dims in rule.results for dim in dims for f in dim}
+    single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+    once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
+    return single and once and len(shown) == len(rule.factors)
+
+
+def is_zero(op: Op) -> bool:
+    """Whether an operation makes zeros, which are a partial sum over any axes."""
+    return op.name == "broadcast_in_dim" and isinstance(op.operands[0], Lit) and not np.any(op.operands[0].value)
+
+
+class _Block:
+    """A walk over one block in program order, the bodies of its loops first."""
+
+    def __init__(
+        self, block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], found: Linear,
+        returned: Set[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.block, self.rules, self.values, self.found, self.returned = block, rules, values, found, returned
+        self.producers, self.uses = flow.producers(block.ops), flow.uses(block)
+
+    def visit(self) -> None:
+        for op in self.block.ops:
+            if op.name == "scan":
+                self.scan(ScanView(op))
+            elif op.bodies:
+                for body in op.bodies:
+                    _Block(body, self.rules, self.values, self.found).visit()
+            elif op.name in primitives.ADDITIONS and op.key in self.rules:
+                self.addition(op)
+
+    def scan(self, view: ScanView) -> None:
+        inside, held = _Block(view.body, self.rules, self.values, self.found), self.found.values
+        sums = [
+            (view.carries[number], adds)
+            for number, (adds, _) in view.additions.items()
+            if inside.uses[adds.results[0]] == 1 and self.starts_at_zero(view.carries[number].start)
+        ]
+        held.update(carried.input for carried, _ in sums)
+        inside.visit()
+        held.update(carried.end for carried, adds in sums if adds.index in self.found.ops)
+        for atom, result in view.ys if view.length > 1 else ():  # a stack of one is reduced once in any case
+            path = inside.chain(atom)
+            if path is None:
+                continue
+            (source,) = flow.values_in(path[-1].operands if path else (atom,))
+            if inside.uses[source] == 1 and result not in self.returned:
+                held.add(result)
+                self.found.ops.update(op.index for op in path)
+
+    def starts_at_zero(self, start: Atom) -> bool:
+        if isinstance(start, Lit):
+            return not np.any(start.value)
+        return start in self.producers and is_zero(self.producers[start])
+
+    def addition(self, op: Op) -> None:
+        if not self.rules[op.key].factors and not any(a in self.found.values for a in op.operands):
+            return  # a scalar that no loop adds up
+        shape = self.values[op.results[0]].shape
+        if any(isinstance(a, Lit) or self.values[a].shape != shape for a in op.operands):
+            return
+        paths = [self.chain(a) for a in op.operands]
+        if all(path is not None for path in paths):
+            self.found.ops.add(op.index)
+            self.found.ops.update(each.index for path in paths for each in path or ())
+
+    def chain(self, atom: Atom) -> list[Op] | None:
+        """The linear unary operations from what may be a sum to `atom`, the last first; None if there is no sum."""
+        path: list[Op] = []
+        while not isinstance(atom, Lit):
+            op = self.producers.get(atom)
+            if atom in self.found.values or (op is not None and op.index in self.found.ops):
                 return path
-            if op.bodies or op.key not in rules:
+            if op is None or op.bodies or op.key not in self.rules:
                 return None
-            if any(f.kind == "sum" for f in rules[op.key].factors):
+            if any(f.kind == "sum" for f in self.rules[op.key].factors):
                 return path
-            scaled = op.name in ("mul", "div") and isinstance(op.operands[1], Lit)
-            if not (scaled or op.name in _LINEAR_UNARY) or uses[atom] != 1 or not _floating(values, op):
+            if not self.is_linear_unary(op) or self.uses[atom] != 1:
                 return None
-            path.append(op.index)
-            atom = op.operands[0]
+            path.append(op)
+            (atom,) = flow.values_in(op.operands)
         return None
 
-    for op in block.ops:
-        if op.name not in primitives.ADDITIONS or op.key not in rules:
-            continue
-        if not rules[op.key].factors and not any(a in accumulators for a in op.operands):
-            continue  # a scalar that no loop adds up
-        shape = values[op.results[0]].shape
-        if any(isinstance(a, Lit) or values[a].shape != shape for a in op.operands):
-            continue
-        found = [chain(a) for a in op.operands]
-        if all(path is not None for path in found):
-            linear.add(op.index)
-            for path in found:
-                linear.update(path or ())
-    return linear
+    def is_linear_unary(self, op: Op) -> bool:
+        if len(flow.values_in(op.operands)) != 1 or not all(kind in "fVc" for kind in self.kinds(op)):
+            return False
+        if op.name == "mul" or (op.name == "div" and isinstance(op.operands[1], Lit)):
+            return True
+        if op.name in ("reshape", "reduce_sum"):
+            return keeps_dims(self.rules[op.key]) and not op.params.get("dimensions")
+        return op.name in _LINEAR_UNARY
 
-
-def _floating(values: Sequence[Value], op: Op) -> bool:
-    kinds = [
-        getattr(values[v].dtype, "kind", "O")
-        for v in (*op.results, *(a for a in op.operands if not isinstance(a, Lit)))
-    ]
-    return all(kind in "fVc" for kind in kinds)
+    def kinds(self, op: Op) -> Iterator[str]:
+        for value in (*op.results, *flow.values_in(op.operands)):
+            yield getattr(self.values[value].dtype, "kind", "O")

@@ -131,10 +131,12 @@ class Shared:
                 continue
             number = home.group
             group = groups[number]
-            if not (group.ops or group.kind == "leaf" or number == 0):
+            if not (group.ops or group.kind in ("leaf", "linear") or number == 0):
                 continue
             uses = self.uses.get(value, ())
             last = max([d.position for d in uses], default=start)
+            if group.kind == "linear" and not group.ops and uses and last > start:
+                last -= 1  # what is added to it is added in place
             if last - start > _FUSED or any(d.group != number for d in uses):
                 yield value, start, last
 

@@ -134,6 +134,55 @@ def test_sums_of_partial_sums_are_linear():
     assert addition.kind == "linear"
 
 
+def stacks_of(groups: Grouping) -> list[str]:
+    """The kinds of the groups of stacked results."""
+    return [group.kind for group in groups.groups if group.name == "ys"]
+
+
+def layer(x, p):
+    return x + jnp.tanh(x @ p["w"] + p["b"]), None
+
+
+def scanned_loss(state, batch):
+    return jnp.mean(jax.lax.scan(layer, batch["x"], state)[0] ** 2)
+
+
+def test_stacked_gradients_of_scanned_layers_may_be_partial_sums():
+    """And their biases, whose sums are reshaped; what is saved for the reverse pass may not."""
+    _, groups, _ = grouped(descent(scanned_loss), {"w": f32(4, 16, 16), "b": f32(4, 16)}, {"x": f32(8, 16)})
+    kinds = stacks_of(groups)
+    assert kinds.count("linear") == 2 and set(kinds) == {"linear", "leaf"}
+
+
+def test_a_stack_of_one_has_no_choice():
+    _, groups, _ = grouped(descent(scanned_loss), {"w": f32(1, 16, 16), "b": f32(1, 16)}, {"x": f32(8, 16)})
+    assert "linear" not in stacks_of(groups)
+
+
+def test_gradients_in_nested_loops_may_be_partial_sums():
+    """The bias of a recurrent cell, in the carry of a loop over time within one that accumulates, and the loss."""
+
+    def loss(state, batch):
+        def cell(h, x):
+            return jnp.tanh(h @ state["w"] + x + state["b"]), None
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros((8, 16)), batch)[0] ** 2)
+
+    def step(state, batch):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(state, part)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state)
+        value, grads = jax.lax.scan(add, zeros, batch["x"])[0]
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    traced, groups, _ = grouped(step, {"w": f32(16, 16), "b": f32(16)}, {"x": f32(4, 5, 8, 16)})
+    sums = [group for group in groups.groups if group.name == "carry" and group.kind == "linear"]
+    assert sorted(group.trips for group in sums) == [4, 4, 4, 20, 20]
+    held = {groups.homes[d.value].group for d in groups.demands if d.op >= 0 and traced.graph.values[d.value].shape}
+    assert {group.index for group in sums if group.factors} <= held
+
+
 def test_outputs_of_state_keep_the_groups_of_their_arguments():
     step = descent(lambda state, batch: jnp.mean((batch["x"] @ state["w"]) ** 2))
     traced, groups, _ = grouped(step, {"w": f32(16, 32)}, {"x": f32(8, 16)})
