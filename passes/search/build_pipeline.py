@@ -79,7 +79,8 @@ def build_pipeline(
     )  # fmt: skip
     write = functools.partial(
         programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=request.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers), max_layers=max_layers(request.pipeline),
+        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
+        max_layers=max_layers(request.pipeline),
         remat=remat, verdict=verdict, token_slices=tokens,
     )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
