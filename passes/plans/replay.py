@@ -56,7 +56,7 @@ def replay(
     """
     traced = graph.traced
     rules: Mapping[Any, Rule] = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules)
+    groups = grouping.group(traced, rules, graph.apart_results)
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)

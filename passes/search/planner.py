@@ -104,12 +104,22 @@ def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None)
         found = _least_memory_pipeline(pipelines)
         if isinstance(found, FoundPlan):
             return found
-        errors.append(found)
+        errors.append(_with_tried_counts(found, pipelines))
     budgets = [e.smallest_budget for e in errors if isinstance(e, InfeasibleError) and e.smallest_budget is not None]
     if len(errors) == 1 or not budgets:
         raise errors[0]
     first, second = errors
     raise InfeasibleError(f"{first} No pipeline fits either: {second}", min(budgets)) from first
+
+
+def _with_tried_counts(error: AlpaLiteError, pipelines: PipelineSearch) -> AlpaLiteError:
+    """The same refusal for memory with the largest number of micro-batches that was tried, where none was given."""
+    if not isinstance(error, InfeasibleError) or pipelines.request.num_microbatches is not None:
+        return error
+    most = max(pipelines.counts)
+    return InfeasibleError(
+        f"{error}; up to {most} micro-batches were tried, num_microbatches takes others", error.smallest_budget
+    )
 
 
 def _least_memory_pipeline(pipelines: PipelineSearch) -> FoundPlan | AlpaLiteError:

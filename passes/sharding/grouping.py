@@ -28,7 +28,7 @@ bounded number of classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,9 +42,14 @@ from alpa_lite.passes.sharding.linear import find_linear, is_zero, keeps_dims
 from alpa_lite.strategy import Factor, Rule
 
 
-def group(traced: Traced, rules: Mapping[Any, Rule]) -> Grouping:
-    """Groups the operations of a traced step. `rules` maps `Op.key` to the operation's rule."""
-    builder = _Builder(traced.graph, rules)
+def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset()) -> Grouping:
+    """Groups the operations of a traced step.
+
+    Args:
+      rules: `Op.key` -> the operation's rule.
+      apart: stacked results of scans whose iterations run apart, so that these cannot be reduced after the scan.
+    """
+    builder = _Builder(traced.graph, rules, apart)
     builder.top(traced)
     return builder.finish()
 
@@ -92,7 +97,7 @@ class _Form:
 class _Builder:
     """Walks the graph once, in program order, and assigns homes."""
 
-    def __init__(self, graph: Graph, rules: Mapping[Any, Rule]):
+    def __init__(self, graph: Graph, rules: Mapping[Any, Rule], apart: Set[int]) -> None:
         self.graph = graph
         self.values = graph.values
         self.rules = rules
@@ -107,7 +112,7 @@ class _Builder:
         self.followers: dict[int, int] = {}
         self.outputs: list[tuple[int, Dims] | None] = []
         self.clock = 0
-        self.linear = find_linear(graph.block, rules, graph.values)
+        self.linear = find_linear(graph.block, rules, graph.values, apart)
         self.digest = Digests()
         self.needs_outside = NeedsOutside()
         self.forms: dict[Any, _Form] = {}

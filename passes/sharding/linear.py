@@ -5,8 +5,8 @@ It may travel through
 
 - additions of two such values, and the linear operations of one operand between (`_LINEAR_UNARY`);
 - the carry of a scan that starts at zero and is only added to;
-- a stacked result of a scan, if nothing but the stack reads the summand in the body, and the stack is not a result of
-  the step: a stage of a pipeline hands on its part of each iteration.
+- a stacked result of a scan, if nothing but the stack reads the summand in the body, and the iterations do not run
+  apart, as those of a stage of a pipeline do.
 
 Loops thereby hand partial sums on: gradients of layers that are scanned go as a stack to the accumulator of the loop
 over micro-batches around them, and are reduced once, after both. Whether a value *is* a partial sum is the solver's
@@ -43,10 +43,12 @@ class Linear:
     values: set[int] = field(default_factory=set)
 
 
-def find_linear(block: Block, rules: Mapping[Any, Rule], values: Sequence[Value]) -> Linear:
-    """Finds where partial sums may be in a block and the bodies inside it."""
+def find_linear(
+    block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], apart: Set[int] = frozenset()
+) -> Linear:  # fmt: skip
+    """Finds where partial sums may be in a block and the bodies inside it, but for the stacked results in `apart`."""
     found = Linear()
-    _Block(block, rules, values, found, set(flow.values_in(block.outputs))).visit()
+    _Block(block, rules, values, found, apart).visit()
     return found
 
 
@@ -70,9 +72,9 @@ class _Block:
 
     def __init__(
         self, block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], found: Linear,
-        returned: Set[int] = frozenset(),
+        apart: Set[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.block, self.rules, self.values, self.found, self.returned = block, rules, values, found, returned
+        self.block, self.rules, self.values, self.found, self.apart = block, rules, values, found, apart
         self.producers, self.uses = flow.producers(block.ops), flow.uses(block)
 
     def visit(self) -> None:
@@ -100,7 +102,7 @@ class _Block:
             if path is None:
                 continue
             (source,) = flow.values_in(path[-1].operands if path else (atom,))
-            if inside.uses[source] == 1 and result not in self.returned:
+            if inside.uses[source] == 1 and result not in self.apart:
                 held.add(result)
                 self.found.ops.update(op.index for op in path)
 

@@ -113,7 +113,7 @@ class Layer:
         traced = graph.traced
         self._graph, self._wishes = graph, wishes
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-        self._groups = grouping.group(traced, self._rules)
+        self._groups = grouping.group(traced, self._rules, graph.apart_results)
         self._shared = tables.Shared(traced, self._groups, repeating.repeats(graph))
         self._searches: dict[tuple[int, Sharded], LagrangianSearch] = {}
         self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}

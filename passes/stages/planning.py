@@ -222,7 +222,7 @@ def decide(
         # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
-    groups = grouping.group(traced, rules)
+    groups = grouping.group(traced, rules, graph.apart_results)
     admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
     shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
     offers = search_at_prices(traced, groups, rules, cluster, admitted, max_work=STAGE_WORK, gap=GAP, shared=shared)

@@ -69,6 +69,7 @@ class StageGraph:
       constants: for each of the graph's constants its number in the whole step.
       phases: of a step in slices of the sequence, the phase of each body op, by `Op.index` in this graph; else empty.
       num_slices: of the sequence.
+      apart: whether the iterations of its scan run apart, as those of a pipeline do: each hands on its own results.
     """
 
     traced: Traced
@@ -83,6 +84,13 @@ class StageGraph:
     constants: tuple[int, ...]
     phases: Mapping[int, int] = field(default_factory=dict)
     num_slices: int = 1
+    apart: bool = False
+
+    @property
+    def apart_results(self) -> frozenset[int]:
+        """The stacked results of its scan whose parts are made one by one."""
+        scans = [op for op in self.traced.graph.block.ops if self.apart and op.index == self.scan]
+        return frozenset(result for op in scans for _, result in ScanView(op).ys)
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
@@ -364,6 +372,7 @@ class _Stage:
             constants=tuple(step.constant[v] for v in constants),
             phases={place[i]: phase for i, phase in assignment.phases.items() if i in place},
             num_slices=assignment.num_slices,
+            apart=True,
         )
 
     def _outputs(self) -> list[int]:

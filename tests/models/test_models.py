@@ -12,11 +12,13 @@ import optax
 import pytest
 from flax import nnx
 
+import alpa_lite
 from alpa_lite import models
 from alpa_lite.models import gpt, llama, moe
 from tests.marks import one_in
 
 QUICK = ["mlp", "gpt"]
+SCANNED = ["gpt", "llama", "moe", "vit", "bert"]
 names = pytest.mark.parametrize("name", models.MODELS)
 
 # Parameters as published, and the last digit given: the papers name sizes by rounding, or by cutting (1.35e9 is 1.3B).
@@ -288,3 +290,21 @@ def test_routing_fills_each_slot_once_and_first_choices_first() -> None:
         np.testing.assert_allclose(np.asarray(combine[group]).sum(-1), expected, rtol=1e-6)
     uniform = jnp.full((1, 8, 4), 0.25)
     assert float(auxiliary) > 0 and float(route(uniform, 1, 8)[1]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "vit" else pytest.mark.slow) for n in SCANNED])
+def test_scanned_layers_reduce_gradients_once_as_unrolled_ones_do(name):
+    """The same bytes in a step of data parallelism with micro-batches, in fewer collectives."""
+    found = []
+    for scan in (False, True):
+        step, arguments = models.MODELS[name].abstract("tiny", 64, scan=scan, layers=4)
+        plan = alpa_lite.make_plan(
+            step, *arguments, method=alpa_lite.DataParallel(), num_microbatches=4,
+            cluster=alpa_lite.Cluster.preset("a100"),
+        )  # fmt: skip
+        assert {one.kind for one in plan.collectives} == {"all_reduce"}
+        found.append(
+            (sum(one.bytes * one.count for one in plan.collectives), sum(one.count for one in plan.collectives))
+        )
+    (unrolled, many), (scanned, few) = found
+    assert scanned == pytest.approx(unrolled, abs=16) and few < many

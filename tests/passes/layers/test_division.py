@@ -11,12 +11,14 @@ import pytest
 
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import check
+from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import loop
+from alpa_lite.passes.search.analysis import max_layers
 from alpa_lite.passes.tracing import tracing
 from tests import zoo_linen
 from tests.passes.layers.test_stacked_arguments import apart
@@ -48,6 +50,17 @@ def scanned(layers: int = 6) -> tuple[Any, Any]:
     layer = {"w": normal(0, layers, 8, 16) / 3, "v": normal(1, layers, 16, 8) / 3}
     state = {"layers": layer, "first": normal(2, 8, 8), "last": normal(3, 8, 8)}
     return step, (state, {"x": normal(4, 8, 8), "y": normal(5, 8, 8)})
+
+
+@pytest.mark.parametrize(("layers", "stages", "parts"), [(126, 16, 63), (126, None, 63), (100, 100, 100), (12, 4, 12)])
+def test_scans_are_cut_into_as_many_parts_as_stages_need(layers, stages, parts):
+    """Stages of whole layers are balanced, and there are as many layers as stages, however deep the model is."""
+    step, arguments = scanned(layers)
+    most = max_layers(Pipeline(num_stages=stages))
+    found = step_in_layers(step, arguments, most)
+    assert found.fine is not None
+    assert len(found.fine.pieces) in (parts, 2 * parts)  # forward, and backward where that is a scan of its own
+    assert parts <= len(found.layering.layers) <= most
 
 
 def forward_scans(done: Divided) -> dict[int, int]:
