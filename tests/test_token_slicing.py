@@ -95,4 +95,9 @@ def test_fewer_micro_batches_in_more_slices():
     assert len(plan.division.token_slices) > 1
     assert plan.num_microbatches < whole.num_microbatches
     assert plan.step_seconds < whole.step_seconds
+    fixed = Pipeline(num_stages=2, schedule="1f1b")
+    every = [
+        alpa_lite.parallelize(step, method=fixed, cluster=on, num_microbatches=n).plan(*args) for n in (1, 2, 4, 8)
+    ]
+    assert whole.step_seconds <= min(one.step_seconds for one in every)
     compare(sliced(*args), jax.jit(step)(*args))

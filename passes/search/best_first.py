@@ -95,7 +95,7 @@ class Candidate(Protocol):
         ...
 
     def estimate(self) -> tuple[float, float]:
-        """(bound, priority) in seconds, by everything that is known now. Neither ever falls."""
+        """(bound, priority) in seconds, by everything that is known now. The bound never falls."""
         ...
 
     def expand(self, cutoff: float) -> Expansion:

@@ -72,6 +72,7 @@ class PipelineSearch:
       computing: estimated seconds for which a step computes on all devices, where a plan of one mesh is known.
       below_all: whether a single stage on all devices, which is one mesh, is no pipeline.
       estimates: of the best pipeline with a number of micro-batches, in seconds, by sums over layers.
+      planned_ratio: the least ratio of planned to estimated seconds so far, 1 at most: others may gain as much.
     """
 
     run: Run
@@ -85,6 +86,7 @@ class PipelineSearch:
     errors: list[AlpaLiteError] = field(default_factory=list)
     slicings: list[token_slices.SliceSearch] = field(default_factory=list)
     estimates: dict[int, float] = field(default_factory=dict)
+    planned_ratio: float = 1.0
 
     @functools.cached_property
     def bound(self) -> float:
@@ -263,8 +265,9 @@ class Pipeline:
         return (2, 1, self.count, self.exact, self.attempt)
 
     def estimate(self) -> tuple[float, float]:
-        """The bound of pipelines, and the DP's seconds."""
-        return self.search.bound, max(self.search.bound, (1 - CERTAIN) * self.seconds)
+        """The bound of pipelines, and the DP's seconds, less its error where plans were faster than estimated."""
+        expected = (1 - CERTAIN) * self.search.planned_ratio * self.seconds
+        return self.search.bound, max(self.search.bound, expected)
 
     def expand(self, cutoff: float) -> Expansion:
         """Itself at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
@@ -275,7 +278,7 @@ class Pipeline:
             search.errors.append(error)
             return Expansion(bound=search.bound, work=work_units.STAGE_DP)
         work = work_units.STAGE_DP
-        if (1 - CERTAIN) * chosen.seconds >= cutoff:
+        if (1 - CERTAIN) * search.planned_ratio * chosen.seconds >= cutoff:
             return Expansion(bound=search.bound, work=work)
         if self.count != self.costs.num_microbatches:
             step = search.cut(self.count)
@@ -319,6 +322,7 @@ class Pipeline:
             costs = replace(self.costs, beyond=beyond)
             again = replace(self, costs=costs, seconds=chosen.seconds, attempt=self.attempt + 1)
             return Expansion([again], bound=search.bound, work=work)
+        search.planned_ratio = min(search.planned_ratio, staged.seconds / chosen.seconds)
         more, note = self._slices(chosen, staged)
         staged = noted(staged, note) if note else staged
         found = [staged, *self._suited(chosen)]
