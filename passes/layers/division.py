@@ -65,15 +65,15 @@ class Divided:
     assignment: Assignment
 
 
-AROUND = 8
-"""The layers before and after scans over layers, at most: embeddings, and what reads the last layer."""
+MAX_OUTER_LAYERS = 8
+"""Number of layers before and after scans over layers, at most: embeddings, final norm, head and loss."""
 
 
 def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
     """The layers of a step. Scans over layers are cut into equal parts.
 
     Args:
-      max_layers: the most layers. Scans share all but those that may be before and after them (`AROUND`).
+      max_layers: the most layers. Scans share all but those that may be before and after them (`MAX_OUTER_LAYERS`).
       rules: of the step's operations, where they are known.
     """
     step = accumulated.traced
@@ -82,7 +82,7 @@ def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[objec
     points: dict[int, tuple[int, ...]] = {}
     repeated = scans.layer_scans(step, accumulated.scan)
     for op in repeated:
-        found = scans.even_points(op.params["length"], max(1, (max_layers - AROUND) // len(repeated)))
+        found = scans.even_points(op.params["length"], max(1, (max_layers - MAX_OUTER_LAYERS) // len(repeated)))
         if found:
             points[op.index] = found
     if not points:

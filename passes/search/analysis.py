@@ -11,7 +11,7 @@ from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, microbatches, sharding
-from alpa_lite.passes.layers.division import AROUND, Divisible, divisible, recomputing
+from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.search.configs import ExecutionConfig
@@ -28,7 +28,7 @@ More where `num_stages` asks for as many stages (`max_layers`).
 
 def max_layers(method: Pipeline) -> int:
     """The most layers that a forward pass is cut into for a pipeline."""
-    return max(MAX_LAYERS, (method.num_stages or 0) + AROUND)
+    return max(MAX_LAYERS, (method.num_stages or 0) + MAX_OUTER_LAYERS)
 
 
 class Run(Protocol):

@@ -3,8 +3,8 @@
 A candidate is a set of plans. It has a `bound`, seconds that none of its plans takes less of, which is proven and only
 prunes; a `priority`, an estimate of its best plan, which orders; and a `key`, which breaks ties. The candidate of the
 least (priority, key) is next: it is left out if its bound reaches the cutoff, else expanded into smaller sets and
-plans. Both numbers may rise while a candidate waits, as other expansions prove more; so they are taken when it is next,
-and it waits again where they have risen.
+plans. Other expansions may raise the bound of a candidate that waits, and change its priority; so both are taken when
+it is next, and it waits again where its priority has risen.
 
 Cutoff. A plan replaces the incumbent if it takes fewer seconds; one of another kind that is not simpler (a pipeline in
 place of one mesh, more micro-batches, more recomputation) only if it saves `MARGIN`. Let c be what a plan of a set must

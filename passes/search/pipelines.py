@@ -172,6 +172,10 @@ class PipelineSearch:
         """A pipeline of chosen stages."""
         return build_pipeline(self.run, chosen, self.request, tokens, self.cache)
 
+    def expect(self, seconds: float) -> float:
+        """The least seconds that a planned pipeline may take whose layers are estimated to take some."""
+        return (1 - CERTAIN) * self.planned_ratio * seconds
+
     def note(self, plan: FoundPlan) -> FoundPlan:
         """The same, remembered if it is the best pipeline."""
         if self.best is None or plan.seconds < self.best.seconds:
@@ -266,8 +270,7 @@ class Pipeline:
 
     def estimate(self) -> tuple[float, float]:
         """The bound of pipelines, and the DP's seconds, less its error where plans were faster than estimated."""
-        expected = (1 - CERTAIN) * self.search.planned_ratio * self.seconds
-        return self.search.bound, max(self.search.bound, expected)
+        return self.search.bound, max(self.search.bound, self.search.expect(self.seconds))
 
     def expand(self, cutoff: float) -> Expansion:
         """Itself at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
@@ -278,7 +281,7 @@ class Pipeline:
             search.errors.append(error)
             return Expansion(bound=search.bound, work=work_units.STAGE_DP)
         work = work_units.STAGE_DP
-        if (1 - CERTAIN) * search.planned_ratio * chosen.seconds >= cutoff:
+        if search.expect(chosen.seconds) >= cutoff:
             return Expansion(bound=search.bound, work=work)
         if self.count != self.costs.num_microbatches:
             step = search.cut(self.count)
@@ -368,7 +371,7 @@ class Pipeline:
         return state.first(), ""
 
     def _balanced(self, chosen: StagePlan, request: PlanRequest, runs: int) -> StagePlan:
-        """Stages for so many runs, at the same costs without latencies, which are for the choice of slices to weigh."""
+        """Stages for a number of runs at the same costs without latencies, which the choice of slices counts."""
         free = chosen.priced.without_latency()
         suited = self.search.run("slicing", stages.choose, free, request.pipeline, [runs], request.budget)
         return replace(suited, priced=chosen.priced)

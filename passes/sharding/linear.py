@@ -26,7 +26,7 @@ from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.strategy import Rule
 
-# Linear in their one tensor operand: a partial sum may pass through them. Those that reshape or reduce must keep dims.
+# Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
 _LINEAR_UNARY = primitives.LINEAR_CHAIN | {"reduce_sum"}
 
 
@@ -123,7 +123,7 @@ class _Block:
             self.found.ops.update(each.index for path in paths for each in path or ())
 
     def chain(self, atom: Atom) -> list[Op] | None:
-        """The linear unary operations from what may be a sum to `atom`, the last first; None if there is no sum."""
+        """The linear unary operations from a possible partial sum to `atom`, the last first; None without one."""
         path: list[Op] = []
         while not isinstance(atom, Lit):
             op = self.producers.get(atom)

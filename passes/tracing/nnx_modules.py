@@ -61,7 +61,7 @@ def merge_arguments(pure: Any, tag: Any) -> Any:
     """Step 2: the pytree with NNX objects again, copies of the caller's."""
     from flax import nnx
 
-    return nnx.extract.from_tree(_hide_states(pure), merge_fn=_merge, ctxtag=tag, is_inner=True)
+    return nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=True)
 
 
 def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
     """Step 4: writes what the step left into the caller's objects, and returns its result."""
     from flax import nnx
 
-    _, out = nnx.extract.from_tree(_hide_states(pure), merge_fn=_merge, ctxtag=tag, is_inner=False)
+    _, out = nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=False)
     return out
 
 
@@ -117,7 +117,7 @@ def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
         return tree
     from flax import nnx
 
-    return nnx.extract.from_tree(_hide_states(tree), merge_fn=_merge)
+    return nnx.extract.from_tree(tree, merge_fn=_merge)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _is_node_or_state() -> Callable[[Any], bool]:
 
 
 class _State:
-    """What stands for an `nnx.State` while NNX splits and merges objects, which takes variables for objects."""
+    """Placeholder of an `nnx.State` while NNX splits objects, which would split its variables, too."""
 
     __slots__ = ("leaves", "treedef")
 
