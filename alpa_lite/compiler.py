@@ -26,6 +26,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
+from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.plans import comparing, replay, weighing
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.search.analysis import Analyses
@@ -206,7 +207,8 @@ def tracer(
         constrain=dict(options.constrain), out_shardings=options.out_shardings,
         annotations=not options.ignore_annotations,
     )  # fmt: skip
-    return tracing.under(_jax.context_mesh(), trace)
+    under_mesh = tracing.under(_jax.context_mesh(), trace)
+    return lambda *args, **kwargs: reduce_residuals(under_mesh(*args, **kwargs))
 
 
 @frames.in_one_piece
