@@ -1,4 +1,4 @@
-"""New operations of the loop over micro-batches: copies on smaller values, and what small functions do when traced."""
+"""New operations of the loop over micro-batches: copies on smaller values, and the operations of traced functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 from alpa_lite.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
-from alpa_lite.passes.microbatches.analysis import Analysis
+from alpa_lite.passes.microbatches.cutting import Consecutive, PositionDependent, Strided
 from alpa_lite.passes.microbatches.states import AXIS, State, spec_of
-from alpa_lite.passes.microbatches.strides import Consecutive, Ordered, Strides
+from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.tracing import conversion
 
 Traceable = Callable[..., Sequence[Any]]
@@ -23,12 +23,11 @@ Traceable = Callable[..., Sequence[Any]]
 class Builder(Rewriter):
     """The rewriting of a step into a loop over micro-batches."""
 
-    def __init__(self, analysis: Analysis, strides: Strides | None = None):
-        """`strides`: if micro-batches are of every m-th example."""
-        super().__init__(analysis.graph)
-        self.analysis, self.strides = analysis, strides
-        self.parts = analysis.parts
-        self.cuts = strides or Consecutive(self.parts)
+    def __init__(self, states: StepStates, strided: bool = False):
+        """`strided`: micro-batches are of every m-th example."""
+        super().__init__(states.graph)
+        self.states, self.parts, self.strided = states, states.parts, strided
+        self.cuts = Strided(self.parts) if strided else Consecutive(self.parts)
         self._traces: dict[Hashable, Graph] = {}
 
     def local(self, value: int, state: State) -> int:
@@ -54,8 +53,8 @@ class Builder(Rewriter):
     ) -> list[Atom]:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
 
-        Raises Ordered if `run` asks for the number of its block, and the examples of a micro-batch are no block; unless
-        it does so to do something `once`, in one micro-batch, whichever that is.
+        Raises PositionDependent if `run` reads the number of its block, and the examples of a micro-batch are not a
+        block; unless it does so to do something `once`, in one micro-batch, whichever that is.
 
         `constant` fetches one of the graph's constants, `counter` the number of the micro-batch. Runs of one `kind` do
         the same on operands of the same types, and are traced once; None is like nothing.
@@ -80,8 +79,8 @@ class Builder(Rewriter):
             env[value] = constant(self.constant(graph.values[value], array))
         for op in graph.block.ops:
             if op.name == "axis_index":
-                if self.strides is not None and not once:
-                    raise Ordered
+                if self.strided and not once:
+                    raise PositionDependent
                 assert counter is not None
                 env[op.results[0]] = counter()
                 continue

@@ -29,28 +29,31 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
+from alpa_lite.passes.microbatches.cutting import check_independent_of_position
 from alpa_lite.passes.microbatches.outside import Outside
-from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
-from alpa_lite.passes.microbatches.strides import Consecutive, Strides
+from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
+from alpa_lite.passes.microbatches.step_states import StepStates
 
 
-def emit(analysis: Analysis, strides: Strides | None = None) -> tuple[Graph, int]:
+def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     """The rewritten graph, and the index of its scan over micro-batches in the top block.
 
     Args:
-      strides: if micro-batches are of every m-th example.
+      states: of the step.
+      strided: micro-batches are of every m-th example.
 
     Raises:
       ValueError: if nothing that is live depends on the batch.
-      Ordered: `strides` is given, but the step tells examples apart by their position.
+      PositionDependent: with `strided`, if the step tells examples apart by their position.
     """
-    builder = Builder(analysis, strides)
+    if strided:
+        check_independent_of_position(states)
+    builder = Builder(states, strided)
     outside = Outside(builder)
     loop = _Loop(outside)
-    block = analysis.graph.block
+    block = states.graph.block
     for op in block.ops:
         loop.emit(op)
     outside.find_after(loop.export)
@@ -73,21 +76,21 @@ class _Loop(Scope):
         self._renames: dict[int, int] = {}
 
     def port(self, value: int, want: State) -> Atom | None:
-        analysis = self.analysis
+        states = self.states
         if want == WHOLE:
             if self._is_source(value):
                 return None
             return self._const(self.outside.need(value))
-        if want.kind == "sliced" and (analysis.outside(value) or analysis.state[value] == WHOLE):
-            found = self._local_block(value, want) if analysis.state[value] == WHOLE else None
+        if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
+            found = self._local_block(value, want) if states.state[value] == WHOLE else None
             return found if found is not None else self._scanned(self.outside.blocks(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
         """Whether a value is made from nothing, so that it need not come in from outside."""
-        if value not in self.analysis.producers:
+        if value not in self.states.producers:
             return False
-        op, _ = self.analysis.producers[value]
+        op, _ = self.states.producers[value]
         return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
     def _const(self, outer: int) -> int:
@@ -116,7 +119,7 @@ class _Loop(Scope):
 
     def export(self, value: int) -> None:
         """Makes the loop return a value."""
-        self._exports[value] = self.analysis.state[value]
+        self._exports[value] = self.builder.cuts.normalise(self.states.state[value])
 
     def exported(self, atom: Atom) -> Atom:
         """What stands for a value after the loop."""
@@ -145,16 +148,14 @@ class _Loop(Scope):
                 result = self.outside.made(run, [result], post, ("back", dtype))
             self._renames[value] = result
         for value, state, _, result in stacked:
-            cuts, dim = self.builder.cuts, max(state.dim, 0)
-            examples = cuts.of(value, state)
-            run = functools.partial(_joined, cuts=cuts, dim=dim, examples=examples)
-            self._renames[value] = self.outside.made(run, [result], post, ("joined", dim, examples))
+            run = functools.partial(self._join, state=state)
+            self._renames[value] = self.outside.made(run, [result], post, ("joined", state))
         return scan, post
 
     def _accumulated(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
-        wide = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) and state != INNER else dtype
+        wide = dtype if state == INNER else accumulator_dtype(dtype)
         zeros = "zeros", shape, wide
         init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared, zeros)
         if state == LOCAL and dtype == np.bool_:
@@ -173,6 +174,9 @@ class _Loop(Scope):
         total = self.trace(lambda a, x: [lax.add(a, x)], [start, summand], self._source(value), "add")
         return Carried(init, start, total, end)
 
+    def _join(self, x: jax.Array, state: State) -> list[jax.Array]:
+        return [self.builder.cuts.join(x, state)]
+
     def _scan_source(self) -> Any:
         """A source of its own, without a name stack: those of the operations inside are whole."""
         for op in (*self.ops, *self.outside.block.ops):
@@ -183,7 +187,3 @@ class _Loop(Scope):
 
 def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]
-
-
-def _joined(x: jax.Array, cuts: Consecutive | Strides, dim: int, examples: Any) -> list[jax.Array]:
-    return [cuts.joined(x, dim, examples)]

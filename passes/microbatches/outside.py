@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -19,8 +18,8 @@ class Outside:
     """What is before and after the loop. What is needed before it becomes known while the loop is built."""
 
     def __init__(self, builder: Builder):
-        self.builder, self.analysis = builder, builder.analysis
-        self.block = self.analysis.graph.block
+        self.builder, self.states = builder, builder.states
+        self.block = builder.graph.block
         self.prepared: list[Op] = []
         self._early: set[int] = set()  # values that are computed before the loop
         self._late: set[int] = set()  # and after it, unless they are early
@@ -37,7 +36,7 @@ class Outside:
 
     def _mark(self, value: int, marked: set[int]) -> None:
         """Adds a value, and what it is made of, unless they are early anyway."""
-        producers = self.analysis.producers
+        producers = self.states.producers
 
         def missing(atoms: Sequence[Atom]) -> list[int]:
             return [v for v in values_in(atoms) if v in producers and v not in marked and v not in self._early]
@@ -52,12 +51,10 @@ class Outside:
         """The value with its micro-batches, in a sliced state, stacked along a new leading dim."""
         key = (value, state)
         if key not in self._blocks:
-            dim, cuts, examples = state.dim, self.builder.cuts, self.builder.cuts.of(value, state)
-
-            def cut(x: jax.Array) -> list[jax.Array]:
-                return [cuts.cut(x, dim, examples)]
-
-            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared, ("cut", dim, examples))
+            cuts = self.builder.cuts
+            self._blocks[key] = self.made(
+                lambda x: [cuts.cut(x, state)], [self.need(value)], self.prepared, ("cut", state)
+            )
         return self._blocks[key]
 
     def counter(self) -> int:
@@ -97,24 +94,24 @@ class Outside:
 
     def find_after(self, export: Callable[[int], None]) -> None:
         """Finds the operations after the loop; calls `export` for each value that the loop must return for them."""
-        analysis = self.analysis
+        states = self.states
 
         def read(atom: Atom) -> None:
-            if isinstance(atom, Lit) or analysis.state[atom] == AFTER:
+            if isinstance(atom, Lit) or states.state[atom] == AFTER:
                 return
-            if analysis.state[atom] == WHOLE or analysis.outside(atom):
+            if states.state[atom] == WHOLE or states.is_outside(atom):
                 self._mark(atom, self._late)
             else:
                 export(atom)
 
         for op in self.block.ops:
-            role = analysis.roles.get(op.index)
+            role = states.roles.get(op.index)
             outside = role is None or (op.has_effects and role.kind == "whole")
             if outside:
                 self._effects.add(op.index)
                 self._late.update(op.results)
             for atom, value in zip(op.operands, op.results, strict=False):
-                if op.name == "optimization_barrier" and analysis.state[value] == AFTER:
+                if op.name == "optimization_barrier" and states.state[value] == AFTER:
                     self._late.add(value)
                     read(atom)
             for atom in op.operands if outside else ():

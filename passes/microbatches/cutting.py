@@ -1,0 +1,135 @@
+"""Micro-batches of an array: consecutive examples, or every m-th example, which no device has to send another.
+
+Problem. A batch of E examples lies on n devices in n blocks of consecutive examples. Cut into m micro-batches of
+consecutive examples each, a micro-batch lies on n/m of them and has to be spread over all: an all-to-all of the batch.
+If micro-batch t has the examples t, t + m, t + 2m, .. instead, every device has its share already, and cutting is a
+reshape of its own block: [E, ..] -> [E/m, m, ..], of which micro-batch t has [:, t].
+
+When. That is a permutation of the batch, and the step computes the same if it does not tell examples apart by their
+position: sums do not (but for rounding), nor do operations that work on each example by itself; results that have one
+value an example are put back in their order. A draw of random numbers for the batch, a position within it, or a reshape
+that takes the batch apart do, and so do prints; then micro-batches are blocks of consecutive examples.
+
+How that is known. The state of a sliced value counts the examples of its dim (`State.examples`): of n elements, each of
+E examples has n/E consecutive ones. An operation keeps that where the sharded factor of its rule consists of whole
+examples, equally many in all operands; its role says otherwise (`Role.consecutive`). So does a local form that
+reads the number of its block, which is found when it is traced (`building`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from alpa_lite.graph import Block
+from alpa_lite.passes.microbatches.states import State
+from alpa_lite.passes.microbatches.step_states import StepStates
+
+
+class PositionDependent(Exception):
+    """The step tells examples apart by their position."""
+
+
+def check_independent_of_position(states: StepStates, block: Block | None = None) -> None:
+    """Raises PositionDependent where an operation of the loop tells examples apart by their position."""
+    for op in (states.graph.block if block is None else block).ops:
+        role = states.roles.get(op.index)
+        if role is None or role.kind == "whole":
+            continue
+        if role.consecutive or any(s.kind == "sliced" and s.examples <= 0 for s in (*role.operands, *role.results)):
+            raise PositionDependent
+        for value, state in zip(op.results, role.results, strict=True):
+            if state.kind == "sliced" and states.values[value].shape[state.dim] % state.examples:
+                raise PositionDependent
+        for body in op.bodies if role.inner else ():
+            check_independent_of_position(states, body)
+
+
+class Consecutive:
+    """Micro-batches of consecutive examples, in each segment of a dim."""
+
+    def __init__(self, parts: int) -> None:
+        """`parts`: the number of micro-batches."""
+        self.parts = parts
+
+    def normalise(self, state: State) -> State:
+        """The state as far as it matters for this way of cutting."""
+        return state._replace(examples=0) if state.examples else state
+
+    def cut(self, x: Any, state: State) -> Any:
+        """The micro-batches of an array, stacked along a new leading dim."""
+        dim = state.dim
+        if state.segments:
+            return lax.concatenate([self.cut(piece, State("sliced", dim)) for piece in self._split(x, state)], dim + 1)
+        split = lax.reshape(x, (*x.shape[:dim], self.parts, x.shape[dim] // self.parts, *x.shape[dim + 1 :]))
+        return lax.transpose(split, (dim, *(d for d in range(split.ndim) if d != dim))) if dim else split
+
+    def one(self, x: Any, state: State, number: Any) -> Any:
+        """The micro-batch of an array with a number."""
+        dim = state.dim
+        if state.segments:
+            pieces = self._split(x, state)
+            return lax.concatenate([self.one(piece, State("sliced", dim), number) for piece in pieces], dim)
+        size = x.shape[dim] // self.parts
+        return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
+
+    def join(self, x: Any, state: State) -> Any:
+        """The inverse of `cut`."""
+        dim = max(state.dim, 0)
+        if state.segments:
+            pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
+            return lax.concatenate([self.join(piece, State("sliced", dim)) for piece in pieces], dim)
+        if self.parts == 1:
+            return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
+        order = (*range(1, dim + 1), 0, *range(dim + 1, x.ndim))
+        return _merge(lax.transpose(x, order) if dim else x, dim, 2)
+
+    def _split(self, x: Any, state: State) -> Any:
+        return lax.split(x, state.segments, state.dim)
+
+
+class Strided:
+    """Micro-batches of every m-th example."""
+
+    def __init__(self, parts: int) -> None:
+        """`parts`: the number of micro-batches."""
+        self.parts = parts
+
+    def normalise(self, state: State) -> State:
+        """The state as far as it matters for this way of cutting: segments do not."""
+        return state
+
+    def cut(self, x: Any, state: State) -> Any:
+        """The micro-batches of an array, stacked along a new leading dim."""
+        split, dim = self._split(x, state), state.dim
+        order = (dim + 1, *(d for d in range(split.ndim) if d != dim + 1))
+        return _merge(lax.transpose(split, order), dim + 1, 2)
+
+    def one(self, x: Any, state: State, number: Any) -> Any:
+        """The micro-batch of an array with a number."""
+        split = self._split(x, state)
+        return _merge(lax.dynamic_index_in_dim(split, number, state.dim + 1, keepdims=False), state.dim, 2)
+
+    def join(self, x: Any, state: State) -> Any:
+        """The inverse of `cut`."""
+        dim, examples, shape = state.dim, state.examples // self.parts, x.shape
+        split = lax.reshape(x, (*shape[: dim + 1], examples, shape[dim + 1] // examples, *shape[dim + 2 :]))
+        order = (*range(1, dim + 2), 0, *range(dim + 2, split.ndim))
+        return _merge(lax.transpose(split, order), dim, 3)
+
+    def _split(self, x: Any, state: State) -> Any:
+        """The dim as (examples of a micro-batch, micro-batches, elements of an example)."""
+        dim, examples = state.dim, state.examples
+        if examples <= 0 or x.shape[dim] % examples or examples % self.parts:
+            raise PositionDependent
+        return lax.reshape(
+            x, (*x.shape[:dim], examples // self.parts, self.parts, x.shape[dim] // examples, *x.shape[dim + 1 :])
+        )
+
+
+def _merge(x: Any, dim: int, count: int) -> Any:
+    """An array with `count` dims merged."""
+    return lax.reshape(x, (*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]))
