@@ -199,7 +199,7 @@ class Analysis:
             if op.name == "gather" and given[0].kind == "sliced":
                 size = self.states.shape(op.operands[0])[given[0].dim]
                 window = op.params["dimension_numbers"].offset_dims
-                dims = {d for d, n in enumerate(shape) if n == size and d not in window}
+                dims = frozenset(d for d, n in enumerate(shape) if n == size and d not in window)
             fits = [d for d in sorted(dims) if shape[d] % self.parts == 0]
             cut.append(sliced(fits[0], ANY_EXAMPLES) if fits and not op.bodies else WHOLE)
         return Role("whole", (WHOLE,) * len(op.operands), tuple(cut))
@@ -237,9 +237,7 @@ class Analysis:
                 found[i] = self._examples[atom]
         return found
 
-    def _result_examples(
-        self, op: Op, examples: Mapping[int, frozenset[int]], result: int
-    ) -> set[int] | frozenset[int]:
+    def _result_examples(self, op: Op, examples: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:
         rule, shape = self.states.rules.get(op.key), self.states.values[op.results[result]].shape
         if rule is None or rule.source == "opaque":
             return frozenset(range(len(shape)))

@@ -41,30 +41,52 @@ from alpa_lite.passes.microbatches.states import (
 
 
 class Scope:
-    """A block that is being built inside of the loop."""
+    """A block that is being built: the body of the loop, or a body of control flow in it, within its parent."""
 
-    def __init__(self, builder: Builder):
-        self.builder, self.states = builder, builder.states
+    def __init__(self, builder: Builder, parent: Scope | None = None):
+        self.builder, self.states, self.parent = builder, builder.states, parent
         self.ops: list[Op] = []
         self.env: dict[tuple[int, State], Atom] = {}
         self.consts: list[tuple[Atom, int]] = []  # (value of the enclosing block, input of this one)
         self.xs: list[tuple[Atom, int]] = []
         self._constants: dict[int, int] = {}
-        self._count: Atom | None = None
-
-    # What subclasses say of their inputs.
+        self._number: int | None = None
 
     def port(self, value: int, want: State) -> Atom | None:
-        """An input of the block in a wanted state; None if `value` is none, or one that a loop carries."""
+        """An input of the block in a wanted state; None if `value` is not one, or is carried by a loop."""
         raise NotImplementedError
 
-    def make_counter(self) -> Atom:
-        """The number of the micro-batch, as an input of the block."""
+    def counters(self) -> int:
+        """The numbers of the micro-batches: int32, one each."""
         raise NotImplementedError
 
-    def outer_constant(self, value: int) -> Atom:
-        """One of the new graph's constants in the enclosing block."""
-        raise NotImplementedError
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def const_input(self, outer: int) -> int:
+        """A new input that is the same in every iteration."""
+        inner = self.builder.fresh(outer)
+        self.consts.append((outer, inner))
+        return inner
+
+    def scanned_input(self, outer: int) -> int:
+        """A new input that is an iteration's part of a stacked value."""
+        inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
+        self.xs.append((outer, inner))
+        return inner
+
+    def counter(self) -> int:
+        """The number of the micro-batch, an int32 scalar."""
+        if self._number is None:
+            outer = self.parent.counter() if self.parent is not None else self.counters()
+            self._number = self.scanned_input(outer) if self.parent is None else self.const_input(outer)
+        return self._number
+
+    def constant(self, value: int) -> int:
+        """One of the new graph's constants."""
+        if value not in self._constants:
+            outer = value if self.parent is None else self.parent.constant(value)
+            self._constants[value] = self.const_input(outer)
+        return self._constants[value]
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
@@ -190,20 +212,6 @@ class Scope:
             return False
         return True
 
-    def counter(self) -> Atom:
-        """The number of the micro-batch, an int32 scalar."""
-        if self._count is None:
-            self._count = self.make_counter()
-        return self._count
-
-    def constant(self, value: int) -> Atom:
-        """One of the new graph's constants."""
-        if value not in self._constants:
-            inner = self.builder.fresh(value)
-            self._constants[value] = inner
-            self.consts.append((self.outer_constant(value), inner))
-        return self._constants[value]
-
     def trace(self, run: Traceable, operands: Sequence[Atom], source: Any, kind: Hashable = None) -> Atom:
         """The one result of some operations, under a source line; `kind` as for `Builder.traced`."""
 
@@ -230,30 +238,25 @@ class Scope:
             return
         match role.kind:
             case "whole":
-                self.emit_whole_effects(op)
+                if op.has_effects and self.parent is not None:  # it must run even if nobody reads it
+                    self._emit_whole(op)
             case "form":
                 self._emit_form(op, role)
-            case "copy":
+            case "copy" | "map":
                 operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
-                self.ops.append(self.builder.moved(op, operands, self._define(op, role)))
-            case "map":
-                operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
-                params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
+                params = None
+                if role.kind == "map":
+                    params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
                 self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
             case "barrier":
-                self.emit_barrier(op, role)
+                self._emit_barrier(op, role)
             case _:
                 self._emit_control(op, role)
 
-    def emit_whole_effects(self, op: Op) -> None:
-        """Emits an operation on whole values at once if it must run even if nobody reads it."""
-        if op.has_effects:
-            self._emit_whole(op)
-
-    def emit_barrier(self, op: Op, role: Role) -> None:
+    def _emit_barrier(self, op: Op, role: Role) -> None:
         """Emits the part of a barrier whose values are in the loop."""
-        kept = [i for i, s in enumerate(role.results) if self.holds(s)]
-        kept = [i for i in kept if not isinstance(op.operands[i], Lit)]
+        outside = (AFTER,) if self.parent is not None else (AFTER, WHOLE)
+        kept = [i for i, s in enumerate(role.results) if s not in outside and not isinstance(op.operands[i], Lit)]
         if not kept:
             return
         operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
@@ -261,10 +264,6 @@ class Scope:
         self.ops.append(self.builder.moved(op, operands, results))
         for i, result in zip(kept, results, strict=True):
             self.define(op.results[i], role.results[i], result)
-
-    def holds(self, state: State) -> bool:
-        """Whether a value in this state is in the loop."""
-        return state != AFTER
 
     def _define(self, op: Op, role: Role) -> list[int]:
         results = []
@@ -364,8 +363,7 @@ class Nested(Scope):
     """A body of control flow inside of the loop. What it reads from outside comes in as it is asked for."""
 
     def __init__(self, parent: Scope, block: Block, atoms: Sequence[Atom], kinds: Sequence[str]):
-        super().__init__(parent.builder)
-        self.parent = parent
+        super().__init__(parent.builder, parent)
         self._ports = {v: (a, k) for v, a, k in zip(block.inputs, atoms, kinds, strict=True) if k != "carry"}
 
     def carry(self, inputs: Sequence[int], states: Sequence[State]) -> list[int]:
@@ -387,22 +385,8 @@ class Nested(Scope):
         if value not in self._ports:
             return None
         atom, kind = self._ports[value]
+        assert self.parent is not None
         outer = self.parent.fetch(atom, want if kind == "const" else want.shift(1))
         if isinstance(outer, Lit):
             return outer
-        shape = self.builder.values[outer].shape
-        inner = self.builder.shaped(outer, shape if kind == "const" else shape[1:])
-        (self.consts if kind == "const" else self.xs).append((outer, inner))
-        return inner
-
-    def make_counter(self) -> Atom:
-        """The enclosing block's, as a constant."""
-        outer = self.parent.counter()
-        assert isinstance(outer, int)
-        inner = self.builder.fresh(outer)
-        self.consts.append((outer, inner))
-        return inner
-
-    def outer_constant(self, value: int) -> Atom:
-        """The enclosing block's."""
-        return self.parent.constant(value)
+        return self.const_input(outer) if kind == "const" else self.scanned_input(outer)

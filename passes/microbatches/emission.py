@@ -33,7 +33,7 @@ from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
 from alpa_lite.passes.microbatches.cutting import check_independent_of_position
 from alpa_lite.passes.microbatches.outside import Outside
-from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
+from alpa_lite.passes.microbatches.states import INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
 from alpa_lite.passes.microbatches.step_states import StepStates
 
 
@@ -80,10 +80,10 @@ class _Loop(Scope):
         if want == WHOLE:
             if self._is_source(value):
                 return None
-            return self._const(self.outside.need(value))
+            return self.const_input(self.outside.need(value))
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
-            return found if found is not None else self._scanned(self.outside.blocks(value, want))
+            return found if found is not None else self.scanned_input(self.outside.blocks(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
@@ -93,27 +93,8 @@ class _Loop(Scope):
         op, _ = self.states.producers[value]
         return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
-    def _const(self, outer: int) -> int:
-        inner = self.builder.fresh(outer)
-        self.consts.append((outer, inner))
-        return inner
-
-    def _scanned(self, outer: int) -> int:
-        inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
-        self.xs.append((outer, inner))
-        return inner
-
-    def make_counter(self) -> Atom:
-        return self._scanned(self.outside.counter())
-
-    def outer_constant(self, value: int) -> Atom:
-        return value
-
-    def emit_whole_effects(self, op: Op) -> None:
-        """Outside of the loop."""
-
-    def holds(self, state: State) -> bool:
-        return state not in (AFTER, WHOLE)
+    def counters(self) -> int:
+        return self.outside.counters()
 
     # -- results --------------------------------------------------------------------------------------------------
 

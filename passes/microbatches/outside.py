@@ -25,7 +25,6 @@ class Outside:
         self._late: set[int] = set()  # and after it, unless they are early
         self._effects: set[int] = set()  # operations after the loop, by index
         self._blocks: dict[tuple[int, State], int] = {}
-        self._counter: int | None = None
 
     # -- before ---------------------------------------------------------------------------------------------------
 
@@ -57,11 +56,9 @@ class Outside:
             )
         return self._blocks[key]
 
-    def counter(self) -> int:
+    def counters(self) -> int:
         """The numbers of the micro-batches: int32, one each."""
-        if self._counter is None:
-            self._counter = self.made(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
-        return self._counter
+        return self.made(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
 
     def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Atom:
         """The one result of some operations outside of the loop; `kind` as for `Builder.traced`."""
