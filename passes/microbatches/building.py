@@ -11,7 +11,7 @@ import jax
 from alpa_lite.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
-from alpa_lite.passes.microbatches.cutting import Consecutive, PositionDependent, Strided
+from alpa_lite.passes.microbatches.cutting import Cuts, PositionDependent
 from alpa_lite.passes.microbatches.states import AXIS, State, spec_of
 from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.tracing import conversion
@@ -27,7 +27,7 @@ class Builder(Rewriter):
         """`strided`: micro-batches are of every m-th example."""
         super().__init__(states.graph)
         self.states, self.parts, self.strided = states, states.parts, strided
-        self.cuts = Strided(self.parts) if strided else Consecutive(self.parts)
+        self.cuts = Cuts(self.parts, strided)
         self._traces: dict[Hashable, Graph] = {}
 
     def local(self, value: int, state: State) -> int:

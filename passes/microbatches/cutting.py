@@ -48,30 +48,36 @@ def check_independent_of_position(states: StepStates, block: Block | None = None
             check_independent_of_position(states, body)
 
 
-class Consecutive:
-    """Micro-batches of consecutive examples, in each segment of a dim."""
+class Cuts:
+    """The micro-batches of arrays: consecutive examples, in each segment of a dim, or every m-th example."""
 
-    def __init__(self, parts: int) -> None:
-        """`parts`: the number of micro-batches."""
-        self.parts = parts
+    def __init__(self, parts: int, strided: bool) -> None:
+        """`parts`: the number of micro-batches; `strided`: a micro-batch has every m-th example."""
+        self.parts, self.strided = parts, strided
 
     def normalise(self, state: State) -> State:
-        """The state as far as it matters for this way of cutting."""
-        return state._replace(examples=0) if state.examples else state
+        """The state as far as it matters here: the number of examples only where they are strided."""
+        return state._replace(examples=0) if state.examples and not self.strided else state
 
     def cut(self, x: Any, state: State) -> Any:
         """The micro-batches of an array, stacked along a new leading dim."""
         dim = state.dim
-        if state.segments:
-            return lax.concatenate([self.cut(piece, State("sliced", dim)) for piece in self._split(x, state)], dim + 1)
-        split = lax.reshape(x, (*x.shape[:dim], self.parts, x.shape[dim] // self.parts, *x.shape[dim + 1 :]))
-        return lax.transpose(split, (dim, *(d for d in range(split.ndim) if d != dim))) if dim else split
+        if state.segments and not self.strided:
+            pieces = lax.split(x, state.segments, dim)
+            return lax.concatenate([self.cut(piece, State("sliced", dim)) for piece in pieces], dim + 1)
+        split, axis = self._split(x, state), dim + self.strided
+        if axis:
+            split = lax.transpose(split, (axis, *(d for d in range(split.ndim) if d != axis)))
+        return _merge(split, dim + 1, 2) if self.strided else split
 
     def one(self, x: Any, state: State, number: Any) -> Any:
         """The micro-batch of an array with a number."""
         dim = state.dim
+        if self.strided:
+            split = self._split(x, state)
+            return _merge(lax.dynamic_index_in_dim(split, number, dim + 1, keepdims=False), dim, 2)
         if state.segments:
-            pieces = self._split(x, state)
+            pieces = lax.split(x, state.segments, dim)
             return lax.concatenate([self.one(piece, State("sliced", dim), number) for piece in pieces], dim)
         size = x.shape[dim] // self.parts
         return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
@@ -79,55 +85,27 @@ class Consecutive:
     def join(self, x: Any, state: State) -> Any:
         """The inverse of `cut`."""
         dim = max(state.dim, 0)
-        if state.segments:
-            pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
-            return lax.concatenate([self.join(piece, State("sliced", dim)) for piece in pieces], dim)
         if self.parts == 1:
             return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
-        order = (*range(1, dim + 1), 0, *range(dim + 1, x.ndim))
-        return _merge(lax.transpose(x, order) if dim else x, dim, 2)
+        if state.segments and not self.strided:
+            pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
+            return lax.concatenate([self.join(piece, State("sliced", dim)) for piece in pieces], dim)
+        if self.strided:
+            examples = state.examples // self.parts
+            x = lax.reshape(x, (*x.shape[: dim + 1], examples, x.shape[dim + 1] // examples, *x.shape[dim + 2 :]))
+        axis = dim + self.strided
+        if axis:
+            x = lax.transpose(x, (*range(1, axis + 1), 0, *range(axis + 1, x.ndim)))
+        return _merge(x, dim, 2 + self.strided)
 
     def _split(self, x: Any, state: State) -> Any:
-        return lax.split(x, state.segments, state.dim)
-
-
-class Strided:
-    """Micro-batches of every m-th example."""
-
-    def __init__(self, parts: int) -> None:
-        """`parts`: the number of micro-batches."""
-        self.parts = parts
-
-    def normalise(self, state: State) -> State:
-        """The state as far as it matters for this way of cutting: segments do not."""
-        return state
-
-    def cut(self, x: Any, state: State) -> Any:
-        """The micro-batches of an array, stacked along a new leading dim."""
-        split, dim = self._split(x, state), state.dim
-        order = (dim + 1, *(d for d in range(split.ndim) if d != dim + 1))
-        return _merge(lax.transpose(split, order), dim + 1, 2)
-
-    def one(self, x: Any, state: State, number: Any) -> Any:
-        """The micro-batch of an array with a number."""
-        split = self._split(x, state)
-        return _merge(lax.dynamic_index_in_dim(split, number, state.dim + 1, keepdims=False), state.dim, 2)
-
-    def join(self, x: Any, state: State) -> Any:
-        """The inverse of `cut`."""
-        dim, examples, shape = state.dim, state.examples // self.parts, x.shape
-        split = lax.reshape(x, (*shape[: dim + 1], examples, shape[dim + 1] // examples, *shape[dim + 2 :]))
-        order = (*range(1, dim + 2), 0, *range(dim + 2, split.ndim))
-        return _merge(lax.transpose(split, order), dim, 3)
-
-    def _split(self, x: Any, state: State) -> Any:
-        """The dim as (examples of a micro-batch, micro-batches, elements of an example)."""
-        dim, examples = state.dim, state.examples
-        if examples <= 0 or x.shape[dim] % examples or examples % self.parts:
-            raise PositionDependent
-        return lax.reshape(
-            x, (*x.shape[:dim], examples // self.parts, self.parts, x.shape[dim] // examples, *x.shape[dim + 1 :])
-        )
+        """The dim as (micro-batches, elements), or as (examples of each, micro-batches, elements of an example)."""
+        size, sizes = x.shape[state.dim], (self.parts, x.shape[state.dim] // self.parts)
+        if self.strided:
+            if state.examples <= 0 or size % state.examples or state.examples % self.parts:
+                raise PositionDependent
+            sizes = (state.examples // self.parts, self.parts, size // state.examples)
+        return lax.reshape(x, (*x.shape[: state.dim], *sizes, *x.shape[state.dim + 1 :]))
 
 
 def _merge(x: Any, dim: int, count: int) -> Any:

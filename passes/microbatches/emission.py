@@ -3,7 +3,7 @@
     [operations on the whole batch]  one `scan` over micro-batches  [operations after it]
 
 The body of the scan is made by demand (`blocks`). Operations before and after the scan keep their value numbers
-(`outside`). The scan's results are
+(`prologue_epilogue`). The scan's results are
 
     partial   a carry that starts at zero and is added to; sums of 16-bit floats are carried in float32, since with
               b micro-batches a 16-bit running sum loses up to b/2 units in the last place
@@ -32,7 +32,7 @@ from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
 from alpa_lite.passes.microbatches.cutting import check_independent_of_position
-from alpa_lite.passes.microbatches.outside import Outside
+from alpa_lite.passes.microbatches.prologue_epilogue import PrologueEpilogue
 from alpa_lite.passes.microbatches.states import INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
 from alpa_lite.passes.microbatches.step_states import StepStates
 
@@ -51,15 +51,15 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     if strided:
         check_independent_of_position(states)
     builder = Builder(states, strided)
-    outside = Outside(builder)
-    loop = _Loop(outside)
+    around = PrologueEpilogue(builder)
+    loop = _Loop(around)
     block = states.graph.block
     for op in block.ops:
         loop.emit(op)
-    outside.find_after(loop.export)
+    around.find_epilogue(loop.export)
     scan, post = loop.finish()
-    outputs = tuple(map(loop.exported, block.outputs))
-    ops = (*outside.before(), scan, *post, *outside.after(loop.exported))
+    outputs = tuple(map(loop.rename, block.outputs))
+    ops = (*around.prologue(), scan, *post, *around.epilogue(loop.rename))
     graph = builder.finish(Block(block.inputs, ops, outputs))
     if scan.index not in builder.place:
         raise ValueError("nothing that the step returns depends on its batch")
@@ -69,9 +69,9 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
 class _Loop(Scope):
     """The body of the scan over micro-batches."""
 
-    def __init__(self, outside: Outside):
-        super().__init__(outside.builder)
-        self.outside = outside
+    def __init__(self, around: PrologueEpilogue):
+        super().__init__(around.builder)
+        self.around = around
         self._exports: dict[int, State] = {}
         self._renames: dict[int, int] = {}
 
@@ -80,10 +80,10 @@ class _Loop(Scope):
         if want == WHOLE:
             if self._is_source(value):
                 return None
-            return self.const_input(self.outside.need(value))
+            return self.const_input(self.around.require(value))
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
-            return found if found is not None else self.scanned_input(self.outside.blocks(value, want))
+            return found if found is not None else self.scanned_input(self.around.blocks(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
@@ -94,7 +94,7 @@ class _Loop(Scope):
         return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
     def counters(self) -> int:
-        return self.outside.counters()
+        return self.around.counters()
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -102,8 +102,8 @@ class _Loop(Scope):
         """Makes the loop return a value."""
         self._exports[value] = self.builder.cuts.normalise(self.states.state[value])
 
-    def exported(self, atom: Atom) -> Atom:
-        """What stands for a value after the loop."""
+    def rename(self, atom: Atom) -> Atom:
+        """The name of a value after the loop."""
         return atom if isinstance(atom, Lit) else self._renames.get(atom, atom)
 
     def finish(self) -> tuple[Op, list[Op]]:
@@ -126,11 +126,11 @@ class _Loop(Scope):
             result, dtype = carry.end, self.builder.values[value].dtype
             if self.builder.values[result].dtype != dtype:
                 run = functools.partial(_converted, dtype=dtype)
-                result = self.outside.made(run, [result], post, ("back", dtype))
+                result = self.around.trace(run, [result], post, ("back", dtype))
             self._renames[value] = result
         for value, state, _, result in stacked:
             run = functools.partial(self._join, state=state)
-            self._renames[value] = self.outside.made(run, [result], post, ("joined", state))
+            self._renames[value] = self.around.trace(run, [result], post, ("joined", state))
         return scan, post
 
     def _accumulated(self, value: int, state: State) -> Carried:
@@ -138,7 +138,7 @@ class _Loop(Scope):
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
         zeros = "zeros", shape, wide
-        init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared, zeros)
+        init = self.around.trace(lambda: [lax.full(shape, 0, wide)], [], self.around.prepared, zeros)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
@@ -160,7 +160,7 @@ class _Loop(Scope):
 
     def _scan_source(self) -> Any:
         """A source of its own, without a name stack: those of the operations inside are whole."""
-        for op in (*self.ops, *self.outside.block.ops):
+        for op in (*self.ops, *self.around.block.ops):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
         raise ValueError("nothing that the step returns depends on its batch")

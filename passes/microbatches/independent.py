@@ -5,8 +5,8 @@ batch. Such operations have no local form, and no sum over micro-batches gives t
 meaning of micro-batches there is the step on a batch of b examples, M times, and the mean of its gradients.
 
 Answer. The step is traced once more on b examples. Both traces are the same operations in the same order; where their
-shapes differ, a dim is derived from the batch. The forward and the backward pass of the small trace (`single`) run M
-times, on each micro-batch in turn, and the update runs on their combined results.
+shapes differ, a dim is derived from the batch. The forward and the backward pass of the small trace (`whole_batch`) run
+M times, on each micro-batch in turn, and the update runs on their combined results.
 
     values of the batch alone           in the loop: the number of tokens that count is that of the micro-batch
     random draws                        those of the whole batch, a block for each micro-batch

@@ -41,8 +41,8 @@ from alpa_lite.passes.microbatches.batch import (
 from alpa_lite.passes.microbatches.cutting import PositionDependent
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.independent import IndependentLoop, TraceMismatch
-from alpa_lite.passes.microbatches.single import assign_single, has_reverse_pass, is_work_in_loop
 from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.microbatches.whole_batch import assign_whole_batch, has_reverse_pass, is_work_in_loop
 from alpa_lite.paths import shown
 from alpa_lite.strategy import Rule
 
@@ -159,7 +159,7 @@ def _accumulate_in_one(traced: Traced, rules: Rules) -> Accumulated:
       MicrobatchError: the step does nothing that could be in a loop.
     """
     try:
-        graph, scan = emit(_analyse_single(traced, rules))
+        graph, scan = emit(_analyse_whole_batch(traced, rules))
     except ValueError as error:
         raise MicrobatchError(f"num_microbatches=1: {error}; use one mesh (Sharded())") from error
     batch = batch_arrays(traced)
@@ -170,7 +170,7 @@ def _accumulate_in_one(traced: Traced, rules: Rules) -> Accumulated:
     return Accumulated(replace(traced, graph=graph), scan, 1, (note,))
 
 
-def _analyse_single(traced: Traced, rules: Rules) -> StepStates:
+def _analyse_whole_batch(traced: Traced, rules: Rules) -> StepStates:
     """The states and roles of a step in one micro-batch, in which no operation needs a form for a part of the batch.
 
     Where JAX has not marked a reverse pass, the way in which the batch can be cut tells where the update begins.
@@ -183,7 +183,7 @@ def _analyse_single(traced: Traced, rules: Rules) -> StepStates:
                 if is_work_in_loop(analysis):
                     return analysis.states
     scalars = {v for argument, v in inputs_of(traced) if argument.role == "batch" and v not in dims}
-    return assign_single(traced.graph, rules, dims, bound_inputs(traced), scalars)
+    return assign_whole_batch(traced.graph, rules, dims, bound_inputs(traced), scalars)
 
 
 _SHAPE_ERRORS = (AlpaLiteError, TypeError, ValueError, AssertionError, IndexError, ArithmeticError)
@@ -226,7 +226,7 @@ def _accumulate_independently(
     Raises:
       MicrobatchError: the step does something else on one of them.
     """
-    states = _analyse_single(small, factors.rules_of(small.graph.ops(), small.graph.values))
+    states = _analyse_whole_batch(small, factors.rules_of(small.graph.ops(), small.graph.values))
     update = {op.index for op in small.graph.block.ops if states.is_update(op)}
     try:
         loop = IndependentLoop(traced, small, argument_dims(traced, cut.dims), parts, update)

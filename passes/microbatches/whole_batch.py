@@ -40,7 +40,7 @@ def is_work_in_loop(analysis: Analysis) -> bool:
     return 2 * len(whole) <= len(heavy)
 
 
-def assign_single(
+def assign_whole_batch(
     graph: Graph, rules: Mapping[Any, Rule], batch: Mapping[int, int], bound: Collection[int], scalars: Collection[int]
 ) -> StepStates:
     """The states and roles of one graph in one micro-batch.

@@ -1,9 +1,10 @@
-"""What is before and after the loop over micro-batches: operations of the top block, under their own value numbers."""
+"""The operations of the top block before and after the loop over micro-batches, under their own value numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from jax import lax
@@ -14,8 +15,8 @@ from alpa_lite.passes.microbatches.building import Builder, Traceable
 from alpa_lite.passes.microbatches.states import AFTER, WHOLE, State
 
 
-class Outside:
-    """What is before and after the loop. What is needed before it becomes known while the loop is built."""
+class PrologueEpilogue:
+    """The operations before and after the loop. Those before it become known while the loop is built."""
 
     def __init__(self, builder: Builder):
         self.builder, self.states = builder, builder.states
@@ -28,7 +29,7 @@ class Outside:
 
     # -- before ---------------------------------------------------------------------------------------------------
 
-    def need(self, value: int) -> int:
+    def require(self, value: int) -> int:
         """Makes sure that a value is computed, for the whole batch, before the loop."""
         self._mark(value, self._early)
         return value
@@ -51,27 +52,21 @@ class Outside:
         key = (value, state)
         if key not in self._blocks:
             cuts = self.builder.cuts
-            self._blocks[key] = self.made(
-                lambda x: [cuts.cut(x, state)], [self.need(value)], self.prepared, ("cut", state)
+            self._blocks[key] = self.trace(
+                lambda x: [cuts.cut(x, state)], [self.require(value)], self.prepared, ("cut", state)
             )
         return self._blocks[key]
 
     def counters(self) -> int:
         """The numbers of the micro-batches: int32, one each."""
-        return self.made(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
+        return self.trace(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
 
-    def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Atom:
+    def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Any:
         """The one result of some operations outside of the loop; `kind` as for `Builder.traced`."""
         (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
         return found
 
-    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> int:
-        """As `trace`, where the result is no literal."""
-        found = self.trace(run, operands, ops, kind)
-        assert isinstance(found, int)
-        return found
-
-    def before(self) -> list[Op]:
+    def prologue(self) -> list[Op]:
         """The operations before the loop."""
         own = [part for op in self.block.ops if (part := self._part(op, self._early)) is not None]
         return [*own, *self.prepared]
@@ -89,7 +84,7 @@ class Outside:
 
     # -- after ----------------------------------------------------------------------------------------------------
 
-    def find_after(self, export: Callable[[int], None]) -> None:
+    def find_epilogue(self, export: Callable[[int], None]) -> None:
         """Finds the operations after the loop; calls `export` for each value that the loop must return for them."""
         states = self.states
 
@@ -116,8 +111,8 @@ class Outside:
         for atom in self.block.outputs:
             read(atom)
 
-    def after(self, exported: Callable[[Atom], Atom]) -> list[Op]:
-        """The operations after the loop; `exported` says what stands for a value there."""
+    def epilogue(self, rename: Callable[[Atom], Atom]) -> list[Op]:
+        """The operations after the loop; `rename` gives the name of a value there."""
         out = []
         wanted = self._late - self._early
         for op in self.block.ops:
@@ -127,6 +122,6 @@ class Outside:
             if part is None and op.index in self._effects and not op.results:
                 part = op
             if part is not None:
-                operands = tuple(map(exported, part.operands))
+                operands = tuple(map(rename, part.operands))
                 out.append(part if operands == part.operands else replace(part, operands=operands))
         return out
