@@ -104,8 +104,8 @@ class Aggregates:
         self.tag(block.ops)
         return [self.of(atom) for atom in block.outputs]
 
-    def _repeated(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
-        """The tags of what a loop carries at its end, and of what it stacks: a fixed point."""
+    def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
+        """The tags of the final carry of a loop, and of its stacked results: a fixed point."""
         held = list(carry)
         while True:
             out = self._block(body, [*consts, *held, *xs])
@@ -118,8 +118,8 @@ class Aggregates:
         view = ScanView(op)
         consts, carry, xs = view.taken(given)
         if not self._loops_over(op):
-            return self._repeated(view.body, consts, carry, xs)
-        found = self._repeated(view.body, consts, carry, xs)
+            return self._repeat(view.body, consts, carry, xs)
+        found = self._repeat(view.body, consts, carry, xs)
         for number, start in enumerate(carry):
             added = self.of(view.additions[number][1]) if number in view.additions else Tag.OTHER
             is_sum = start in (Tag.ZERO, Tag.SUM) and added == Tag.EXAMPLES
@@ -128,7 +128,7 @@ class Aggregates:
 
     def _while(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
         cond_consts, body_consts, carry = WhileView(op).taken(given)
-        found = self._repeated(op.bodies[1], body_consts, carry, ())
+        found = self._repeat(op.bodies[1], body_consts, carry, ())
         (goes_on,) = self._block(op.bodies[0], [*cond_consts, *found])
         return found if goes_on in _UNREACHED else [Tag.OTHER] * len(found)
 

@@ -1,8 +1,8 @@
 """The operations of a step that go into the loop over micro-batches, and their form: a data-flow fixed point.
 
 A visit of each operation, in program order, gives every value a `State` and every operation a `Role` (`transfer`).
-Partial values are summed over the micro-batches as soon as something is not linear in them; what depends on such a sum
-comes after the loop.
+Partial values are summed over the micro-batches as soon as something is not linear in them; operations that depend
+on such a sum come after the loop.
 
 An operation that depends on no parameters (an operand is *free* if no floating-point state reaches it) and has no exact
 form is computed for the whole batch before the loop: the number of tokens that count, which a masked mean divides by.
@@ -174,7 +174,7 @@ class Analysis:
         states.decide(op, with_inner_results(found) if found.kind in _CONTROL else found)
 
     def _forget(self, op: Op) -> None:
-        """Removes what an earlier visit noted of an operation."""
+        """Removes the notes of an earlier visit of an operation."""
         self.states.forget(op)
         for by_op in (self.ahead, self._declined, self._sunk):
             by_op.pop(op.index, None)

@@ -82,7 +82,7 @@ def candidate_cuts(traced: Traced, parts: int) -> list[Cut]:
     if len(leading) > 1 and all(size % parts == 0 for size in leading):
         several = [Cut(batch[0].shape[0], {item.value: 0 for item in batch})]
     if not fits and not several and not any(size % parts == 0 for size in leading if not traced.batch_named):
-        raise indivisible(next(item for item in batch if sizes[0] in item.shape), sizes[0], parts)
+        raise indivisible_error(next(item for item in batch if sizes[0] in item.shape), sizes[0], parts)
     out = []
     for size in fits:
         having = [item for item in batch if size in item.shape]
@@ -114,15 +114,15 @@ def _sizes(shapes: Sequence[tuple[int, ...]]) -> list[int]:
     return [first.most_common(1)[0][0]]
 
 
-def undivided(traced: Traced, parts: int) -> MicrobatchError | None:
+def find_indivisible(traced: Traced, parts: int) -> MicrobatchError | None:
     """The error that the first dim of the batch does not divide, for steps in which cutting another one was refused."""
     batch = batch_arrays(traced)
     if len({item.shape[0] for item in batch}) != 1 or batch[-1].shape[0] % parts == 0:
         return None
-    return indivisible(batch[-1], batch[-1].shape[0], parts)
+    return indivisible_error(batch[-1], batch[-1].shape[0], parts)
 
 
-def indivisible(item: BatchArray, size: int, parts: int) -> MicrobatchError:
+def indivisible_error(item: BatchArray, size: int, parts: int) -> MicrobatchError:
     """The error that a number of micro-batches does not divide the batch."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return MicrobatchError(

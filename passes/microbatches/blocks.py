@@ -145,7 +145,7 @@ class Scope:
         return self.trace(run, [self.counter(), atom], source)
 
     def _whole(self, value: int, want: State) -> Atom:
-        """A value that this block computes from what is the same in all micro-batches."""
+        """A value that this block computes from values that are the same in all micro-batches."""
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
@@ -172,7 +172,7 @@ class Scope:
         return self.trace(one, [self.counter(), self.fetch(value, base)], self._source(value))
 
     def _local_block(self, value: int, want: State) -> Atom | None:
-        """The same by the local form of what makes the value; None if it has none."""
+        """The same by the local form of the operation that makes the value; None if it has none."""
         if value not in self.states.producers:
             return None
         dim = want.dim
@@ -213,7 +213,7 @@ class Scope:
         return True
 
     def trace(self, run: Traceable, operands: Sequence[Atom], source: Any, kind: Hashable = None) -> Atom:
-        """The one result of some operations, under a source line; `kind` as for `Builder.traced`."""
+        """The one result of some operations, under a source line; `kind` as for `Builder.append_ops`."""
 
         def under(*arrays: Any) -> Sequence[Any]:
             with _jax.under(source):
@@ -221,7 +221,7 @@ class Scope:
 
         call = run if source is None else under
         before = len(self.ops)
-        (found,) = self.builder.traced(call, operands, self.ops, self.constant, self.counter, kind)
+        (found,) = self.builder.append_ops(call, operands, self.ops, self, kind)
         if kind is not None and source is not None:  # the operations may have been traced under another source
             self.ops[before:] = [replace(op, source=source) for op in self.ops[before:]]
         return found
@@ -238,7 +238,7 @@ class Scope:
             return
         match role.kind:
             case "whole":
-                if op.has_effects and self.parent is not None:  # it must run even if nobody reads it
+                if op.has_effects and self.parent is not None:  # it must run even if it is not read
                     self._emit_whole(op)
             case "form":
                 self._emit_form(op, role)
@@ -260,7 +260,7 @@ class Scope:
         if not kept:
             return
         operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
-        results = [self.builder.local(op.results[i], role.results[i]) for i in kept]
+        results = [self.builder.new_part(op.results[i], role.results[i]) for i in kept]
         self.ops.append(self.builder.moved(op, operands, results))
         for i, result in zip(kept, results, strict=True):
             self.define(op.results[i], role.results[i], result)
@@ -268,7 +268,7 @@ class Scope:
     def _define(self, op: Op, role: Role) -> list[int]:
         results = []
         for value, state in zip(op.results, role.results, strict=True):
-            results.append(self.builder.local(value, state))
+            results.append(self.builder.new_part(value, state))
             self.define(value, state, results[-1])
         return results
 
@@ -286,15 +286,15 @@ class Scope:
         if op.name in primitives.DRAWS:  # many operations, the same in every layer
             kind = "draw", op.key, op.ctx, form.operands, form.results
         before = len(self.ops)
-        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter, kind, once)
+        found = self.builder.append_ops(form.run, operands, self.ops, self, kind, once)
         if kind is not None:  # they may have been traced under another source
             self.ops[before:] = [replace(made, source=op.source) for made in self.ops[before:]]
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(self._scaled, [atom], op.source)
+                atom = self.trace(self._scale, [atom], op.source)
             self.define(value, state, atom)
 
-    def _scaled(self, x: jax.Array) -> list[jax.Array]:
+    def _scale(self, x: jax.Array) -> list[jax.Array]:
         return [lax.mul(x, jnp.asarray(self.builder.parts, x.dtype))]
 
     def _emit_control(self, op: Op, role: Role) -> None:
@@ -370,7 +370,7 @@ class Nested(Scope):
         """New inputs for what the loop carries."""
         out = []
         for value, state in zip(inputs, states, strict=True):
-            out.append(self.builder.local(value, state))
+            out.append(self.builder.new_part(value, state))
             self.define(value, state, out[-1])
         return out
 

@@ -117,7 +117,7 @@ class _Loop(Scope):
                 result = self.builder.shaped(value, (self.builder.parts, *self.builder.shape_of(inner)))
                 stacked.append((value, state, inner, result))
             else:
-                carries.append((value, self._accumulated(value, state)))
+                carries.append((value, self._carry(value, state)))
         params = {"length": self.builder.parts, "reverse": False, "unroll": 1}
         empty = Op(self.builder.index(), primitives.scan_p, params, (), (), (), self._scan_source(), None)
         ys = [(inner, result) for _, _, inner, result in stacked]
@@ -125,7 +125,7 @@ class _Loop(Scope):
         for value, carry in carries:
             result, dtype = carry.end, self.builder.values[value].dtype
             if self.builder.values[result].dtype != dtype:
-                run = functools.partial(_converted, dtype=dtype)
+                run = functools.partial(_convert, dtype=dtype)
                 result = self.around.trace(run, [result], post, ("back", dtype))
             self._renames[value] = result
         for value, state, _, result in stacked:
@@ -133,7 +133,7 @@ class _Loop(Scope):
             self._renames[value] = self.around.trace(run, [result], post, ("joined", state))
         return scan, post
 
-    def _accumulated(self, value: int, state: State) -> Carried:
+    def _carry(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
@@ -166,5 +166,5 @@ class _Loop(Scope):
         raise ValueError("nothing that the step returns depends on its batch")
 
 
-def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
+def _convert(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]

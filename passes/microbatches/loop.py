@@ -35,8 +35,8 @@ from alpa_lite.passes.microbatches.batch import (
     batch_arrays,
     bound_inputs,
     candidate_cuts,
+    find_indivisible,
     inputs_of,
-    undivided,
 )
 from alpa_lite.passes.microbatches.cutting import PositionDependent
 from alpa_lite.passes.microbatches.emission import emit
@@ -126,7 +126,7 @@ def accumulate(
     for cut, small in retraced:
         if small is not None:
             return _accumulate_independently(traced, small, parts, cut, refusals[0])
-    raise undivided(traced, parts) or messages.with_guessed_batch(refusals[0], traced)
+    raise find_indivisible(traced, parts) or messages.with_guessed_batch(refusals[0], traced)
 
 
 def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: bool) -> Accumulated:

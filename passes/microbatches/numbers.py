@@ -34,7 +34,7 @@ def candidate_numbers(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluste
     if found:
         return found
     while counts and (cut := batch_dims(traced, rules, counts[-1])) is None:
-        counts.pop()  # what can be cut into a number of parts can be cut into half as many
+        counts.pop()  # a step that can be cut into a number of parts can be cut into half as many
     if cut is None:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
     return [*counts, *_finer(traced, rules, cut, counts[-1], most)]

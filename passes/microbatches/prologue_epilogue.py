@@ -35,7 +35,7 @@ class PrologueEpilogue:
         return value
 
     def _mark(self, value: int, marked: set[int]) -> None:
-        """Adds a value, and what it is made of, unless they are early anyway."""
+        """Adds a value, and the values that it is made of, unless they are early anyway."""
         producers = self.states.producers
 
         def missing(atoms: Sequence[Atom]) -> list[int]:
@@ -62,8 +62,8 @@ class PrologueEpilogue:
         return self.trace(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
 
     def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Any:
-        """The one result of some operations outside of the loop; `kind` as for `Builder.traced`."""
-        (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
+        """The one result of some operations outside of the loop; `kind` as for `Builder.append_ops`."""
+        (found,) = self.builder.append_ops(run, operands, ops, kind=kind)
         return found
 
     def prologue(self) -> list[Op]:

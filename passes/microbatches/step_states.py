@@ -79,7 +79,7 @@ class StepStates:
             self.roots.update(dict.fromkeys(op.results, found))
 
     def forget(self, op: Op) -> None:
-        """Removes what an earlier visit noted of an operation."""
+        """Removes the notes of an earlier visit of an operation."""
         self.roles.pop(op.index, None)
         self.free.difference_update(op.results)
         for value in op.results:
