@@ -1,11 +1,11 @@
-"""What is before and after the loop over micro-batches: operations of the top block, under their own value numbers."""
+"""The operations of the top block before and after the loop over micro-batches, under their own value numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -15,29 +15,28 @@ from alpa_lite.passes.microbatches.building import Builder, Traceable
 from alpa_lite.passes.microbatches.states import AFTER, WHOLE, State
 
 
-class Outside:
-    """What is before and after the loop. What is needed before it becomes known while the loop is built."""
+class PrologueEpilogue:
+    """The operations before and after the loop. Those before it become known while the loop is built."""
 
     def __init__(self, builder: Builder):
-        self.builder, self.analysis = builder, builder.analysis
-        self.block = self.analysis.graph.block
+        self.builder, self.states = builder, builder.states
+        self.block = builder.graph.block
         self.prepared: list[Op] = []
         self._early: set[int] = set()  # values that are computed before the loop
         self._late: set[int] = set()  # and after it, unless they are early
         self._effects: set[int] = set()  # operations after the loop, by index
         self._blocks: dict[tuple[int, State], int] = {}
-        self._counter: int | None = None
 
     # -- before ---------------------------------------------------------------------------------------------------
 
-    def need(self, value: int) -> int:
+    def require(self, value: int) -> int:
         """Makes sure that a value is computed, for the whole batch, before the loop."""
         self._mark(value, self._early)
         return value
 
     def _mark(self, value: int, marked: set[int]) -> None:
-        """Adds a value, and what it is made of, unless they are early anyway."""
-        producers = self.analysis.producers
+        """Adds a value, and the values that it is made of, unless they are early anyway."""
+        producers = self.states.producers
 
         def missing(atoms: Sequence[Atom]) -> list[int]:
             return [v for v in values_in(atoms) if v in producers and v not in marked and v not in self._early]
@@ -52,32 +51,22 @@ class Outside:
         """The value with its micro-batches, in a sliced state, stacked along a new leading dim."""
         key = (value, state)
         if key not in self._blocks:
-            dim, cuts, examples = state.dim, self.builder.cuts, self.builder.cuts.of(value, state)
-
-            def cut(x: jax.Array) -> list[jax.Array]:
-                return [cuts.cut(x, dim, examples)]
-
-            self._blocks[key] = self.made(cut, [self.need(value)], self.prepared, ("cut", dim, examples))
+            cuts = self.builder.cuts
+            self._blocks[key] = self.trace(
+                lambda x: [cuts.cut(x, state)], [self.require(value)], self.prepared, ("cut", state)
+            )
         return self._blocks[key]
 
-    def counter(self) -> int:
+    def counters(self) -> int:
         """The numbers of the micro-batches: int32, one each."""
-        if self._counter is None:
-            self._counter = self.made(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
-        return self._counter
+        return self.trace(lambda: [lax.iota(np.int32, self.builder.parts)], [], self.prepared)
 
-    def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Atom:
-        """The one result of some operations outside of the loop; `kind` as for `Builder.traced`."""
-        (found,) = self.builder.traced(run, operands, ops, lambda constant: constant, kind=kind)
+    def trace(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> Any:
+        """The one result of some operations outside of the loop; `kind` as for `Builder.append_ops`."""
+        (found,) = self.builder.append_ops(run, operands, ops, kind=kind)
         return found
 
-    def made(self, run: Traceable, operands: Sequence[Atom], ops: list[Op], kind: Hashable = None) -> int:
-        """As `trace`, where the result is no literal."""
-        found = self.trace(run, operands, ops, kind)
-        assert isinstance(found, int)
-        return found
-
-    def before(self) -> list[Op]:
+    def prologue(self) -> list[Op]:
         """The operations before the loop."""
         own = [part for op in self.block.ops if (part := self._part(op, self._early)) is not None]
         return [*own, *self.prepared]
@@ -95,26 +84,26 @@ class Outside:
 
     # -- after ----------------------------------------------------------------------------------------------------
 
-    def find_after(self, export: Callable[[int], None]) -> None:
+    def find_epilogue(self, export: Callable[[int], None]) -> None:
         """Finds the operations after the loop; calls `export` for each value that the loop must return for them."""
-        analysis = self.analysis
+        states = self.states
 
         def read(atom: Atom) -> None:
-            if isinstance(atom, Lit) or analysis.state[atom] == AFTER:
+            if isinstance(atom, Lit) or states.state[atom] == AFTER:
                 return
-            if analysis.state[atom] == WHOLE or analysis.outside(atom):
+            if states.state[atom] == WHOLE or states.is_outside(atom):
                 self._mark(atom, self._late)
             else:
                 export(atom)
 
         for op in self.block.ops:
-            role = analysis.roles.get(op.index)
+            role = states.roles.get(op.index)
             outside = role is None or (op.has_effects and role.kind == "whole")
             if outside:
                 self._effects.add(op.index)
                 self._late.update(op.results)
             for atom, value in zip(op.operands, op.results, strict=False):
-                if op.name == "optimization_barrier" and analysis.state[value] == AFTER:
+                if op.name == "optimization_barrier" and states.state[value] == AFTER:
                     self._late.add(value)
                     read(atom)
             for atom in op.operands if outside else ():
@@ -122,8 +111,8 @@ class Outside:
         for atom in self.block.outputs:
             read(atom)
 
-    def after(self, exported: Callable[[Atom], Atom]) -> list[Op]:
-        """The operations after the loop; `exported` says what stands for a value there."""
+    def epilogue(self, rename: Callable[[Atom], Atom]) -> list[Op]:
+        """The operations after the loop; `rename` gives the name of a value there."""
         out = []
         wanted = self._late - self._early
         for op in self.block.ops:
@@ -133,6 +122,6 @@ class Outside:
             if part is None and op.index in self._effects and not op.results:
                 part = op
             if part is not None:
-                operands = tuple(map(exported, part.operands))
+                operands = tuple(map(rename, part.operands))
                 out.append(part if operands == part.operands else replace(part, operands=operands))
         return out
