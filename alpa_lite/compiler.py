@@ -40,7 +40,7 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
-from alpa_lite.processes import agreement
+from alpa_lite.processes import plan_broadcast
 from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 
@@ -91,8 +91,8 @@ def compile_step(
     cluster = replace(cluster, overlap=cluster.overlap or options.overlap)
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     asked = PlanRequest(options, cluster, trace, pins, like)
-    others = agreement.together(name) if shared else agreement.Alone()
-    with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
+    others = plan_broadcast.open_plan(name, shared)
+    with collecting.seldom(), _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)
         said = [] if options.ignore_annotations else tracing.annotated(traced, args, kwargs)

@@ -40,7 +40,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
         assert seconds < two_processes.TIMEOUT / 2
         assert ("process 1 failed" in message) == (number == 0)
     message, seconds = said[0]["alone"]
-    assert "process 1 said nothing for 5 s" in message and seconds < 60
+    assert "process 1 did not respond within 5 s" in message and seconds < 60
     shapes = jax.eval_shape(states.create, jax.random.key(0))
     found = checkpoint.restore(tmp_path / "stages", shapes)
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(after), strict=True):
