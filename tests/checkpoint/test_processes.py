@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from alpa_lite import checkpoint, launching
+from alpa_lite import checkpoint
+from alpa_lite.processes import local_launch
 from tests import comparing
 from tests.checkpoint import states, two_processes
 
@@ -30,7 +31,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = ["-m", "tests.checkpoint.two_processes", str(tmp_path)]
     monkeypatch.chdir(ROOT)
-    code = launching.launch(command, processes=2, devices_per_process=4, platform="cpu", say=print)
+    code = local_launch.launch(command, processes=2, devices_per_process=4, platform="cpu")
     assert code == 0, capfd.readouterr()
     said = [pickle.loads((tmp_path / f"said {number}.pkl").read_bytes()) for number in range(2)]
     for number, own in enumerate(said):
