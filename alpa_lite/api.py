@@ -250,12 +250,13 @@ class ParallelStep(Generic[P, R]):
             name = getattr(self._fun, "__name__", "the step")
             logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
             return self._fun(*args, **kwargs)
-        monitor.record_new_arguments(call)
+        monitor.call_log.record_new_arguments(call)
         self._first = self._first or call.number
         # Other threads may call the step, too: what is `_current` by now is not asked again.
         with self._entry(args, kwargs) as entry:
             self._current = current = self._loaded(entry, args, kwargs)
-            monitor.record_program(call, self._first, entry.digest)
+            if monitor.is_running:
+                monitor.call_log.record_program(call, self._first, entry.digest())
         return current(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

@@ -1,20 +1,13 @@
 """The log of calls by which a process notices that others go through the program with other arguments.
 
-A process plans where the arguments of a step are new, and waits for all processes to plan with it. Processes whose
-arguments are not new do not come: they run the step, and wait for it there. A *program point* is reached by every
-process under the same number, as all run the same program: a call of a step, or a batch that a thread of
-`step.prefetch` places. A process that plans at a point posts that; one that has passed the point without planning will
-not come, and posts that; the waiting one raises.
+A process plans where the arguments of a step are new, and waits for all processes to plan with it; those whose
+arguments are not new run the step, and wait for it there. So a process posts at which *program points* it plans: calls
+of a step and prefetched batches, which all processes reach under the same numbers. One that has passed such a point
+without planning posts that, and the waiting one raises. Where nobody plans, different programs could wait for each
+other for ever, or compute something wrong; so a process also posts the last calls at which a step changed its program.
 
-A call counts from its beginning, since one that runs as planned before may never end. It may also be about to plan, so
-it counts as passed at the second comparison that finds it so. A batch counts when it is placed; one that is returned
-unplaced, since the step has no plan yet, is planned for in its call. A process without further batches has passed the
-remaining ones of the others.
-
-Where all have planned for their arguments before, nobody waits. Different programs then wait for each other for ever,
-or compute something wrong where their collectives happen to be alike. So a process also posts the last calls at which a
-step changed its program, and to which; another one that ran a different program there finds out at its second
-comparison.
+A call counts from its beginning, since one that runs as planned before may never end; it may also be about to plan, so
+a finding counts when a second comparison repeats it.
 """
 
 from __future__ import annotations
@@ -56,6 +49,7 @@ class CallLog:
     """Numbered log of step calls and prefetched batches. Each thread is at a point of its own."""
 
     def __init__(self) -> None:
+        """Creates an empty log."""
         self._reached: dict[str, float] = {CALLS: 0}  # the last point of each series that counts
         self._unplaced: Counter[str] = Counter()  # the last batch of each that was returned unplaced
         self._planned: set[ProgramPoint] = set()
@@ -108,6 +102,9 @@ class CallLog:
         """Records that a call has other arguments than the call of this step before."""
         self._planned.add(point)
         self._undecided.add(point.number)
+        if len(self._planned) > RETAINED_CALLS:
+            self._planned = {one for one in self._planned if not self._is_old(one)}
+            self._undecided = {one for one in self._undecided if one > self.calls - RETAINED_CALLS}
 
     def record_program(self, point: ProgramPoint, step: int, program: str) -> None:
         """Records the program that a step runs from a call on.
@@ -142,9 +139,6 @@ class CallLog:
         Returns:
           A process, and a call at which it ran another program than this one; at the second comparison that finds it.
         """
-        for point in [point for point in list(self._planned) if self._is_old(point)]:
-            self._planned.discard(point)
-            self._undecided.discard(point.number)
         points = {ProgramPoint(*point) for other in others.values() for point in other["planning"].items()}
         candidates = set(filter(self._has_passed, points))
         self._passed += sorted((candidates & self._candidates).difference(self._passed))
@@ -167,10 +161,12 @@ class CallLog:
         return changes[position - 1][1] if position else None
 
     def _has_passed(self, point: ProgramPoint) -> bool:
+        """Returns whether this process has reached a point without planning there."""
         reached = self._unplaced[point.series] < point.number <= self._reached.get(point.series, 0)
         return reached and point not in self._planned and not self._is_old(point)
 
     def _is_old(self, point: ProgramPoint) -> bool:
+        """Returns whether nothing is known of a call any more."""
         return point.series == CALLS and point.number <= self.calls - RETAINED_CALLS
 
 

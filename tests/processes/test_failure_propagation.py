@@ -26,7 +26,7 @@ def test_who_is_left_by_an_exception_of_its_own_follows_nobody(processes: Proces
     """Only a process whose error comes after another's, and is another, names that one."""
     monitors = [FailureMonitor() for _ in range(processes.count)]
     for one in monitors:
-        one._boards = Board("failures"), Board("calls")
+        one._board = Board("status")
     here = monitors[0]
     assert here._find_predecessor("ValueError: no data") is None
     processes.act_as(1)
@@ -36,7 +36,7 @@ def test_who_is_left_by_an_exception_of_its_own_follows_nobody(processes: Proces
     assert here._find_predecessor("ValueError: no data") is None  # all are refused for the same reason
     assert here._find_predecessor("Gloo: connection closed") == failed
     processes.act_as(2)
-    monitors[2]._post("over", Failure(2, "the end of its program", 1, False))
+    monitors[2]._post(over=Failure(2, "the end of its program", 1, False))
     processes.act_as(0)
     for _ in range(2):
         here.call_log.begin_call()
