@@ -41,7 +41,7 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
-from alpa_lite.processes import plan_broadcast
+from alpa_lite.processes.plan_broadcast import PlanBroadcast
 from alpa_lite.report import sentences, units
 from alpa_lite.runner import Passes, passes
 from alpa_lite.stack_chunk import with_large_stack_chunk
@@ -93,7 +93,7 @@ def compile_step(
     cluster = replace(cluster, overlap=cluster.overlap or options.overlap)
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     asked = PlanRequest(options, cluster, trace, pins, like)
-    others = plan_broadcast.open_plan(name, shared)
+    others = PlanBroadcast(name, shared)
     with reduced_gc(), _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)

@@ -83,7 +83,7 @@ class Collective:
 
     def __init__(
         self, kind: str, activity: str, *, seconds: float | None = None, error: type[AlpaLiteError] = ProcessError,
-        remedy: str = _REMEDY,
+        remedy: str = _REMEDY, local: bool = False,
     ) -> None:  # fmt: skip
         """Args:
         kind: namespace; collectives of one kind are numbered.
@@ -91,9 +91,10 @@ class Collective:
         seconds: how long to wait for another process; by default `timeout()`.
         error: class of errors that are not one of alpa_lite's.
         remedy: end of the message about a process that did not respond.
+        local: whether this process takes part alone.
         """
-        self.process, self.count = jax.process_index(), jax.process_count()
-        self._kind, self._number = kind, next(_numbers[kind])
+        self.process, self.count = (0, 1) if local else (jax.process_index(), jax.process_count())
+        self._kind, self._number = kind, -1 if local else next(_numbers[kind])
         self._activity, self._error, self._remedy = activity, error, remedy
         self._seconds = timeout() if seconds is None else seconds
         self._round, self._sent = 0, False
@@ -234,15 +235,6 @@ class Board:
                 return {}
             raise
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
-
-
-def gather(value: Any, activity: str) -> list[Any]:
-    """Returns the JSON values of all processes, by index. All must call it, equally often.
-
-    Raises:
-      ProcessError: a process did not respond in time.
-    """
-    return Collective("gather", activity).gather("value", lambda: value)
 
 
 def describe_error(error: BaseException) -> str:

@@ -13,10 +13,9 @@ goes on without planning, since its arguments have not changed, is noticed by th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,31 +36,24 @@ _MACHINE_FIELDS = ("device", "platform", "devices_per_node", "nodes", "topology"
 """Fields of a cluster that must be equal in all processes. Rates may differ, and those of process 0 count."""
 
 
-class LocalPlan:
-    """Planning in one process, without communication."""
+class PlanBroadcast(Collective):
+    """Planning of a step: in all processes, or in this one alone. All create the shared ones in the same order."""
 
-    @contextlib.contextmanager
-    def error_scope(self) -> Iterator[None]:
-        """Does nothing."""
-        yield
-
-    def plan(
-        self, step: Step, request: PlanRequest, make: Callable[[], tuple[Plan, Staged]],
-        replay: Callable[[Plan], Staged],
-    ) -> tuple[Plan, Staged]:  # fmt: skip
-        """Returns the plan and the divided step that `make` gives."""
-        return make()
-
-
-class PlanBroadcast(Collective, LocalPlan):
-    """Planning in all processes. Each creates one for each planning, in the same order."""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shared: bool) -> None:
         """Args:
-        name: of the step.
+          name: of the step.
+          shared: whether all processes plan together.
+
+        Raises:
+          ProcessError: this is one process of several, but it has not joined the others.
         """
-        super().__init__("plan", f"planning {name}")
-        self._name, self._point = name, monitor.announce_planning()
+        super().__init__("plan", f"planning {name}", local=not shared)
+        self._name, self._point = name, None
+        if self.count > 1:
+            monitor.start()
+            self._point = monitor.announce_planning()
+        elif shared:
+            check_joined(name)
 
     def check_peers(self) -> None:
         """Raises ProcessError if another process passed this point of the program without planning."""
@@ -82,13 +74,17 @@ class PlanBroadcast(Collective, LocalPlan):
           ProcessError: the processes do not trace the same step, or one did not respond in time.
           AlpaLiteError: raised by any process.
         """
+        if self.count == 1:
+            return make()
         made: list[tuple[Plan, Staged]] = []
 
         def make_plan() -> Any:
+            """Plans, and returns the plan as JSON values."""
             made.append(make())
             return made[0][0].to_json()
 
         def replay_plan() -> str:
+            """Replays the broadcast plan, and returns the digest of the program."""
             if not made:
                 plan = Plan.from_json(data, "the plan of process 0")
                 made.append((plan, replay(plan)))
@@ -101,26 +97,13 @@ class PlanBroadcast(Collective, LocalPlan):
         return made[0]
 
     def _check_digests(self, digests: Sequence[str]) -> None:
+        """Raises ProcessError unless all processes have written the same program."""
         wrong = [str(number) for number, one in enumerate(digests) if one != digests[0]]
         if wrong:
             raise ProcessError(
                 f"{self._name}: processes {', '.join(wrong)} write another program from the plan of process 0 than it "
                 "does, so nothing has run; all must have the same versions of Python, NumPy and JAX"
             )
-
-
-def open_plan(name: str, shared: bool) -> LocalPlan:
-    """Returns what plans a step: with the other processes, if it is shared and there are any.
-
-    Raises:
-      ProcessError: this is one process of several, but it has not joined the others.
-    """
-    if shared and jax.process_count() > 1:
-        monitor.start()
-        return PlanBroadcast(name)
-    if shared:
-        check_joined(name)
-    return LocalPlan()
 
 
 def common_cluster(here: Cluster) -> Cluster:
@@ -135,6 +118,7 @@ def common_cluster(here: Cluster) -> Cluster:
 
 
 def _merge(clusters: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the first of some clusters as JSON values, with the least memory."""
     first = clusters[0]
     for process, other in enumerate(clusters):
         unlike = [name for name in _MACHINE_FIELDS if first[name] != other[name]]

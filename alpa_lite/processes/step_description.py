@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from alpa_lite.paths import shown
 from alpa_lite.program import Program
 
 MAX_NAMED = 3
-"""The most differences of one kind that a message names."""
+"""The most differences that a message names."""
 
-_KEY_MESSAGES = {
+_DIGESTS = {
     "program": "the step has the same operations, in another order or with other parameters",
     "constants": "arrays that the step closes over have other values",
     "options": "the options of parallelize are others",
@@ -30,20 +30,24 @@ _KEY_MESSAGES = {
 }
 
 
-def describe_step(step: Step, request: PlanRequest) -> dict[str, Any]:
-    """Returns what a process traced, as JSON values.
+def describe_step(step: Step, request: PlanRequest) -> dict[str, dict[str, Any]]:
+    """Returns what a process traced, as JSON values in levels: where one level differs, the next ones are not named.
 
-    `key` has what the plan depends on (`plan_cache.key_of`) and the values of closed-over constants; `arguments` the
-    type of each flat argument by its path; `operations` the number of operations of each name, those of loop bodies
-    included; `devices` the number of devices of this process.
+    `values` has the versions, the number of devices, and the type of each flat argument by its path; `operations` the
+    number of operations of each name, those of loop bodies included; `digests` all else that the plan depends on.
     """
     graph = step.traced.graph
+    digests = {**plan_cache.key_of(step, request), "constants": _digest_constants(graph.constants)}
     types = [f"{graph.values[n].dtype}{list(graph.values[n].shape)}" for n in graph.block.inputs]
     return {
-        "key": {**plan_cache.key_of(step, request), "constants": _digest_constants(graph.constants)},
-        "arguments": {shown(a.path): t for a, t in zip(step.traced.arguments, types, strict=False)},
+        "values": {
+            "JAX": digests.pop("jax"),
+            "alpa_lite": digests.pop("alpa_lite"),
+            "number of devices": jax.local_device_count(),
+            **{shown(a.path): t for a, t in zip(step.traced.arguments, types, strict=False)},
+        },
         "operations": Counter(op.name for op in graph.ops()),
-        "devices": jax.local_device_count(),
+        "digests": digests,
     }
 
 
@@ -54,7 +58,7 @@ def check_same_step(descriptions: Sequence[Mapping[str, Any]], name: str) -> Non
       descriptions: of `describe_step`, by process.
       name: of the step.
     """
-    found = [list(_differences(descriptions[0], other, p)) for p, other in enumerate(descriptions)]
+    found = [_differences(descriptions[0], other, process) for process, other in enumerate(descriptions)]
     lines = [line for lines in found for line in lines]
     if lines:
         count = sum(map(bool, found))
@@ -66,55 +70,27 @@ def check_same_step(descriptions: Sequence[Mapping[str, Any]], name: str) -> Non
         )
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any], process: int) -> Iterable[str]:
-    """Returns how the description of a process (`there`) differs from that of process 0 (`here`).
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any], process: int) -> list[str]:
+    """Returns how the description of a process (`there`) differs from that of process 0 (`here`)."""
 
-    The first of these levels that differs: versions, devices and arguments; operations; parts of the key.
-    """
-    keys = here["key"], there["key"]
-    found = [
-        f"{package} is {keys[1][part]} in process {process}, {keys[0][part]} in process 0"
-        for part, package in (("jax", "JAX"), ("alpa_lite", "alpa_lite")) if keys[0][part] != keys[1][part]
-    ]  # fmt: skip
-    if here["devices"] != there["devices"]:
-        found.append(f"process {process} has {there['devices']} devices, process 0 has {here['devices']}")
-    found += _argument_differences(here["arguments"], there["arguments"], process)
-    if found:
-        return found
-    if here["operations"] != there["operations"]:
-        return [_operation_difference(here["operations"], there["operations"], process)]
+    def changed(level: str, default: Any) -> list[tuple[str, Any, Any]]:
+        one, other = here[level], there[level]
+        both = [(label, other.get(label, default), one.get(label, default)) for label in {**one, **other}]
+        return [(label, b, a) for label, b, a in both if a != b]
+
+    if values := changed("values", "absent"):
+        return [f"{label} is {b} in process {process}, {a} in process 0" for label, b, a in values]
+    if operations := changed("operations", 0):
+        counts = [f"{b} {label} instead of {a}" for label, b, a in sorted(operations)]
+        return [
+            f"the step has {sum(there['operations'].values())} operations in process {process}, "
+            f"{sum(here['operations'].values())} in process 0: {', '.join(counts[:MAX_NAMED])}"
+            f"{', ...' * (len(counts) > MAX_NAMED)}"
+        ]
     return [
-        f"{_KEY_MESSAGES.get(part, f'its {part} are others')}, in process {process} than in process 0"
-        for part in keys[0] if keys[0][part] != keys[1].get(part)
-    ]  # fmt: skip
-
-
-def _argument_differences(here: Mapping[str, str], there: Mapping[str, str], process: int) -> list[str]:
-    changed = [path for path in here if path in there and here[path] != there[path]]
-    found = [f"{path} is {there[path]} in process {process}, {here[path]} in process 0" for path in changed[:MAX_NAMED]]
-    if len(changed) > MAX_NAMED:
-        found.append(f"{len(changed) - MAX_NAMED} more arguments have other types")
-    for one, other, owner in ((here, there, 0), (there, here, process)):
-        alone = [path for path in one if path not in other]
-        if alone:
-            found.append(f"only process {owner} has {_listed(alone, ' and {} more')}")
-    return found
-
-
-def _operation_difference(here: Mapping[str, int], there: Mapping[str, int], process: int) -> str:
-    changed = [
-        f"{there.get(name, 0)} {name} instead of {here.get(name, 0)}"
-        for name in sorted({*here, *there}) if here.get(name, 0) != there.get(name, 0)
-    ]  # fmt: skip
-    return (
-        f"the step has {sum(there.values())} operations in process {process}, {sum(here.values())} in process 0: "
-        f"{_listed(changed, ', ...')}"
-    )
-
-
-def _listed(items: Sequence[str], more: str) -> str:
-    rest = len(items) - MAX_NAMED
-    return ", ".join(items[:MAX_NAMED]) + (more.format(rest) if rest > 0 else "")
+        f"{_DIGESTS.get(label, f'its {label} are others')}, in process {process} than in process 0"
+        for label, *_ in changed("digests", None)
+    ]
 
 
 def program_digest(program: Program) -> str:

@@ -37,7 +37,15 @@ def test_one_process_calls_its_functions_alone(monkeypatch: pytest.MonkeyPatch) 
     assert one.broadcast("value", lambda: 1) == 1 and one.gather("value", lambda: 2) == [2]
     with pytest.raises(KeyError), one.error_scope():
         raise KeyError("its own")
-    assert channel.gather(3, "testing") == [3]
+
+
+def test_a_local_collective_does_not_count(processes: Processes) -> None:
+    def program(index: int) -> Any:
+        if index == 1:
+            assert Collective("test", "testing", local=True).gather("value", lambda: index) == [1]
+        return Collective("test", "testing").gather("value", lambda: index)
+
+    assert processes.run(program) == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
