@@ -107,15 +107,7 @@ class Collective:
           name: of this round, for error messages.
           seconds: how long to wait for process 0.
         """
-        if self.count == 1:
-            return make()
-        if self.process == 0:
-            value = self._made(name, make)
-            self._send({"name": name, "value": value})
-        else:
-            value = self._receive(0, name, self._seconds + REPLY_MARGIN if seconds is None else seconds)
-        self._end_round()
-        return value
+        return make() if self.count == 1 else self._reply(name, make, seconds)
 
     def gather(self, name: str, make: Callable[[], Any], combine: Callable[[list[Any]], Any] = list) -> Any:
         """Returns to all processes what process 0 combines of the JSON values that all processes make.
@@ -126,14 +118,11 @@ class Collective:
         """
         if self.count == 1:
             return combine([make()])
-        value = self._made(name, make)
-        if self.process == 0:
-            value = self._combined(name, json.loads(json.dumps(value)), combine)
-        else:
-            self._send({"name": name, "value": value})
-            value = self._receive(0, name, self._seconds + REPLY_MARGIN)
-        self._end_round()
-        return value
+        with self.error_scope():
+            own = json.loads(json.dumps(make()))
+        if self.process > 0:
+            self._send({"name": name, "value": own})
+        return self._reply(name, lambda: self._combine(name, own, combine))
 
     @contextlib.contextmanager
     def error_scope(self) -> Iterator[None]:
@@ -150,29 +139,33 @@ class Collective:
     def check_peers(self) -> None:
         """Called every few seconds while this process waits; an error that it raises ends the wait."""
 
-    def _made(self, name: str, make: Callable[[], Any]) -> Any:
-        with self.error_scope():
-            return make()
+    def _reply(self, name: str, make: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Ends a round by the value that process 0 makes, and the others receive."""
+        if self.process == 0:
+            with self.error_scope():
+                value = make()
+                self._send({"name": name, "value": value})
+        else:
+            value = self._receive(0, name, self._seconds + REPLY_MARGIN if seconds is None else seconds)
+        self._round, self._sent = self._round + 1, False
+        return value
 
-    def _combined(self, name: str, own: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Collects the values of all processes and sends what is combined of them. Process 0 calls it."""
+    def _combine(self, name: str, own: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Returns what process 0 combines of the values of all; the others raise its error without a prefix."""
         until = time.monotonic() + self._seconds
         try:
             others = [self._receive(p, name, until - time.monotonic()) for p in range(1, self.count)]
-            value = combine([own, *others])
+            self._remove_old()
+            return combine([own, *others])
         except Exception as error:
             self._send_error(error, str(error))
             raise
-        self._send({"name": name, "value": value})
-        self._remove_old()  # all have begun this one
-        return value
-
-    def _end_round(self) -> None:
-        self._round, self._sent = self._round + 1, False
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Puts the one message of this process in this round."""
+        text = json.dumps(message)
         self._sent = True
-        _put(self._client, f"{self._prefix(self._number)}/{self._round}/{self.process}", json.dumps(message))
+        _put(self._client, f"{self._prefix(self._number)}/{self._round}/{self.process}", text)
 
     def _send_error(self, error: BaseException, text: str) -> None:
         if self._client is not None:
@@ -180,6 +173,7 @@ class Collective:
                 self._send({"error": type(error).__name__, "text": text})
 
     def _receive(self, process: int, name: str, seconds: float) -> Any:
+        """Returns the value that a process sends in this round, or raises the error that it sends."""
         key = f"{self._prefix(self._number)}/{self._round}/{process}"
         text = _get(self._client, key, seconds, self.check_peers)
         if text is None:
@@ -198,6 +192,7 @@ class Collective:
         return f"alpa_lite/{self._kind}/{number}"
 
     def _remove_old(self) -> None:
+        """Removes messages of earlier collectives, once all processes have begun this one."""
         first, last = _oldest[self._kind], self._number - RETAINED_COLLECTIVES
         for number in range(first, last):
             self._client.key_value_delete(self._prefix(number))
@@ -212,9 +207,7 @@ class Board:
         self._client, self._prefix = _jax.coordination_client(), f"alpa_lite/{topic}/"
 
     def post(self, value: Any) -> None:
-        """Replaces the value of this process; None removes it. Without the store it does nothing: JAX ends processes
-        that lose it.
-        """
+        """Replaces the value of this process; None removes it. Does nothing where the store is lost, as JAX reacts."""
         if self._client is None:
             return
         key = f"{self._prefix}{jax.process_index()}"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
+
 import pytest
 
+from alpa_lite.processes import effects, failure_propagation
 from alpa_lite.processes.channel import Board
 from alpa_lite.processes.failure_propagation import Failure, FailureMonitor, find_reasons
 from tests.marks import thorough
@@ -43,6 +48,33 @@ def test_who_is_left_by_an_exception_of_its_own_follows_nobody(processes: Proces
     assert here._find_predecessor("Gloo: connection closed") == failed
     here.report_end(KeyError("a callback of its own"))
     assert here._find_predecessor("XlaRuntimeError: what the devices make of it") is None
+
+
+@pytest.mark.parametrize("declined", ["", "excepthook", "atexit", "exit", "all"])
+def test_each_effect_on_the_process_can_be_declined(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, declined: str
+):
+    monkeypatch.setenv(effects.DECLINE_VARIABLE, declined)
+    monkeypatch.setattr(failure_propagation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(failure_propagation, "GRACE_SECONDS", 0.02)
+    hook, codes, registered, ended = sys.excepthook, [], [], threading.Event()
+    monkeypatch.setattr(sys, "excepthook", hook)
+    monkeypatch.setattr(atexit, "register", lambda function, *_: registered.append(function))
+    monkeypatch.setattr(effects, "exit_process", lambda code, _: codes.append(code))
+    monkeypatch.setattr(failure_propagation, "_log_end", lambda *_: ended.set())
+    one = FailureMonitor()
+    one.start()
+    assert (sys.excepthook is hook) == (declined in ("excepthook", "all"))
+    assert (not registered) == (declined in ("atexit", "all"))
+    processes.act_as(1)
+    other = FailureMonitor()
+    other._board = Board("status")
+    other.report_end(ValueError("no data"))
+    assert ended.wait(timeout=60)
+    for thread in threading.enumerate():
+        if thread.name == "alpa_lite failure monitor":
+            thread.join(timeout=60)
+    assert codes == [] if declined in ("exit", "all") else codes == [1]
 
 
 @pytest.mark.slow
