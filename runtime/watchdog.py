@@ -216,13 +216,13 @@ class InstructionTracker:
             pending = [_is_pending(array) for array in self._arrays[number] if _exists(array)]
             if any(pending):
                 between = sum(bool(self._outputs[n]) for n in range(done + 1, number))
-                since = f", or one of the {between} since {self._named(done)}" if done >= 0 else ", or one before"
-                return self._named(number) + (since if between else "")
+                since = f", or one of the {between} since {self._name(done)}" if done >= 0 else ", or one before"
+                return self._name(number) + (since if between else "")
             if pending:
                 done = number
-        return f"starting {self._named(issued)}" if issued < len(self._outputs) else "all instructions done"
+        return f"starting {self._name(issued)}" if issued < len(self._outputs) else "all instructions done"
 
-    def _named(self, number: int) -> str:
+    def _name(self, number: int) -> str:
         return f"instruction {number + 1} of {len(self._outputs)}, {self._describe(number)}"
 
 

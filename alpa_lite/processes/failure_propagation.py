@@ -135,7 +135,7 @@ class FailureMonitor:
     def report_end(self, error: Exception) -> None:
         """Posts that this process does not go on, or not as the others need it."""
         if self.is_running:
-            self._post(end=Failure(jax.process_index(), _line(error), self.call_log.calls, True))
+            self._post(end=Failure(jax.process_index(), _summarise(error), self.call_log.calls, True))
 
     def _post(self, **failures: Failure) -> None:
         """Posts the call log and the failures of this process, if they have changed.
@@ -190,7 +190,7 @@ class FailureMonitor:
             "process must give arrays of the same global shapes and dtypes, in equally many calls"
         )
         # The one with the higher index stands for what is wrong: the other one ends first, and process 0 with it.
-        self._post(mismatch=Failure(max(own, process), _line(error), call, True))
+        self._post(mismatch=Failure(max(own, process), _summarise(error), call, True))
 
     def _chain_excepthook(self) -> None:
         """Posts exceptions that nobody catches, after the hook of the program has shown them."""
@@ -199,7 +199,7 @@ class FailureMonitor:
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             before(kind, error, trace)
             if isinstance(error, Exception):
-                self._predecessor = self._find_predecessor(_line(error))
+                self._predecessor = self._find_predecessor(_summarise(error))
                 self.report_end(error)
 
         sys.excepthook = hook
@@ -252,7 +252,7 @@ class FailureMonitor:
                 time.sleep(0.1)
 
 
-def _line(error: Exception) -> str:
+def _summarise(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]
 
 

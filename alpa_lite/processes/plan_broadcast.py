@@ -76,25 +76,25 @@ class PlanBroadcast(Collective):
         """
         if self.count == 1:
             return make()
-        made: list[tuple[Plan, Staged]] = []
+        planned: list[tuple[Plan, Staged]] = []
 
         def make_plan() -> Any:
             """Plans, and returns the plan as JSON values."""
-            made.append(make())
-            return made[0][0].to_json()
+            planned.append(make())
+            return planned[0][0].to_json()
 
         def replay_plan() -> str:
             """Replays the broadcast plan, and returns the digest of the program."""
-            if not made:
+            if not planned:
                 plan = Plan.from_json(data, "the plan of process 0")
-                made.append((plan, replay(plan)))
-            return program_digest(made[0][1].program)
+                planned.append((plan, replay(plan)))
+            return program_digest(planned[0][1].program)
 
         self.gather("step", lambda: describe_step(step, request), lambda found: check_same_step(found, self._name))
         data = self.broadcast("plan", make_plan, math.inf)
         self.gather("program", replay_plan, self._check_digests)
         logger.info("%s: %s processes run the plan of process 0", self._name, self.count)
-        return made[0]
+        return planned[0]
 
     def _check_digests(self, digests: Sequence[str]) -> None:
         """Raises ProcessError unless all processes have written the same program."""
