@@ -146,7 +146,7 @@ class Builder:
         movers: dict[Any, Mover | MoverAcross] = {}
         others = {*program.outputs, *(buffer for transfer in program.transfers for buffer in transfer.sent)}
         labels: dict[int, Sequence[Any]] = {}  # of the arrays of each transfer to other processes
-        for mesh, position in ordering.issued(program, processes) if several else program.order:
+        for mesh, position in ordering.issue_order(program, processes) if several else program.order:
             item = program.lists[mesh][position]
             match item:
                 case Run() if self.here[mesh]:

@@ -1,13 +1,13 @@
-"""Starts the processes of a script on this machine, as a cluster's scheduler would: for development only.
+"""Launches the processes of a script on this machine, as a cluster's scheduler would: for development only.
 
-`alpa-lite launch -n 4 --devices-per-process 2 -- train.py` is how a script for many machines is tried on one. Nothing
-here takes part in what the processes do: they find each other through `jax.distributed`, which reads the variables
-that SLURM sets for its tasks (`SLURM_NTASKS`, `SLURM_PROCID`, ...) and `JAX_COORDINATOR_ADDRESS`. These are what each
-process is given, so that a plain `jax.distributed.initialize()` works in the script, here as there.
+`alpa-lite launch -n 4 --devices-per-process 2 -- train.py` tries a script for many machines on one. The processes find
+each other through `jax.distributed`, which reads the variables that SLURM sets for its tasks (`SLURM_NTASKS`,
+`SLURM_PROCID`, ...) and `JAX_COORDINATOR_ADDRESS`. Each process gets these, so that a plain
+`jax.distributed.initialize()` works in the script, here as there.
 
-What is started is ended: when a process fails, when the launcher gets SIGINT or SIGTERM (which it hands on first), and
-when the launcher itself is killed, for which Linux sends each process SIGKILL (`PR_SET_PDEATHSIG`). Each process leads
-a process group of its own, so that what it has started in turn is ended with it, except in the last case.
+All processes are ended when one fails, when the launcher gets SIGINT or SIGTERM (which it forwards first), and when the
+launcher itself is killed, for which Linux sends each process SIGKILL (`PR_SET_PDEATHSIG`). Each process leads a process
+group of its own, so that its descendants are ended with it, except in the last case.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from alpa_lite.errors import OptionError
 
 HOST = "127.0.0.1"
-_ASK = """
+_DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 if os.getppid() == int(sys.argv[1]):  # else it has been killed meanwhile
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-_POLL = 0.02  # seconds
-_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_POLL_SECONDS = 0.02
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "JAX_COORDINATOR_", "JAX_LOCAL_DEVICE_IDS")
-"""What a job that this launcher runs in has set for its own processes."""
-
-Say = Callable[[str], None]
+"""Prefixes of variables of a job that this launcher runs in, which do not hold for its processes."""
 
 
 def launch(
@@ -50,18 +48,16 @@ def launch(
     platform: str | None = None,
     port: int | None = None,
     grace: float = 10.0,
-    say: Say | None = None,
 ) -> int:
     """Runs a command in several processes that `jax.distributed.initialize()` joins; waits for all of them.
 
     Args:
       command: a Python script and its arguments; `-m` and a module; or any program and its arguments.
-      processes: how many.
+      processes: their number.
       devices_per_process: virtual devices of the CPU, or the share of this machine's accelerators.
-      platform: that JAX shall use, such as "cpu"; by default what JAX finds.
+      platform: that JAX shall use, such as "cpu"; by default the one that JAX finds.
       port: of the coordinator, which process 0 starts; by default one that is free.
       grace: seconds between the signal that asks a process to end and SIGKILL.
-      say: gets a line for each event; by default standard error does.
 
     Returns:
       0 if all processes ended with 0; else the exit code of the first that did not, 128 and the signal's number if a
@@ -70,19 +66,16 @@ def launch(
     Raises:
       OptionError: there is no such script, or the port is in use.
     """
-    argv = arguments(command)
-    address = f"{HOST}:{free_port(port)}"
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    group = _Group(say, grace)
-    with group.ended_at_last():
+    argv, address = resolve_command(command), f"{HOST}:{find_free_port(port)}"
+    group = _ProcessGroup(grace)
+    with group.terminated_at_exit():
         for number in range(processes):
-            group.start(argv, environment(os.environ, number, processes, devices_per_process, platform, address))
-        group.follow()
+            group.start(argv, make_environment(os.environ, number, processes, devices_per_process, platform, address))
         return group.wait()
 
 
-def arguments(command: Sequence[str]) -> list[str]:
-    """The command that a process runs: scripts and modules by this Python, unbuffered.
+def resolve_command(command: Sequence[str]) -> list[str]:
+    """Returns the command that a process runs: scripts and modules by this Python, unbuffered.
 
     Raises:
       OptionError: there is no such script or program.
@@ -95,12 +88,12 @@ def arguments(command: Sequence[str]) -> list[str]:
             raise OptionError(f"the script {first!r} does not exist; name a Python file, or -m and a module")
         return [sys.executable, "-u", *command]
     if shutil.which(first) is None:
-        raise OptionError(f"{first!r} is no Python file, and no program of that name is found")
+        raise OptionError(f"{first!r} is not a Python file, and no program of that name is found")
     return list(command)
 
 
-def free_port(wanted: int | None) -> int:
-    """A port of this machine that nobody listens on: the wanted one, or any.
+def find_free_port(wanted: int | None = None) -> int:
+    """Returns a port of this machine that nobody listens on: the wanted one, or any.
 
     Raises:
       OptionError: the wanted one is in use.
@@ -115,16 +108,15 @@ def free_port(wanted: int | None) -> int:
         return int(listener.getsockname()[1])
 
 
-def environment(
+def make_environment(
     base: Mapping[str, str], number: int, processes: int, devices: int, platform: str | None, address: str
 ) -> dict[str, str]:
-    """The environment of one process: what stock JAX reads.
+    """Returns the environment of one process, with the variables that stock JAX reads.
 
     Without `JAX_LOCAL_DEVICE_IDS` JAX would give each task of a SLURM job one accelerator. CPU devices are virtual, and
     their number is each process's own.
     """
-    devices_of_it = range(number * devices, (number + 1) * devices)
-    given = {
+    job = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(processes),
@@ -132,69 +124,63 @@ def environment(
         "SLURM_LOCALID": str(number),
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
-        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices_of_it)),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(number * devices, (number + 1) * devices))),
         "JAX_NUM_CPU_DEVICES": str(devices),
-    }
-    if platform is not None:
-        given["JAX_PLATFORMS"] = platform
-    return {name: value for name, value in base.items() if not name.startswith(_OTHER_LAUNCHERS)} | given
+    } | ({} if platform is None else {"JAX_PLATFORMS": platform})
+    return {name: value for name, value in base.items() if not name.startswith(_OTHER_LAUNCHERS)} | job
 
 
-class _Group:
+class _ProcessGroup:
     """The processes of one launch."""
 
-    def __init__(self, say: Say, grace: float) -> None:
-        self._say, self._grace = say, grace
-        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number; not reaped, so that the id stays theirs
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
         self._all: list[subprocess.Popen[bytes]] = []
+        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number; not reaped, so that the id stays theirs
         self._printers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
-        self._kill_at: float | None = None  # when those that are asked to end get SIGKILL
-        self._received: int | None = None
+        self._kill_at: float | None = None  # when processes that were asked to end get SIGKILL
+        self._signalled = False
 
     def start(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Starts the next process."""
+        """Starts the next process, and threads that print its lines with its number in front."""
         number = len(self._all)
         process = subprocess.Popen(
-            [*_dying_with(os.getpid()), *argv], env=env, process_group=0,
+            [*_die_with_parent(), *argv], env=env, process_group=0,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._all.append(process)
         self._running[number] = process
-
-    def follow(self) -> None:
-        """Prints the lines of all processes, each with the number of its process in front."""
-        for number, process in enumerate(self._all):
-            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                thread = threading.Thread(target=self._print, args=(f"[{number}] ", stream, out), daemon=True)
-                thread.start()
-                self._printers.append(thread)
+        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            thread = threading.Thread(target=self._print, args=(f"[{number}] ", stream, out), daemon=True)
+            thread.start()
+            self._printers.append(thread)
 
     def wait(self) -> int:
-        """Waits until all have ended; the exit code of the launch."""
+        """Waits until all processes have ended. Returns the exit code of the launch."""
         first = 0
         while self._running:
-            for number, code in self._ended():
+            for number, code in self._collect_ended():
                 del self._running[number]
                 if code == 0:
                     continue
-                self._say(f"process {number} {_in_words(code)}")
+                _report(f"process {number} {_describe_code(code)}")
                 if first == 0:
                     first = code if code > 0 else 128 - code
-                    if self._running and self._received is None:
-                        self._say(f"ending the other processes: {', '.join(map(str, self._running))}")
+                    if self._running and not self._signalled:
+                        _report(f"ending the other processes: {', '.join(map(str, self._running))}")
                         self._ask_to_end(signal.SIGTERM)
             if self._kill_at is not None and time.monotonic() > self._kill_at and self._running:
-                self._say(f"killing what did not end within {self._grace:g} s: {', '.join(map(str, self._running))}")
+                _report(f"killing what did not end within {self._grace:g} s: {', '.join(map(str, self._running))}")
                 self._signal(signal.SIGKILL)
                 self._kill_at = None
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
         return first
 
     @contextlib.contextmanager
-    def ended_at_last(self) -> Iterator[None]:
-        """Hands on SIGINT and SIGTERM while its body runs, and kills what is left then, descendants too."""
-        before = {one: signal.signal(one, self._hand_on) for one in _FORWARDED}
+    def terminated_at_exit(self) -> Iterator[None]:
+        """Forwards SIGINT and SIGTERM while its body runs, and kills what is left then, descendants too."""
+        before = {one: signal.signal(one, self._forward) for one in _FORWARDED_SIGNALS}
         try:
             yield
         finally:
@@ -206,10 +192,10 @@ class _Group:
             for one, handler in before.items():
                 signal.signal(one, handler)
 
-    def _hand_on(self, number: int, _: Any) -> None:
-        """A signal to the launcher goes to every process; a second one kills them."""
-        again, self._received = self._received is not None, number
-        self._say(f"{signal.Signals(number).name} {'again: killing' if again else 'handed on to'} all processes")
+    def _forward(self, number: int, _: Any) -> None:
+        """Sends a signal of the launcher to every process; a second one kills them."""
+        again, self._signalled = self._signalled, True
+        _report(f"{signal.Signals(number).name} {'again: killing' if again else 'forwarded to'} all processes")
         if again:
             self._signal(signal.SIGKILL)
         else:
@@ -223,8 +209,8 @@ class _Group:
         for process in self._running.values():
             _signal_group(process, number)
 
-    def _ended(self) -> list[tuple[int, int]]:
-        """Number and exit code of those that have ended since; a signal's number is negative."""
+    def _collect_ended(self) -> list[tuple[int, int]]:
+        """Returns number and exit code of those that have ended since; a signal's number is negative."""
         out = []
         for number, process in self._running.items():
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -241,12 +227,17 @@ class _Group:
                     out.flush()
 
 
-def _dying_with(parent: int) -> list[str]:
-    """What a new process is before it becomes its program: it asks to be killed when its parent is. Only Linux can.
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> list[str]:
+    """Returns a command prefix that sets PR_SET_PDEATHSIG and then executes the program. Only Linux has it.
 
     `preexec_fn` would do this between fork and exec, where no Python code is safe in a process with threads.
     """
-    return [sys.executable, "-I", "-S", "-c", _ASK, str(parent)] if sys.platform.startswith("linux") else []
+    linux = sys.platform.startswith("linux")
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())] if linux else []
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -256,5 +247,5 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
             os.killpg(process.pid, number)
 
 
-def _in_words(code: int) -> str:
+def _describe_code(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"

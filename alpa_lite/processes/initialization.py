@@ -1,8 +1,8 @@
-"""Joins the processes of a job: `jax.distributed.initialize`, with what goes wrong said in words and in time.
+"""Joins the processes of a job: `jax.distributed.initialize`, with errors that name the address, and in time.
 
-What stock JAX (0.10.2 and 0.12, measured) does without it: a coordinator's port that is in use ends process 0 with a
-segmentation fault or "Failed to start RPC server"; a coordinator that cannot be reached aborts the process from C++
-after the whole time with "DEADLINE_EXCEEDED ... RegisterTask", which names neither the address nor who is missing.
+Without it, stock JAX (0.10.2 and 0.12, measured) ends process 0 with a segmentation fault or "Failed to start RPC
+server" where the coordinator's port is in use, and aborts a process that cannot reach the coordinator from C++ after
+the whole time with "DEADLINE_EXCEEDED ... RegisterTask", which names neither the address nor who is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alpa_lite.errors import OptionError
 
 logger = logging.getLogger(__name__)
 
-_RETRY = 0.2  # seconds
+_RETRY_SECONDS = 0.2
 
 
 def initialize(
@@ -30,17 +30,17 @@ def initialize(
     heartbeat_timeout_seconds: int = 100,
     shutdown_timeout_seconds: int = 60,
 ) -> int:
-    """Makes this process one of a job's, if there is a job; else it stays alone, and the same script goes on.
+    """Joins this process to the others of its job, if there is a job; else it does nothing.
 
-    What is not given comes from where `jax.distributed` looks: SLURM, Kubernetes, Open MPI, TPU pods, and what
-    `alpa-lite launch` sets. Call it before anything that needs devices.
+    Arguments that are None come from where `jax.distributed` looks: SLURM, Kubernetes, Open MPI, TPU pods, and the
+    variables of `alpa-lite launch`. Call it before anything that needs devices.
 
     Args:
       coordinator_address: host and port of process 0.
-      num_processes, process_id: how many processes there are, and which this is.
+      num_processes, process_id: the number of processes, and the index of this one.
       timeout: seconds to wait for the other processes.
-      heartbeat_timeout_seconds: JAX's own: after so many seconds without a sign of life a process is lost, and every
-        other one is ended with a message that names it.
+      heartbeat_timeout_seconds: JAX's own: a process without a heartbeat for so long is lost, and every other one is
+        ended with a message that names it.
       shutdown_timeout_seconds: JAX's own: how long a process that ends waits for the others to end.
 
     Returns:
@@ -51,27 +51,27 @@ def initialize(
         known and not all are.
       RuntimeError: of JAX, if it has been used before.
     """
-    address, count, number = _jax.job_of(coordinator_address, num_processes, process_id, timeout)
-    if address is None and count is None and number is None:
+    job = _jax.job_of(coordinator_address, num_processes, process_id, timeout)
+    address, count, number = job
+    if job == (None, None, None):
         logger.info("no job found in the environment: this process is alone")
         return 1
     if address is None or count is None or number is None:
         raise OptionError(
-            f"coordinator_address={address!r}, num_processes={count!r}, process_id={number!r}: the job says some of "
-            "these and not all; give those that are None"
+            f"coordinator_address={address!r}, num_processes={count!r}, process_id={number!r}: the environment "
+            "defines only some of these; pass the missing ones explicitly"
         )
-    started = time.monotonic()
+    until = time.monotonic() + timeout
     if number == 0:
         _check_free(address)
     else:
         _wait_for(address, timeout, number)
     logger.info("process %d of %d: waiting for the others at %s, at most %g s", number, count, address, timeout)
-    left = max(1, int(timeout - (time.monotonic() - started)))
     jax.distributed.initialize(
         address,
         count,
         number,
-        initialization_timeout=left,
+        initialization_timeout=max(1, int(until - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
@@ -94,8 +94,8 @@ def _check_free(address: str) -> None:
             listener.bind(("", port))
         except OSError as error:
             raise OptionError(
-                f"process 0 cannot start the coordinator at {address}: {error.strerror}; end what uses port {port}, or "
-                "give all processes another port"
+                f"process 0 cannot start the coordinator at {address}: {error.strerror}; end the program that uses "
+                f"port {port}, or give all processes another port"
             ) from error
 
 
@@ -109,13 +109,14 @@ def _wait_for(address: str, timeout: float, number: int) -> None:
     until = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(_RETRY, min(5.0, until - time.monotonic()))).close()
+            wait = max(_RETRY_SECONDS, min(5.0, until - time.monotonic()))
+            socket.create_connection((host, port), timeout=wait).close()
             return
         except OSError as error:
             if time.monotonic() >= until:
                 raise OptionError(
                     f"process {number} cannot reach the coordinator at {address} after {timeout:g} s: "
-                    f"{error.strerror or error}; look whether process 0 runs and has not failed, and whether its host "
-                    "and port can be reached from here"
+                    f"{error.strerror or error}; check that process 0 runs and has not failed, and that its host and "
+                    "port can be reached from here"
                 ) from error
-            time.sleep(_RETRY)
+            time.sleep(_RETRY_SECONDS)

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from alpa_lite import collecting
+from alpa_lite import gc_pause
+from alpa_lite.errors import OptionError
+from alpa_lite.processes import effects
 
 FOUND = (700, 10, 10)
 
@@ -25,10 +27,11 @@ def thresholds() -> Iterator[None]:
 
 def test_the_first_raises_and_the_last_restores():
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(collecting.seldom())
-    second.enter_context(collecting.seldom())
+    first.enter_context(gc_pause.reduced_gc())
+    second.enter_context(gc_pause.reduced_gc())
     first.close()
-    assert gc.get_threshold() == (collecting.SELDOM, collecting.OLDER, *FOUND[2:])  # the second one still plans
+    # The second one still plans.
+    assert gc.get_threshold() == (gc_pause.MAX_YOUNG_OBJECTS, gc_pause.MIN_COLLECTIONS, *FOUND[2:])
     second.close()
     assert gc.get_threshold() == FOUND
 
@@ -38,7 +41,7 @@ def test_threads_that_overlap_leave_it_as_it_was():
     inside: list[int] = []
 
     def plan() -> None:
-        with collecting.seldom():
+        with gc_pause.reduced_gc():
             entered.wait(timeout=240)
             inside.append(gc.get_threshold()[0])
             leave.wait(timeout=240)
@@ -50,63 +53,56 @@ def test_threads_that_overlap_leave_it_as_it_was():
     leave.wait(timeout=240)
     for thread in threads:
         thread.join()
-    assert inside == [collecting.SELDOM] * 8
+    assert inside == [gc_pause.MAX_YOUNG_OBJECTS] * 8
     assert gc.get_threshold() == FOUND
 
 
 def test_an_error_restores_it():
-    with pytest.raises(ValueError, match="while planning"), collecting.seldom():
+    with pytest.raises(ValueError, match="while planning"), gc_pause.reduced_gc():
         raise ValueError("while planning")
     assert gc.get_threshold() == FOUND
 
 
 def test_thresholds_of_the_program_stay():
-    with collecting.seldom():
+    with gc_pause.reduced_gc():
         gc.set_threshold(5, 6, 7)
     assert gc.get_threshold() == (5, 6, 7)
     gc.set_threshold(0)
-    with collecting.seldom():
+    with gc_pause.reduced_gc():
         assert gc.get_threshold()[0] == 0
-    gc.set_threshold(10 * collecting.SELDOM, *FOUND[1:])
-    with collecting.seldom():
-        assert gc.get_threshold()[0] == 10 * collecting.SELDOM
+    gc.set_threshold(10 * gc_pause.MAX_YOUNG_OBJECTS, *FOUND[1:])
+    with gc_pause.reduced_gc():
+        assert gc.get_threshold()[0] == 10 * gc_pause.MAX_YOUNG_OBJECTS
     gc.set_threshold(*FOUND)
     gc.disable()
     try:
-        with collecting.seldom():
+        with gc_pause.reduced_gc():
             assert gc.get_threshold() == FOUND
     finally:
         gc.enable()
 
 
-def test_what_was_made_is_old_afterwards():
-    with collecting.seldom():
-        made = [[] for _ in range(2000)]
-    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
-    assert young.isdisjoint(map(id, made))
-    assert gc.get_freeze_count() < collecting.FROZEN
-
-
-def test_what_several_plans_leave_is_freed(monkeypatch: pytest.MonkeyPatch):
+def test_what_several_plans_leave_is_freed():
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
 
-    monkeypatch.setattr(collecting, "SELDOM", 10_000)
     alive: list[weakref.ref[Cycle]] = []
     for _ in range(12):
-        with collecting.seldom():
+        with gc_pause.reduced_gc():
             alive += [weakref.ref(Cycle()) for _ in range(1_000)]
     assert sum(one() is not None for one in alive) < 10_000
 
 
-def test_what_the_program_has_frozen_stays_so():
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        assert frozen > collecting.FROZEN
-        with collecting.seldom():
-            pass
-        assert gc.get_freeze_count() >= 0.9 * frozen
-    finally:
-        gc.unfreeze()
+def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch):
+    for given in ("gc", "exit, gc", "all"):
+        monkeypatch.setenv(effects.DECLINE_VARIABLE, given)
+        with gc_pause.reduced_gc():
+            assert gc.get_threshold() == FOUND
+    monkeypatch.setenv(effects.DECLINE_VARIABLE, "exit")
+    with gc_pause.reduced_gc():
+        assert gc.get_threshold() != FOUND
+    monkeypatch.setenv(effects.DECLINE_VARIABLE, "garbage")
+    with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), gc_pause.reduced_gc():
+        pass
+    assert gc.get_threshold() == FOUND

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+import alpa_lite
 from alpa_lite import compiler
-from alpa_lite.frames import in_one_piece
+from alpa_lite.stack_chunk import with_large_stack_chunk
 
 DEPTHS, CALLS = range(0, 400, 2), 200
 
@@ -30,7 +31,7 @@ def faults(depth: int) -> int:
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="the chunks are CPython's")
 def test_no_depth_asks_for_a_page_with_every_call():
-    deep = in_one_piece(faults)
+    deep = with_large_stack_chunk(faults)
     assert max(deep(depth) for depth in DEPTHS) < CALLS // 4
 
 
@@ -39,7 +40,7 @@ def test_it_is_the_same_function():
         """A quotient."""
         return number / by
 
-    wide = in_one_piece(divided)
+    wide = with_large_stack_chunk(divided)
     assert wide(3.0) == 1.5
     assert wide(3.0, by=3.0) == 1.0
     assert inspect.signature(wide) == inspect.signature(divided)
@@ -49,10 +50,29 @@ def test_it_is_the_same_function():
 
 
 def test_functions_do_not_share_what_they_call():
-    first, second = in_one_piece(lambda: 1), in_one_piece(lambda: 2)
+    first, second = with_large_stack_chunk(lambda: 1), with_large_stack_chunk(lambda: 2)
     assert (first(), second(), first()) == (1, 2, 1)
 
 
-def test_steps_are_planned_so():
+def test_steps_are_planned_so(monkeypatch):
     """`compile_step` runs in a frame that is wider than any other."""
-    assert compiler.compile_step.__code__.co_stacksize > 2**16
+    widest = []
+
+    def tracer(*_):
+        frame = sys._getframe()
+        while frame is not None:
+            widest.append(frame.f_code.co_stacksize)
+            frame = frame.f_back
+        raise LookupError
+
+    monkeypatch.setattr(compiler, "tracer", tracer)
+    with pytest.raises(LookupError):
+        alpa_lite.make_plan(lambda x: x, 1.0, cluster=alpa_lite.Cluster.preset("a100"))
+    assert max(widest) > 2**16
+
+
+def test_it_can_be_declined(monkeypatch):
+    frames = with_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
+    assert frames() > 2**16
+    monkeypatch.setenv("ALPA_LITE_DECLINE", "stack")
+    assert frames() < 2**16
