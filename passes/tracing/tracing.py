@@ -1,12 +1,13 @@
 """From a Python training step to a `Traced` program. Nothing is executed.
 
 JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
-`arguments` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
-arrays and rebuilt inside (`modules`).
+`state` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
+arrays and rebuilt inside (`nnx_modules`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,22 +19,15 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Argument, Traced
-from alpa_lite.passes.tracing import (
-    arguments,
-    attention,
-    batches,
-    calls,
-    conversion,
-    nnx_modules,
-    references,
-    static_leaves,
-)
-from alpa_lite.passes.tracing.arguments import Argnums
+from alpa_lite.graph import Argument, Atom, Traced
+from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
+from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
+from alpa_lite.passes.tracing.batches import find_batch
 from alpa_lite.passes.tracing.constraints import constrained
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.jit_shardings import constrained_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
+from alpa_lite.passes.tracing.state import match_state
 from alpa_lite.paths import shown
 
 
@@ -88,42 +82,27 @@ def trace(
         jaxpr = run.jaxpr()
     graph = constrained(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
-    named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
-    owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
-    matched = arguments.match_state(
-        inputs,
-        outputs,
-        evidence,
-        batch=named or frozenset(),
-        known=frozenset(known),
-        named=owned,
-        batch_named=named is not None,
-    )
-    pairs = matched.pairs
-    state = frozenset(pairs.values())
-    if named is None and state:
+    batch_leaves = named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
+    state_leaves = named_leaves(calling, inputs, "state", state_argnums, state_argnames)
+    matched = match_state(inputs, outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
+    pairs, state = matched.pairs, frozenset(matched.pairs.values())
+    if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    weights = frozenset(known) | matched.differentiated
-    weights |= {i for i, module in enumerate(inputs.modules) if module}
-    numbers = {value: number for number, value in enumerate(graph.block.inputs[: len(inputs.paths)])}
-    kept = {value: number for value, number in numbers.items() if number not in state}  # state is overwritten
-    through = [
-        (n, kept[atom])
-        for n, atom in enumerate(graph.block.outputs)
-        if n not in pairs and isinstance(atom, int) and atom in kept
-    ]
-    handed = frozenset(argument for _, argument in through)
-    results = {shape[0] for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)}
-    batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, results)
-    left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
-    given = dict(enumerate(run.spread("out_shardings", out_shardings)))
-    stays = {**pairs, **dict(through)}
-    graph = constrained_results(graph, {n: one for n, one in given.items() if n not in stays}, outputs.paths)
+    given = enumerate(graph.block.inputs[: len(inputs.paths)])
+    numbers: dict[Atom, int] = {value: i for i, value in given if i not in state}
+    through = {n: numbers[a] for n, a in enumerate(graph.block.outputs) if n not in pairs and a in numbers}
+    weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
+    results = {shape[0] for n, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(n)}
+    batch = find_batch(inputs, batch_leaves, state, weights, frozenset(through.values()), evidence.weights, results)
+    placed, stays = run.spread("out_shardings", out_shardings), {**pairs, **through}
+    free = {n: one for n, one in enumerate(placed) if n not in stays}
+    graph = constrained_results(graph, free, outputs.paths)
+    left = [n for n in range(len(outputs.paths)) if n not in through]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
         graph=replace(graph, block=block),
         arguments=tuple(
-            Argument(path, _role(inputs, i, state, batch), weak)
+            Argument(path, "state" if i in state else batch.role(inputs, i), weak)
             for i, (path, weak) in enumerate(zip(inputs.paths, run.weak_inputs, strict=True))
         ),
         outputs=tuple(
@@ -135,23 +114,14 @@ def trace(
         notes=(batch.note, *matched.notes),
         calling=calling,
         name=getattr(fun, "__name__", "step"),
-        batch_named=named is not None,
-        through=tuple(through),
-        placed=tuple((argument, given[n]) for n, argument in stays.items() if given.get(n) is not None),
+        batch_named=batch_leaves is not None,
+        through=tuple(through.items()),
+        placed=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
     )
 
 
-def _role(inputs: Flat, number: int, state: frozenset[int], batch: batches.Batch) -> str:
-    """What a flat argument is, as `Argument.role` says it."""
-    if number in state:
-        return "state"
-    if number in batch.leaves:
-        return "batch"
-    return "frozen" if is_batch_like(*inputs.types[number]) and number not in batch.data else "other"
-
-
 class _Run:
-    """One tracing: the step as a function of flat leaves, and what is learnt about its pytrees on the way."""
+    """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     def __init__(
         self,
@@ -183,14 +153,10 @@ class _Run:
         specs = [
             _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         ]
-        trees, start = [], 0
-        args_tree, kwargs_tree = jax.tree_util.treedef_children(self.in_tree)
-        whole = [*jax.tree_util.treedef_children(args_tree), *jax.tree_util.treedef_children(kwargs_tree)]
-        for name, treedef in zip(self._calling.roots(), whole, strict=True):
-            trees.append(Tree(treedef, start, start + treedef.num_leaves, name))
-            start = trees[-1].stop
+        whole = [tree for group in jax.tree_util.treedef_children(self.in_tree) for tree in group.children()]
+        starts = itertools.accumulate((tree.num_leaves for tree in whole), initial=0)
         self.inputs = Flat(
-            trees=tuple(trees),
+            trees=tuple(map(Tree, whole, starts, self._calling.roots())),
             paths=paths,
             types=tuple((tuple(spec.shape), spec.dtype) for spec in specs),
             modules=tuple(path.module for path in found),
@@ -198,56 +164,45 @@ class _Run:
         )
         try:
             traced = jax.jit(self._flat).trace(*specs)
-        except _CONCRETE as error:
+        except tuple(_CONCRETE) as error:
             raise TracingError(_concrete_message(error)) from error
-        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.weak_inputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.in_avals]
         self.weak_outputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.out_avals]
+        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
         return references.discharge(self._fun, traced.jaxpr)
 
     def _flat(self, *leaves: Any) -> list[Any]:
-        """The step on flat leaves."""
-        pure = jax.tree_util.tree_unflatten(self.in_tree, leaves)
-        numbers = static_leaves.has_static_numbers(self._fun)
-        if not self._calling.modules:
-            self.result = out = static_leaves.hide(self._calling.call(self._fun, *pure), numbers)
-            return self._flatten_result(out, [replace(p, keys=(None, *p.keys)) for p in nnx_modules.leaf_paths(out)])
-        copies = nnx_modules.merge_arguments(pure, self)
-        self.result = out = static_leaves.hide(self._calling.call(self._fun, *copies), numbers)
-        paths = nnx_modules.leaf_paths((copies, out))
-        kept = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
-        return self._flatten_result(nnx_modules.split_results(copies, out, self), kept)
+        """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
+        args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self._calling.modules
+        if modules:
+            args = nnx_modules.merge_arguments(args, self)
+        out = self._calling.call(self._fun, *args)
+        self.result = out = static_leaves.hide(out, static_leaves.has_static_numbers(self._fun))
+        paths = nnx_modules.leaf_paths((args if modules else (), out))
+        found = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
+        pure = nnx_modules.split_results(args, out, self) if modules else out
+        results, self.out_tree = jax.tree_util.tree_flatten(pure)
+        assert len(found) == len(results), (len(found), len(results))
+        own = jax.tree_util.treedef_children(self.out_tree)[1] if modules else self.out_tree
+        self.outputs = Flat(
+            trees=(Tree(own, len(results) - own.num_leaves),),
+            paths=tuple(
+                f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
+                if path.keys[0].idx == 1
+                else calls.path_of(self._calling, path.keys[1:], path.inner)
+                for path in found
+            ),
+            types=(),
+            modules=tuple(path.module for path in found),
+            keys=tuple(_key_texts(path.keys[1:]) for path in found),
+        )
+        return results
 
     def spread(self, option: str, prefix: Any) -> list[Any]:
         """For each flat result what a pytree prefix of the result gives it."""
-        if prefix is None:
-            return [None] * len(self.outputs.paths)
-        found = spread(option, prefix, self.result)
+        found = [] if prefix is None else spread(option, prefix, self.result)
         return [None] * (len(self.outputs.paths) - len(found)) + found
-
-    def _flatten_result(self, out: Any, paths: list[nnx_modules.LeafPath]) -> list[Any]:
-        """The flat leaves of the result.
-
-        Args:
-          out: the result; with NNX objects, (what the arguments hold after the call, result).
-          paths: for each leaf, after one key that is 0 for what the arguments hold.
-        """
-        leaves, self.out_tree = jax.tree_util.tree_flatten(out)
-        assert len(paths) == len(leaves), (len(paths), len(leaves))
-        self.outputs = Flat(
-            trees=(Tree(self.out_tree, 0, len(leaves), ""),),
-            paths=tuple(
-                calls.path_of(self._calling, path.keys[1:], path.inner)
-                if getattr(path.keys[0], "idx", 1) == 0
-                else f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
-                for path in paths
-            ),
-            types=(),
-            modules=tuple(path.module for path in paths),
-            keys=tuple(_key_texts(path.keys[1:]) for path in paths),
-        )
-        return leaves
 
 
 def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -270,9 +225,9 @@ def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtype
 
 def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
     """Several arguments that all come back leave no batch: more likely one of them is the batch."""
-    arrays = [tree for tree in inputs.trees if any(is_batch_like(*inputs.types[i]) for i in tree.leaves)]
+    arrays = [tree for tree in inputs.trees if any(is_batch_like(inputs.types[i]) for i in tree.leaves)]
     plain = [tree for tree in arrays if not all(inputs.modules[i] for i in tree.leaves)]
-    if plain and len(arrays) > 1 and all(i in state for tree in plain for i in tree.leaves):
+    if plain and len(arrays) > 1 and all(state.issuperset(tree.leaves) for tree in plain):
         names = ", ".join(tree.key for tree in arrays)
         raise SignatureError(
             f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none can be "
@@ -280,27 +235,23 @@ def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
         )
 
 
-_CONCRETE = (
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.ConcretizationTypeError,
-)
+_CONCRETE = {
+    jax.errors.TracerBoolConversionError: "the truth value of a traced array (in `if`, `while`, `and`, `or`, `not`)",
+    jax.errors.TracerArrayConversionError: "a traced array as a NumPy array",
+    jax.errors.TracerIntegerConversionError: "a traced array as a Python integer (an index, a shape or a range)",
+    jax.errors.NonConcreteBooleanIndexError: "a traced boolean mask as an index, whose result has no fixed shape",
+    jax.errors.ConcretizationTypeError: "the value of a traced array",
+}
+"""The errors of steps that read values in Python, and what they use."""
 _NOT_THE_USER = tuple(
     os.path.dirname(os.path.realpath(path)) + os.sep for path in (jax.__file__, __file__, os.__file__) if path
 )
 
 
 def _concrete_message(error: BaseException) -> str:
-    what = {
-        "TracerBoolConversionError": "the truth value of a traced array (in `if`, `while`, `and`, `or`, `not`)",
-        "TracerArrayConversionError": "a traced array as a NumPy array",
-        "TracerIntegerConversionError": "a traced array as a Python integer (an index, a shape or a range)",
-        "NonConcreteBooleanIndexError": "a traced boolean mask as an index, whose result has no fixed shape",
-    }.get(type(error).__name__, "the value of a traced array")
+    used = next(text for kind, text in _CONCRETE.items() if isinstance(error, kind))
     return (
-        f"the step uses {what} at {_user_line(error)}, but values are known only when it runs. "
+        f"the step uses {used} at {_user_line(error)}, but values are known only when it runs. "
         "Use jnp.where or jax.lax.cond for branches, jax.lax.while_loop or jax.lax.fori_loop for loops, and "
         "static_argnums for arguments that are no arrays"
     )
