@@ -95,7 +95,7 @@ def compile_step(
     with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)
-        said = [] if options.ignore_annotations else tracing.annotated(traced, args, kwargs)
+        said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
         said = [one for one in said if not (one.array and kept.is_given(asked))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
@@ -206,7 +206,7 @@ def tracer(
         constrain=dict(options.constrain), out_shardings=options.out_shardings,
         annotations=not options.ignore_annotations,
     )  # fmt: skip
-    return tracing.under(_jax.context_mesh(), trace)
+    return tracing.trace_under(_jax.context_mesh(), trace)
 
 
 @frames.in_one_piece

@@ -11,8 +11,8 @@ an argument if a chain of such operations leads from the one to the other. A gra
 where JAX marks every operation; chains do not pass through those, so that the gradient of a penalty, 2 * w, is not
 carried from w. Products, reductions, draws and solvers end a chain.
 
-A frozen weight may have as many rows as the batch has examples. What tells them apart is the first forward operation
-that reads them otherwise than element by element: examples are looked up, or go side by side through products, while a
+A frozen weight may have as many rows as the batch has examples. They differ in the first forward operation that reads
+them otherwise than element by element: examples are looked up, or go side by side through products, while a
 weight is a table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
 """
 

@@ -23,9 +23,9 @@ from alpa_lite.graph import Argument, Atom, Traced
 from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
 from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
 from alpa_lite.passes.tracing.batches import find_batch
-from alpa_lite.passes.tracing.constraints import constrained
+from alpa_lite.passes.tracing.constraints import constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
-from alpa_lite.passes.tracing.jit_shardings import constrained_results, spread
+from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
 from alpa_lite.passes.tracing.state import match_state
 from alpa_lite.paths import shown
@@ -78,9 +78,9 @@ def trace(
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
-    with _jax.attention_given_to(attention.whole, platform):
+    with _jax.attention_given_to(attention.call_as_kernel, platform):
         jaxpr = run.jaxpr()
-    graph = constrained(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
+    graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
     batch_leaves = named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     state_leaves = named_leaves(calling, inputs, "state", state_argnums, state_argnames)
@@ -96,7 +96,7 @@ def trace(
     batch = find_batch(inputs, batch_leaves, state, weights, frozenset(through.values()), evidence.weights, results)
     placed, stays = run.spread("out_shardings", out_shardings), {**pairs, **through}
     free = {n: one for n, one in enumerate(placed) if n not in stays}
-    graph = constrained_results(graph, free, outputs.paths)
+    graph = constrain_results(graph, free, outputs.paths)
     left = [n for n in range(len(outputs.paths)) if n not in through]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
