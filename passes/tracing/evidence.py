@@ -12,8 +12,8 @@ where JAX marks every operation; chains do not pass through those, so that the g
 carried from w. Products, reductions, draws and solvers end a chain.
 
 A frozen weight may have as many rows as the batch has examples. They differ in the first forward operation that reads
-them otherwise than element by element: examples are looked up, or go side by side through products, while a
-weight is a table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
+them otherwise than element by element: examples are looked up, or go side by side through products, while a weight is a
+table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
 """
 
 from __future__ import annotations

@@ -129,39 +129,43 @@ class _Matcher:
         self._taken.update(found.values())
 
     def match_containers(self, candidates: Iterable[Tree], kind: Kind) -> None:
-        """Pairs pytrees that have a container, larger ones first; `candidates` are arguments, or parts of arguments."""
-        arguments = _grouped((tree for tree in candidates if not tree.is_bare), self._inputs, kind)
-        results = _grouped((tree for tree in self._all_results() if not tree.is_bare), self._outputs, kind)
-        sizes = {one: (trees[0].treedef.num_leaves, trees[0].treedef.num_nodes) for one, trees in arguments.items()}
-        for one in sorted(arguments, key=sizes.__getitem__, reverse=True):
-            free = list(filter(self._is_free, arguments[one]))
-            left = [tree for tree in results.get(one, ()) if not any(map(self._is_paired, tree.leaves))]
-            for result, argument in self._assigned(left, free, self._container_weight(free)):
-                self._take(result, argument)
-            for result in left:
-                fitting = [tree for tree in free if self._is_free(tree) and self._fits(result, tree)]
-                if fitting and self.pairs.keys().isdisjoint(result.leaves):
-                    self._doubt(result, fitting[0])
+        """Pairs pytrees that have a container; `candidates` are arguments, or parts of arguments."""
+        containers = [tree for tree in candidates if not tree.is_bare]
+        self._match(containers, [tree for tree in self._results() if not tree.is_bare], kind, self._container_weight)
 
     def match_arrays(self) -> None:
         """Pairs arguments that are one array. One is left for the batch unless that, or the state, is named."""
-        named = self._batch_named or self._named
-        weight = self._array_weight(named or not self.pairs)
-        free = list(filter(self._is_free, self._inputs.trees))
-        arrays = {tree.start for tree in free if any(is_batch_like(self._inputs.types[i]) for i in tree.leaves)}
-        arguments = _grouped(filter(lambda tree: tree.is_bare, free), self._inputs, _structure_and_types)
-        leaves = (tree for tree in self._all_results() if tree.is_bare and not self._is_paired(tree.start))
-        results = _grouped(leaves, self._outputs, _structure_and_types)
-        pairs = [pair for one in arguments for pair in self._assigned(results.get(one, []), arguments[one], weight)]
-        new = {argument.start: result for result, argument in pairs}
-        for tree in filter(lambda tree: tree.is_bare, free):
-            if arrays == {tree.start} and not named:
-                continue
-            if tree.start in new:
-                self._take(new[tree.start], tree)
-                arrays.discard(tree.start)
-            elif any(self._evidence.learnt(one.start) for one in self._results() if self._may_update(one, tree)):
-                self.differentiated.add(tree.start)
+        arguments = [tree for tree in self._inputs.trees if tree.is_bare]
+        weight = self._array_weight(self._batch_named or self._named or not self.pairs)
+        results = [tree for tree in self._results() if tree.is_bare]
+        self._match(arguments, results, _structure_and_types, lambda _: weight)
+
+    def _match(
+        self, candidates: list[Tree], results: list[Tree], kind: Kind, weigh: Callable[[list[Tree]], Weight]
+    ) -> None:
+        """Pairs trees of one kind, larger ones first; `weigh` gives the weight for arguments of one kind."""
+        arguments, results_of = _grouped(candidates, self._inputs, kind), _grouped(results, self._outputs, kind)
+        sizes = {one: (trees[0].treedef.num_leaves, trees[0].treedef.num_nodes) for one, trees in arguments.items()}
+        for one in sorted(arguments, key=sizes.__getitem__, reverse=True):
+            free = list(filter(self._is_free, arguments[one]))
+            left = [tree for tree in results_of.get(one, ()) if not any(map(self._is_paired, tree.leaves))]
+            for result, argument in self._assigned(left, free, weigh(free)):
+                if not self._is_last_array(argument):
+                    self._take(result, argument)
+            for result in left:
+                if self.pairs.keys().isdisjoint(result.leaves):
+                    self._doubt(result, [tree for tree in free if self._is_free(tree) and self._fits(result, tree)])
+
+    def _is_last_array(self, argument: Tree) -> bool:
+        """Whether an argument that is one array is the only one that may be the batch."""
+        if not argument.is_bare or self._batch_named or self._named:
+            return False
+        arrays = {
+            tree.start
+            for tree in self._inputs.trees
+            if self._is_free(tree) and any(is_batch_like(self._inputs.types[i]) for i in tree.leaves)
+        }
+        return arrays == {argument.start}
 
     def check_complete(self, named: frozenset[int]) -> None:
         """Raises SignatureError for an argument that is named as state and does not come back."""
@@ -188,6 +192,7 @@ class _Matcher:
             scores = (scores + (scores.max(axis=1).sum() + 1) * criterion) * (weights > 0)
         chosen = zip(*linear_sum_assignment(scores, maximize=True), strict=True)
         pairs = [(results[r], arguments[p]) for r, p in chosen if weights[r, p]]
+        pairs.sort(key=lambda pair: pair[1].start)
         return [(result, argument) for result, argument in pairs if self._named or self._changed(result, argument)]
 
     def _permutation(
@@ -228,7 +233,8 @@ class _Matcher:
         """As `_container_weight`, for arguments that are one array; `weak`: whether their place may tell."""
         # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
         own = [tree for tree in self._inputs.trees if not tree.leaves or not self._known.issuperset(tree.leaves)]
-        places = {argument.start: result.leaves for argument, result in zip(own, self._results(), strict=False)}
+        results = self._outputs.children(self._outputs.trees[0]) or self._outputs.trees
+        places = {argument.start: result.leaves for argument, result in zip(own, results, strict=False)}
 
         def weight(result: Tree, argument: Tree) -> int:
             number, leaf = result.start, argument.start
@@ -243,11 +249,16 @@ class _Matcher:
 
         return weight
 
-    def _doubt(self, result: Tree, argument: Tree) -> None:
-        """Adds a note that a result looks like state and was not taken for it."""
-        if all(map(self._evidence.hands_through, result.leaves)):
+    def _doubt(self, result: Tree, arguments: list[Tree]) -> None:
+        """Notes that a result has the kind of some arguments and is not their new value; a gradient tells weights."""
+        if result.is_bare:
+            if self._evidence.learnt(result.start) and result.depth <= 1:
+                alike = [tree for tree in arguments if self._may_update(result, tree) and not self._is_last_array(tree)]
+                self.differentiated.update(tree.start for tree in alike)
             return
-        kind = "other values"
+        if not arguments or all(map(self._evidence.hands_through, result.leaves)):
+            return
+        argument, kind = arguments[0], "other values"
         if any(map(self._evidence.learnt, result.leaves)):
             kind = "gradients"
             self.differentiated.update(argument.leaves)
@@ -270,18 +281,12 @@ class _Matcher:
                     f"{shown(self._inputs.paths[leaf])} is {before} but comes back as {after}: it is not kept as state"
                 )
 
-    def _all_results(self) -> Iterator[Tree]:
+    def _results(self) -> Iterator[Tree]:
+        """The result and all its parts."""
         return self._outputs.subtrees(self._outputs.trees[0])
-
-    def _results(self) -> list[Tree]:
-        """The parts of the result, or the result if it is one array."""
-        (result,) = self._outputs.trees
-        return [result] if result.is_bare else self._outputs.children(result)
 
     def _may_update(self, result: Tree, argument: Tree) -> bool:
         """Whether one array may be the new value of another, by its type and what it depends on."""
-        if not result.is_bare or not self._fits(result, argument):
-            return False
         changed = self._named or self._changed(result, argument)
         return bool(changed) and self._evidence.depends(result.start, argument.start)
 

@@ -233,6 +233,18 @@ def test_arguments_that_change_places_are_computed_as_by_jit(step: Any, method: 
     assert not any("moves" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("order", [("w", "x", "y"), ("x", "w", "y"), ("x", "y", "w")])
+def test_a_batch_may_have_the_type_of_the_weights(order: tuple[str, ...]) -> None:
+    def step(*args: Any) -> Any:
+        given = dict(zip(order, args, strict=True))
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((given["x"] @ w - given["y"]) ** 2))(given["w"])
+        return given["w"] - 0.1 * grad, loss
+
+    traced = trace(step, tuple(normal(n, WIDTH, WIDTH) for n in range(3)), {})
+    found = dict(zip(order, (argument.role for argument in traced.arguments), strict=True))
+    assert found == {"w": "state", "x": "batch", "y": "batch"}
+
+
 def test_what_is_handed_through_or_predicted_is_no_state() -> None:
     def handed(s: Any, b: Any) -> Any:
         return s, loss_of(s, b)
