@@ -19,16 +19,14 @@ table that is looked up in, a kernel, or gives the dim that a product sums over 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-
-Rows = Mapping[int, tuple[int, int]]
-"""Value -> (argument, dim): its dim is dim 0 of the argument."""
 
 
 class Evidence:
@@ -78,6 +76,7 @@ class Evidence:
         return frozenset(self._read_as_weights(self._graph.block, rows))
 
     def _read_as_weights(self, block: Block, rows: dict[int, tuple[int, int]]) -> Iterator[int]:
+        """The arguments that a block reads as weights; `rows`: value -> (argument, the dim that is its dim 0)."""
         for op in block.ops:
             held = [rows.get(atom) if isinstance(atom, int) else None for atom in op.operands]
             known = [have for have in held if have]
@@ -108,50 +107,42 @@ class Evidence:
         found: dict[int, list[Atom]] = {}
         for op in self._graph.ops():
             if not _jax.is_reverse(op.source):
-                for value, atoms in _runs(op) if op.bodies else zip(op.results, self._kept(op), strict=True):
-                    found.setdefault(value, []).extend(atoms)
+                for value, atom in _runs(op) if op.bodies else self._kept(op):
+                    found.setdefault(value, []).append(atom)
         return {value: flow.values_in(atoms) for value, atoms in found.items()}
 
-    def _kept(self, op: Op) -> Sequence[Sequence[Atom]]:
-        """For each result of an operation without bodies the operands that it keeps something of."""
+    def _kept(self, op: Op) -> Iterable[tuple[int, Atom]]:
+        """The results of an operation without bodies, with the operands that they keep something of."""
         if op.name in primitives.PAIRWISE:
-            return [[atom] for atom in op.operands]
+            return zip(op.results, op.operands, strict=True)
         if op.name in primitives.REARRANGED:
-            return [op.operands] * len(op.results)
+            return itertools.product(op.results, op.operands)
         if op.name in primitives.SCATTERS:
-            return [op.operands[:1]]
+            return zip(op.results, op.operands[:1], strict=True)
         if op.name in primitives.ELEMENTWISE or op.name in primitives.KERNELS:
-            shapes = list(map(self._shape, op.operands))
-            return [
-                [atom for atom, shape in zip(op.operands, shapes, strict=True) if shape == self._shape(result)]
-                for result in op.results
-            ]
-        return [()] * len(op.results)
+            pairs = itertools.product(op.results, op.operands)
+            return [(result, atom) for result, atom in pairs if self._shape(result) == self._shape(atom)]
+        return ()
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self._graph.values[atom].shape
 
 
-def _runs(op: Op) -> Iterator[tuple[int, Sequence[Atom]]]:
-    """For an operation with bodies, the atoms that each result and each input of a body is in some run.
+def _runs(op: Op) -> Iterator[tuple[int, Atom]]:
+    """For an operation with bodies, each result and each input of a body, with the atoms that it is in some run.
 
     A loop that overwrites a carry keeps nothing of its start, if it runs at all.
     """
+    bodies, operands, carried = op.bodies, op.operands[1:], ()
     if op.name == "scan":
-        view = ScanView(op)
-        yield from ((value, [atom]) for value, atom in zip(view.body.inputs, op.operands, strict=True))
-        yield from ((carry.input, [carry.output]) for carry in view.carries)
-        yield from ((value, [atom]) for value, atom in zip(op.results, view.body.outputs, strict=True))
+        operands, carried = op.operands, ScanView(op).inputs.carry
     elif op.name == "while":
-        view, body = WhileView(op), op.bodies[1]
-        taken = view.taken(op.operands)
-        yield from ((v, [a]) for v, a in zip(body.inputs, (*taken.body_consts, *taken.carry), strict=True))
-        yield from ((v, [a]) for v, a in zip(view.body(body.inputs)[1], body.outputs, strict=True))
-        yield from ((v, [a]) for v, a in zip(op.results, body.outputs, strict=True))
-    else:
-        for body in op.bodies:
-            yield from ((v, [a]) for v, a in zip(body.inputs, op.operands[1:], strict=True))
-            yield from ((v, [a]) for v, a in zip(op.results, body.outputs, strict=True))
+        view, bodies = WhileView(op), op.bodies[1:]
+        operands, carried = op.operands[op.params["cond_nconsts"] :], view.body(bodies[0].inputs)[1]
+    for body in bodies:
+        yield from zip(body.inputs, operands, strict=True)
+        yield from zip(carried, body.outputs, strict=False)
+        yield from zip(op.results, body.outputs, strict=True)
 
 
 def _weights_of(op: Op, held: Sequence[tuple[int, int] | None]) -> Iterator[int]:

@@ -184,7 +184,7 @@ class _Matcher:
         weights = np.array([[weight(result, argument) for argument in arguments] for result in results], float)
         order = np.eye(*weights.shape)
         rows, places = self._permutation(results, arguments, weights.any(axis=1).tolist())
-        weights[rows], order[rows], order[rows, places] = 0, 0, 1
+        weights[rows], order[rows], order[rows, places] = 0, 0, 1  # where values come from does not count for these
         weights[np.ix_(rows, places)] = [[self._fits(results[r], arguments[p]) for p in places] for r in rows]
         keys = np.array([[result.key == argument.key for argument in arguments] for result in results])
         scores = order

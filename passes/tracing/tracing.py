@@ -19,15 +19,15 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Argument, Atom, Traced
+from alpa_lite.graph import Argument, Atom, Graph, Traced
 from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
 from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
-from alpa_lite.passes.tracing.batches import find_batch
+from alpa_lite.passes.tracing.batches import Batch, find_batch
 from alpa_lite.passes.tracing.constraints import constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
-from alpa_lite.passes.tracing.state import match_state
+from alpa_lite.passes.tracing.state import Matched, match_state
 from alpa_lite.paths import shown
 
 
@@ -66,9 +66,8 @@ def trace(
       annotations: whether constraints that the step itself writes are heeded.
 
     Returns:
-      The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
-      is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX
-      objects, of ((args, kwargs) after the call, result).
+      The traced step. `in_tree` is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that
+      of the result, or, with NNX objects, of ((args, kwargs) after the call, result).
 
     Raises:
       SignatureError: a named argument is not there or does not come back, every argument comes back, or an argument is
@@ -81,22 +80,36 @@ def trace(
     with _jax.attention_given_to(attention.call_as_kernel, platform):
         jaxpr = run.jaxpr()
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
-    inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
+    inputs, evidence = run.inputs, Evidence(graph)
     batch_leaves = named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
     state_leaves = named_leaves(calling, inputs, "state", state_argnums, state_argnames)
-    matched = match_state(inputs, outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
-    pairs, state = matched.pairs, frozenset(matched.pairs.values())
+    matched = match_state(inputs, run.outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
+    state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    given = enumerate(graph.block.inputs[: len(inputs.paths)])
-    numbers: dict[Atom, int] = {value: i for i, value in given if i not in state}
-    through = {n: numbers[a] for n, a in enumerate(graph.block.outputs) if n not in pairs and a in numbers}
+    through = _handed_through(graph, len(inputs.paths), matched.pairs)
     weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
-    results = {shape[0] for n, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(n)}
-    batch = find_batch(inputs, batch_leaves, state, weights, frozenset(through.values()), evidence.weights, results)
-    placed, stays = run.spread("out_shardings", out_shardings), {**pairs, **through}
-    free = {n: one for n, one in enumerate(placed) if n not in stays}
-    graph = constrain_results(graph, free, outputs.paths)
+    results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
+    handed = frozenset(through.values())
+    batch = find_batch(inputs, batch_leaves, state, weights, handed, evidence.weights, results)
+    placed = run.spread("out_shardings", out_shardings)
+    return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+
+
+def _handed_through(graph: Graph, num_arguments: int, pairs: Mapping[int, int]) -> dict[int, int]:
+    """{output: argument} of arguments that are no state and that the step returns as they came."""
+    arguments, state = enumerate(graph.block.inputs[:num_arguments]), frozenset(pairs.values())
+    numbers: dict[Atom, int] = {value: i for i, value in arguments if i not in state}
+    return {n: numbers[atom] for n, atom in enumerate(graph.block.outputs) if n not in pairs and atom in numbers}
+
+
+def _assembled(
+    run: _Run, graph: Graph, matched: Matched, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
+) -> Traced:
+    """The traced step from its parts; `placed` are the `out_shardings` of the flat results."""
+    inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
+    state, stays = frozenset(pairs.values()), {**pairs, **through}
+    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, outputs.paths)
     left = [n for n in range(len(outputs.paths)) if n not in through]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
@@ -112,9 +125,8 @@ def trace(
         in_tree=run.in_tree,
         out_tree=run.out_tree,
         notes=(batch.note, *matched.notes),
-        calling=calling,
-        name=getattr(fun, "__name__", "step"),
-        batch_named=batch_leaves is not None,
+        calling=run.calling,
+        name=getattr(run.fun, "__name__", "step"),
         through=tuple(through.items()),
         placed=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
     )
@@ -130,7 +142,7 @@ class _Run:
         traced_args: tuple[tuple[Any, ...], dict[str, Any]],
         shapes: Mapping[int, tuple[int, ...]],
     ) -> None:
-        self._fun, self._calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
+        self.fun, self.calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
         self.inputs: Flat
@@ -141,7 +153,7 @@ class _Run:
 
     def jaxpr(self) -> Any:
         """The closed jaxpr of the step."""
-        if not self._calling.modules:
+        if not self.calling.modules:
             return self._jaxpr_of(self._arguments)
         with nnx_modules.updating(self):
             return self._jaxpr_of(nnx_modules.split_arguments(self._arguments, self))
@@ -149,14 +161,14 @@ class _Run:
     def _jaxpr_of(self, pure: Any) -> Any:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
         found = nnx_modules.leaf_paths(self._arguments)
-        paths = tuple(calls.path_of(self._calling, path.keys, path.inner) for path in found)
+        paths = tuple(calls.path_of(self.calling, path.keys, path.inner) for path in found)
         specs = [
             _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         ]
         whole = [tree for group in jax.tree_util.treedef_children(self.in_tree) for tree in group.children()]
         starts = itertools.accumulate((tree.num_leaves for tree in whole), initial=0)
         self.inputs = Flat(
-            trees=tuple(map(Tree, whole, starts, self._calling.roots())),
+            trees=tuple(map(Tree, whole, starts, self.calling.roots())),
             paths=paths,
             types=tuple((tuple(spec.shape), spec.dtype) for spec in specs),
             modules=tuple(path.module for path in found),
@@ -170,15 +182,15 @@ class _Run:
         self.weak_outputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.out_avals]
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
-        return references.discharge(self._fun, traced.jaxpr)
+        return references.discharge(self.fun, traced.jaxpr)
 
     def _flat(self, *leaves: Any) -> list[Any]:
         """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
-        args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self._calling.modules
+        args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
         if modules:
             args = nnx_modules.merge_arguments(args, self)
-        out = self._calling.call(self._fun, *args)
-        self.result = out = static_leaves.hide(out, static_leaves.has_static_numbers(self._fun))
+        out = self.calling.call(self.fun, *args)
+        self.result = out = static_leaves.hide(out, static_leaves.has_static_numbers(self.fun))
         paths = nnx_modules.leaf_paths((args if modules else (), out))
         found = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
         pure = nnx_modules.split_results(args, out, self) if modules else out
@@ -190,7 +202,7 @@ class _Run:
             paths=tuple(
                 f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
                 if path.keys[0].idx == 1
-                else calls.path_of(self._calling, path.keys[1:], path.inner)
+                else calls.path_of(self.calling, path.keys[1:], path.inner)
                 for path in found
             ),
             types=(),
