@@ -98,7 +98,7 @@ def compile_step(
     with reduced_gc(), _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)
-        said = [] if options.ignore_annotations else tracing.annotated(traced, args, kwargs)
+        said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
         said = [one for one in said if not (one.array and kept.is_given(asked))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
@@ -209,7 +209,7 @@ def tracer(
         constrain=dict(options.constrain), out_shardings=options.out_shardings,
         annotations=not options.ignore_annotations,
     )  # fmt: skip
-    under_mesh = tracing.under(_jax.context_mesh(), trace)
+    under_mesh = tracing.trace_under(_jax.context_mesh(), trace)
     return lambda *args, **kwargs: reduce_residuals(under_mesh(*args, **kwargs))
 
 
