@@ -29,8 +29,7 @@ def planned(name: str, plan: Plan, why: str) -> str:
 
 def compiled(name: str, executables: int, seconds: float) -> str:
     """What was compiled, and how long it took."""
-    what = "1 executable" if executables == 1 else f"{executables} executables"
-    return f"compiled {name}: {what} in {units.seconds(seconds)}"
+    return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
 
 
 def _longest(seconds: Mapping[str, float]) -> str:
