@@ -41,7 +41,7 @@ from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
 from alpa_lite.processes import agreement
-from alpa_lite.report import sentences, units
+from alpa_lite.report import log_messages, units
 from alpa_lite.runner import Passes, passes
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def compile_step(
     _check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
-        logger.info(sentences.planned(name, plan, why))
+        logger.info(log_messages.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
 

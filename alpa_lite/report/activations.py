@@ -14,9 +14,8 @@ from dataclasses import replace
 from alpa_lite.figures import Held
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import grouping, units
+from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Column, Row, Table
-
-_LINE = re.compile(r"(\S+:\d+ \(\S+\))?\s*(.*)")
 
 
 def render(plan: Plan) -> str:
@@ -50,20 +49,14 @@ def joined(rows: Iterable[Held]) -> list[Held]:
     """Activations that differ in the numbers of their scopes alone as one."""
     found: dict[tuple, list[Held]] = {}
     for row in rows:
-        line, scope = place(row.where)
-        key = line, re.sub(r"\d+", "#", scope), row.operation, row.shape, row.dtype, row.spec, row.bytes
+        place = Place.of(row.where)
+        key = place.source, re.sub(r"\d+", "#", place.scope), row.operation, row.shape, row.dtype, row.spec, row.bytes
         found.setdefault(key, []).append(row)
     out = []
     for (line, *_), same in found.items():
-        scope = grouping.template([place(row.where)[1] for row in same])
+        scope = grouping.template([Place.of(row.where).scope for row in same])
         out.append(replace(same[0], where=f"{line} {scope}", count=sum(row.count for row in same)))
     return out
-
-
-def place(where: str) -> tuple[str, str]:
-    """The source line, and the name scope, of where something is."""
-    match = _LINE.fullmatch(where)
-    return (match[1] or "", match[2]) if match else ("", where)
 
 
 def _line(row: Held) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from alpa_lite.figures import Spending
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
+from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Cell, Column, Nested, Row, Table, limited
 
 _LISTED = 10
@@ -67,9 +68,8 @@ def count_text(row: Spending) -> str:
 
 def line_text(row: Spending) -> str:
     """The source line alone, and whether it is of the reverse pass."""
-    backward = "transpose" in row.where or "backward" in row.where
-    line = row.where if row.where.endswith(" of the step") else row.where.split(" ", 1)[0]
-    return f"{line}, backward" if backward else line
+    place = Place.of(row.where)
+    return f"{place.line or row.where}{', backward' * place.backward}"
 
 
 def operation_table(rows: Sequence[Spending]) -> Table:

@@ -153,9 +153,9 @@ def _collectives(before: Plan, after: Plan) -> list[Block]:
     rows = []
     texts: tuple[units.Format, ...] = units.times, units.nbytes, units.seconds
     for key in old | new:
-        pair = zip(texts, old.get(key, (0, 0, 0.0)), new.get(key, (0, 0, 0.0)), strict=True)
+        sides = [map(_call, texts, plan.get(key, (0, 0, 0.0))) for plan in (old, new)]
         if old.get(key) != new.get(key):
-            rows.append(Row((key[0], units.axes(key[1]), *(_arrow(text(a), text(b)) for text, a, b in pair))))
+            rows.append(Row((key[0], units.axes(key[1]), *map(_arrow, *sides))))
     numbers = (Column(name, str) for name in ("count", "total size", "total time"))
     return [Table((Column("kind"), Column("axes"), *numbers), tuple(rows))] if rows else []
 
@@ -169,16 +169,21 @@ def _by_kind(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, fl
     return out
 
 
+def _call(text: units.Format, value: float) -> str:
+    return text(value)
+
+
 def _arrow(old: str, new: str) -> str:
     return old if old == new else f"{old} -> {new}"
 
 
 def _memory(plan: Plan) -> dict[str, float]:
     """Bytes of the fullest device of each kind of memory."""
-    found = stages.usage(plan)
-    names = dict.fromkeys(name for kinds, _ in found for name in kinds)
-    largest: dict[str, float] = {name: max(kinds.get(name, 0) for kinds, _ in found) for name in names}
-    return largest | {"total": max(peak for _, peak in found)}
+    largest: dict[str, float] = {}
+    for use in stages.memory(plan):
+        for name, size in (*use.kinds, ("total", use.peak)):
+            largest[name] = max(size, largest.pop(name, 0) if name == "total" else largest.get(name, 0))
+    return largest
 
 
 def _seconds(plan: Plan) -> dict[str, float]:

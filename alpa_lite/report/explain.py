@@ -1,6 +1,6 @@
 """Why this sharding: the alternatives, the cost of the whole step with each, and what would have to change.
 
-What would have to change is worked out in `report.winning`.
+What would have to change is worked out in `report.break_even`.
 
 In a pipeline each stage was sharded as a separate step (`Stage.decisions`). Its seconds are then those of the stage,
 for all micro-batches one after another, and stages with identical explanations share one.
@@ -20,7 +20,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.figures import Spending
 from alpa_lite.records import Alternative, Decision, Leaf, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import computing, console, grouping, stages, units, winning
+from alpa_lite.report import break_even, computing, console, grouping, stages, units
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Block, Column, Nested, Row, Section, Table
 
@@ -387,7 +387,7 @@ def _verdicts(site: _Site, decision: Decision, chosen: Alternative) -> Table:
     """What would make each of the other alternatives win."""
     examples = _examples(site.plan)
     rows = (
-        Row((letter, winning.verdict(site.plan, site.stage, examples, other, chosen)))
+        Row((letter, break_even.verdict(site.plan, site.stage, examples, other, chosen)))
         for letter, other, _ in _lettered(decision)
         if other is not chosen
     )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
-from alpa_lite.report.activations import place
+from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Bar, Column, Nested, Part, Row, Table
 
-_TRANSFORMS = re.compile(r"\b(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit|custom_jvp|custom_vjp|linearize)\(")
-_MARKS = ("forward", "backward", "rematted_computation", "checkpoint")
-_FUNCTION = re.compile(r"\((\S+)\)$")
 _MAX_OPERATIONS = 12
 COLOURS = {"forward": "blue", "backward and update": "green", "communication": "red"}
 """The colour of each kind of time."""
@@ -48,8 +44,9 @@ def of(plan: Plan) -> list[Module]:
     operations: dict[str, dict[str, float]] = {}
 
     def add(where: str, operation: str, seconds: float, kind: int | None) -> None:
-        name, backward = module(where)
-        times.setdefault(name, [0.0, 0.0, 0.0])[int(backward) if kind is None else kind] += seconds
+        place = Place.of(where)
+        name = place.module
+        times.setdefault(name, [0.0, 0.0, 0.0])[int(not place.forward) if kind is None else kind] += seconds
         own = operations.setdefault(name, {})
         own[operation] = own.get(operation, 0.0) + seconds
 
@@ -64,21 +61,6 @@ def of(plan: Plan) -> list[Module]:
         for name, (forward, backward, communication) in times.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)
-
-
-def module(where: str) -> tuple[str, bool]:
-    """The module of a place, and whether it is in the reverse pass or after it."""
-    line, scope = place(where)
-    words = scope.split(" ", 1)[0] if " -> " in scope else scope
-    forward = "jvp" in words or "forward" in words
-    backward = "transpose" in words or "backward" in words or not forward
-    name = _TRANSFORMS.sub("", words).replace(")", "")
-    # Scopes of JAX's own functions say less than the function that called them: `_where`, an einsum's subscripts.
-    parts = [p for p in name.split("/") if p and p not in _MARKS and not p.startswith("_") and "->" not in p]
-    if parts:
-        return re.sub(r"\d+", "#", "/".join(parts)), backward
-    function = _FUNCTION.search(line)
-    return (function[1] if function else line or "other"), backward
 
 
 def table(rows: list[Module], step_seconds: float) -> Table:

@@ -156,7 +156,7 @@ def _memory_of_one(plan: Plan) -> Table:
 
 
 def _memory_names(plan: Plan) -> list[str]:
-    found = {name for kinds, _ in stages.usage(plan) for name in kinds}
+    found = {name for use in stages.memory(plan) for name, _ in use.kinds}
     return [name for name in (*stages.KINDS, "in flight", "temporaries") if name in found]
 
 
@@ -173,7 +173,7 @@ def _memory(plan: Plan) -> Table:
     )  # fmt: skip
     rows = []
     for row, meshes in stages.numbers_by_value(stages.memory(plan)).items():
-        kinds = row.kinds
+        kinds = dict(row.kinds)
         parts = (Part(f"{name} {units.nbytes(kinds[name])}", kinds[name], COLOURS[name]) for name in kinds)
         bar = Bar(tuple(parts), max(budget, sum(kinds.values())))
         rows.append(Row((units.runs(meshes, "-"), *(kinds.get(n, 0) for n in names), row.peak, row.peak, bar)))

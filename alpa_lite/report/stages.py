@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -119,49 +119,33 @@ def overlapped(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class SubmeshMemory:
-    """Bytes per device of one submesh: the sums over its stages.
+class Usage:
+    """Memory of each device of a submesh.
 
     Attributes:
-      params, frozen, gathered, gradients, optimizer: as of `Memory`.
-      in_flight: all other buffers between tasks: values saved for backward passes, transfers, the batch.
-      temporaries: the most that one executable needs in addition to its buffers.
-      peak: the peak of the buffers, plus temporaries.
+      kinds: (kind, bytes) in the order of reports: of several stages the sums, and "in flight" for all other buffers
+        between tasks, such as values saved for backward passes, transfers, and the batch.
+      peak: the most that all kinds need together.
     """
 
-    params: int
-    frozen: int
-    gathered: int
-    gradients: int
-    optimizer: int
-    in_flight: int
-    temporaries: int
+    kinds: tuple[tuple[str, int], ...]
     peak: int
 
-    @property
-    def kinds(self) -> dict[str, int]:
-        """The kinds in the order of reports, by their names there; some only where there are any."""
-        named = {"in flight": self.in_flight, "temporaries": self.temporaries}
-        return {k: getattr(self, k) for k in KINDS if getattr(self, k) or k not in ("frozen", "gathered")} | named
 
-
-def memory(plan: Plan) -> list[SubmeshMemory]:
-    """The memory of each submesh."""
+def memory(plan: Plan) -> list[Usage]:
+    """The memory of each submesh; of one stage, as the plan has it."""
     division = plan.division
+    if len(plan.stages) == 1:
+        return [Usage(tuple(plan.stages[0].memory.kinds.items()), plan.stages[0].memory.total)]
     out = []
     for mesh, (buffers, temporary) in enumerate(zip(division.buffer_bytes, division.temporary_bytes, strict=True)):
         stages = [stage.memory for stage, m in zip(plan.stages, division.submeshes, strict=True) if m == mesh]
         kept = {kind: sum(getattr(m, kind) for m in stages) for kind in KINDS}
+        shown = {kind: size for kind, size in kept.items() if size or kind not in ("frozen", "gathered")}
         flying = max(0, buffers - sum(kept.values()))
-        out.append(SubmeshMemory(**kept, in_flight=flying, temporaries=temporary, peak=buffers + temporary))
+        kinds = shown | {"in flight": flying, "temporaries": temporary}
+        out.append(Usage(tuple(kinds.items()), buffers + temporary))
     return out
-
-
-def usage(plan: Plan) -> list[tuple[Mapping[str, int], int]]:
-    """The bytes of each kind, and the peak, on each submesh; those of the stage where there is one."""
-    if len(plan.stages) == 1:
-        return [(plan.stages[0].memory.kinds, plan.stages[0].memory.total)]
-    return [(row.kinds, row.peak) for row in memory(plan)]
 
 
 def replicated(plan: Plan) -> tuple[Replicated, ...]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from alpa_lite import trust
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import computing, console, stages, text, units, words
+from alpa_lite.report import computing, console, stages, strategy_names, text, units
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
@@ -43,7 +43,7 @@ def renderable(plan: Plan) -> Group:
 
 def sections(plan: Plan) -> Iterator[Section]:
     """What was chosen, what is predicted, and how other methods would do."""
-    yield Section("overview", "Chosen", tuple(words.sentences(plan)))
+    yield Section("overview", "Chosen", tuple(strategy_names.sentences(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
         yield Section("compared", "Beside it, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan)))
@@ -65,7 +65,7 @@ def line(plan: Plan) -> str:
 
 def peak(plan: Plan) -> int:
     """Bytes per device of the fullest submesh."""
-    return max(size for _, size in stages.usage(plan))
+    return max(use.peak for use in stages.memory(plan))
 
 
 def batch(plan: Plan) -> tuple[int, int]:
@@ -100,7 +100,8 @@ def _predicted(plan: Plan) -> Table:
     spent = stages.spent(plan)
     parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
-    kinds, size = max(stages.usage(plan), key=lambda use: use[1])
+    fullest = max(stages.memory(plan), key=lambda use: use.peak)
+    size = fullest.peak
     budget = f"{units.percent(size, plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
     virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
     solved = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
@@ -111,7 +112,7 @@ def _predicted(plan: Plan) -> Table:
         "utilisation": [_formula(plan)],
         "memory": [
             f"{units.nbytes(size)} per device, {budget}",
-            ", ".join(f"{name} {units.nbytes(used)}" for name, used in kinds.items()),
+            ", ".join(f"{name} {units.nbytes(used)}" for name, used in fullest.kinds),
         ],
         **_operations(plan),
         "rates": [

@@ -125,20 +125,12 @@ class Table:
     order: str = ""
     searched: str = ""
 
-    def page_columns(self) -> list[tuple[int, Column]]:
-        """The columns of a page, by their numbers."""
-        return [(n, column) for n, column in enumerate(self.columns) if column.only != "terminal"]
-
     def page_rows(self) -> list[Row]:
         """The rows of a page in its order, totals apart."""
         rows = [row for row in self.rows if row.only != "terminal" and not row.total]
         names = [column.name for column in self.columns]
         at = names.index(self.order) if self.order else -1
         return sorted(rows, key=lambda row: -_number(row.cells[at])) if self.order else rows
-
-    def totals(self) -> list[Row]:
-        """The rows that stay at the end."""
-        return [row for row in self.rows if row.total]
 
 
 def _number(cell: Cell) -> float:

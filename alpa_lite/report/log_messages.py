@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import summary, units, words
+from alpa_lite.report import strategy_names, summary, units
 
 _LAPS = 3  # the longest of them are named
 
@@ -18,7 +18,7 @@ def planned(name: str, plan: Plan, why: str) -> str:
       why: why it was planned now, such as "its first call".
     """
     devices = f"{plan.cluster.num_devices} {plan.cluster.device}"
-    said = " ".join(line.strip() for line in words.chosen(plan)).rstrip(".")
+    said = " ".join(line.strip() for line in strategy_names.chosen(plan)).rstrip(".")
     seconds = plan.planning_seconds
     return (
         f"planned {name} for {devices} ({why}): {said}; predicted {units.seconds(plan.step_seconds)} a step and "
