@@ -1,4 +1,4 @@
-"""What a calibration found, as text: for each fit its parameters and how far off it is (`alpa-lite calibrate`)."""
+"""The result of a calibration as text: for each fit its parameters and its errors (`alpa-lite calibrate`)."""
 
 from __future__ import annotations
 

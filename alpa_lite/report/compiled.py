@@ -1,4 +1,4 @@
-"""What a target's compiler made of a plan, as text: collectives and memory beside the plan's (`alpa-lite verify`)."""
+"""The program of a target's compiler beside the plan, as text: collectives and memory (`alpa-lite verify`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the seconds of operations go: those that take most, by source line, and what bounds them.
+"""Operations by their seconds: those that take most, by source line, and the resource that bounds them.
 
 An operation computes for max(FLOPs / rate, bytes / bandwidth) seconds, and waits for its collectives: those that bring
 its operands into their layouts, and those that it issues. A collective takes alpha + bytes * beta, its latency and its
@@ -24,10 +24,10 @@ _TERMS = ("flops", "bytes", "links", "latency", "starts")
 
 
 def heaviest(plan: Plan) -> list[Spending]:
-    """What operations take of an average device, those first that take most; a stage counts by its share of devices.
+    """Seconds of operations on an average device, the most expensive first; a stage counts by its share of devices.
 
-    A row is all operations of one name at one place that have the same bound, those of repeated layers together. What
-    the rows take adds up to the computing and the collectives of all stages.
+    A row is all operations of one name at one place that have the same bound, those of repeated layers together. The
+    rows add up to the computing and the collectives of all stages.
     """
     found: dict[tuple[str, str, str], Spending] = {}
     for part, stage in zip(stages.shares(plan), plan.stages, strict=True):
@@ -62,7 +62,7 @@ def terms_text(row: Spending) -> str:
 
 
 def count_text(row: Spending) -> str:
-    """How many there are, such as "x 24"."""
+    """The number of operations, such as "x 24"."""
     return units.times(row.count) if row.count > 1 else ""
 
 

@@ -56,7 +56,7 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def _remat(plan: Plan) -> str:
-    """What the backward pass of each stage computes again; one answer stands for all stages."""
+    """Rematerialisation by stages; one answer stands for all stages."""
     remat = plan.division.remat
     return remat[0] if len(set(remat)) == 1 else stages.by_stages(remat)
 

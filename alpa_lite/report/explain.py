@@ -1,6 +1,5 @@
-"""Why this sharding: the alternatives, the cost of the whole step with each, and what would have to change.
-
-What would have to change is worked out in `report.break_even`.
+"""Reasons for a sharding: the alternatives, the cost of the whole step with each, and what would have to change
+(`report.break_even`).
 
 In a pipeline each stage was sharded as a separate step (`Stage.decisions`). Its seconds are then those of the stage,
 for all micro-batches one after another, and stages with identical explanations share one.
@@ -30,7 +29,7 @@ _STAGES = re.compile(r"(.*?)\s*\(stages? ([\d, -]+)\)\s*", re.DOTALL)
 
 
 def explain(plan: Plan, name: str) -> str:
-    """Why the named argument or operation is sharded as it is, in at most 100 columns.
+    """Explains the sharding of the named argument or operation, in at most 100 columns.
 
     One match is explained, and the others are listed after it. A name is tried as each of these in turn, and the first
     that matches anything decides:
@@ -110,7 +109,7 @@ class _Subject:
 
     @property
     def record(self) -> Decision | Replicated | Spending | None:
-        """What the plan says of it."""
+        """The plan's record of it."""
         return self.decision or self.replicated or self.spending
 
     @property
@@ -326,7 +325,7 @@ def _explanation(subject: _Subject) -> list[Section]:
 
 
 def _facts(subject: _Subject) -> Iterator[str]:
-    """What a subject is: its type and bytes, or its place and seconds."""
+    """Type and bytes of a subject, or its place and seconds."""
     leaf, stage = subject.leaf, subject.site.stage
     if leaf:
         size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
@@ -348,7 +347,7 @@ def _facts(subject: _Subject) -> Iterator[str]:
 
 
 def _bound(chosen: Alternative) -> str:
-    """What bounds the operations of a decision, and the terms."""
+    """The resource that bounds the operations of a decision, and the terms."""
     terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
     text = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
     return f"bound by {max(terms, key=lambda name: terms[name])}: {text} per step"
@@ -384,7 +383,7 @@ def _local(decision: Decision) -> Table:
 
 
 def _verdicts(site: _Site, decision: Decision, chosen: Alternative) -> Table:
-    """What would make each of the other alternatives win."""
+    """The changes that would make each of the other alternatives win."""
     examples = _examples(site.plan)
     rows = (
         Row((letter, break_even.verdict(site.plan, site.stage, examples, other, chosen)))

@@ -1,6 +1,6 @@
 """A plan as one HTML file that loads nothing: the sections of its printout with more columns, pictures and colours.
 
-What is shown is decided in `text` and `summary`; the template `page.html` says how.
+The content is that of `text` and `summary`; the template `page.html` lays it out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the library logs of its own work, in words: one sentence for each planning and for each compilation."""
+"""Messages of the log: one sentence for each planning and for each compilation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAPS = 3  # the longest of them are named
 
 
 def planned(name: str, plan: Plan, why: str) -> str:
-    """What was planned and why, what was chosen, what it is predicted to cost, and how long it took.
+    """Describes a planning: why it was done, the choice, its predicted cost, and the time it took.
 
     Args:
       name: of the step.
@@ -28,7 +28,7 @@ def planned(name: str, plan: Plan, why: str) -> str:
 
 
 def compiled(name: str, executables: int, seconds: float) -> str:
-    """What was compiled, and how long it took."""
+    """Describes a compilation."""
     return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
 
 

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, by module: the Flax scope of an operation, or the function that it is written in."""
+"""Seconds of a step by module: the Flax scope of an operation, or the function that it is written in."""
 
 from __future__ import annotations
 

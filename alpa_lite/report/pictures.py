@@ -58,7 +58,7 @@ def blocks(stage: Stage, leaf: Leaf) -> Blocks:
 
 
 def schedule(drawn: Timeline) -> tuple[Block, ...]:
-    """What runs when on each submesh: a part for each task, with its micro-batch where there is room."""
+    """A bar for each submesh: a part for each task, with its micro-batch where there is room."""
     tasks = sorted((e for e in drawn.events if e.kind != "transfer" and e.end > e.start), key=lambda e: e.start)
     used = [kind for kind in timeline.STYLES if any(event.kind == kind for event in tasks)]
     idle = units.percent(sum(drawn.idle), drawn.seconds * drawn.num_meshes)

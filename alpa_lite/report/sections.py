@@ -28,7 +28,7 @@ COLOURS = {
 
 
 def overview(plan: Plan) -> list[Section]:
-    """Where the time goes, the stages and their schedule, and the memory. A single task is no schedule."""
+    """The time, the stages and their schedule, and the memory. A single task is not a schedule."""
     several = len(plan.stages) > 1
     scheduled = len(plan.division.timeline.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"

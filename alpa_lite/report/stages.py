@@ -1,6 +1,6 @@
-"""What a plan's stages have in common, where their seconds go, and what memory they need.
+"""Groups of identical stages, and the seconds and the memory of a plan.
 
-Where the time goes is a mean over devices. With n_m devices on submesh m, N in all, and stages s,
+Seconds are means over devices. With n_m devices on submesh m, N in all, and stages s,
 
     compute = sum_s n_m(s) compute_s / N,    idle = step - compute - communication within stages,
 
@@ -69,7 +69,7 @@ def shares(plan: Plan) -> list[float]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the seconds of a step go: means over devices.
+    """Seconds of a step by their use: means over devices.
 
     Attributes:
       compute: in the operations of the stages.
@@ -91,7 +91,7 @@ class Spent:
 
 
 def spent(plan: Plan) -> Spent:
-    """Where the seconds of a plan go. Transfers between submeshes overlap with compute, or are waited for."""
+    """The seconds of a plan by their use. Transfers between submeshes overlap with compute, or are waited for."""
     share = shares(plan)
     compute, hidden, hideable = (
         sum(part * getattr(stage, name) for part, stage in zip(share, plan.stages, strict=True))
@@ -106,7 +106,7 @@ def spent(plan: Plan) -> Spent:
 
 
 def overlapped(plan: Plan) -> str:
-    """How much of the communication hides behind computing, where the plan counts on that; else nothing."""
+    """The part of the communication that is overlapped with computing, if the plan counts on that; else empty."""
     if not plan.cluster.overlap:
         return ""
     if not plan.cluster.overlaps:

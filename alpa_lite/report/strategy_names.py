@@ -1,4 +1,4 @@
-"""What a plan chose, in the field's words: data, tensor, sequence and expert parallelism, FSDP, ZeRO, pipelines."""
+"""The choices of a plan in the field's words: data, tensor, sequence and expert parallelism, FSDP, ZeRO, pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def chosen(plan: Plan) -> list[str]:
-    """What was chosen, a line each for the pipeline, the mesh axes of its stages, the state, and what is not shared."""
+    """Lines for the pipeline, the mesh axes of its stages, the state, and operations that are not distributed."""
     return [f"{' ' * line.indent}{'; '.join(line.parts)}" for line in sentences(plan)]
 
 
@@ -77,7 +77,7 @@ def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
 
 
 def _work(axes: Iterable[AxisUse]) -> tuple[str, ...]:
-    """What each axis divides; axes with the same answer together."""
+    """The work that each axis divides; axes that divide the same together."""
     found: dict[str, list[str]] = {}
     for axis in axes:
         found.setdefault(_products(axis), []).append(f"{axis.name}={axis.size}")
@@ -85,7 +85,7 @@ def _work(axes: Iterable[AxisUse]) -> tuple[str, ...]:
 
 
 def _products(axis: AxisUse) -> str:
-    """Such as "data parallel", or "data parallel (71 % of the products' FLOPs) and tensor parallel (28 %)"."""
+    """A name, such as "data parallel", or "data parallel (71 % of the products' FLOPs) and tensor parallel (28 %)"."""
     shares = [(_KINDS[name], share) for name, share in axis.products.items() if share >= _SOME]
     if not shares:
         return "nothing of the products divided"
@@ -98,7 +98,7 @@ def _products(axis: AxisUse) -> str:
 
 
 def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
-    """How the state is sharded: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
+    """The sharding of the state: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
     found: dict[tuple[str, str], list[str]] = {}
     for axis in axes:
         data = axis.products.get("data", 0.0) >= 0.5
@@ -114,7 +114,7 @@ def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
 
 
 def _replicated(plan: Plan) -> tuple[str, ...]:
-    """What every device computes whole, or is left to the compiler, if it takes a hundredth of the step."""
+    """Operations that every device computes whole, or the compiler divides, if they take a hundredth of the step."""
     rows = stages.replicated(plan)
     seconds = sum(row.seconds for row in rows)
     if seconds < 0.01 * plan.step_seconds:

@@ -1,4 +1,4 @@
-"""A plan in brief: `print(plan)`. What was chosen, what it yields, and how other methods would do on the same devices.
+"""A plan in brief, `print(plan)`: the choice, its prediction, and other methods on the same devices.
 
     utilisation = FLOPs of the step's own products / (predicted seconds x devices x peak FLOP/s)
 
@@ -42,7 +42,7 @@ def renderable(plan: Plan) -> Group:
 
 
 def sections(plan: Plan) -> Iterator[Section]:
-    """What was chosen, what is predicted, and how other methods would do."""
+    """The choice, the prediction, and other methods on the same devices."""
     yield Section("overview", "Chosen", tuple(strategy_names.sentences(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
@@ -166,7 +166,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _operations(plan: Plan) -> dict[str, list[str]]:
-    """What bounds the operations, and the heaviest of them."""
+    """The resources that bound the operations, and the heaviest of these."""
     rows = computing.heaviest(plan)
     if not rows:
         return {}
@@ -212,7 +212,7 @@ def _cost_of_annotations(plan: Plan) -> list[Block]:
 
 
 def why_not(plan: Plan, row: Comparison) -> str:
-    """Why a method was not chosen: by how much it does not fit, or is slower; or why there are no figures."""
+    """The reason for not choosing a method: how much it exceeds the memory or is slower, or why it has no figures."""
     if row.step_seconds is None:
         return row.reason or "not evaluated"
     parts = []

@@ -16,7 +16,7 @@ from alpa_lite.paths import shown
 from alpa_lite.report import grouping, units
 
 Only = Literal["", "terminal", "page"]
-"""What shows something; empty for both."""
+"""The renderer that shows something; empty for both."""
 
 T = TypeVar("T")
 

@@ -142,7 +142,7 @@ def _status(candidate: Candidate, best: float) -> str:
 
 
 def gap(solver: Solver) -> str:
-    """How far the choice may be from the best one, such as "gap 0.4 %"."""
+    """The distance of the choice from the best one, such as "gap 0.4 %"."""
     return "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
 
 

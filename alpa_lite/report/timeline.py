@@ -254,7 +254,7 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
 
 
 def _left_out(view: _View, tasks: list[Event]) -> str:
-    """What the gap hides: a share of the step, and the micro-batches that are not visible at all."""
+    """The share of the step that the gap hides, and the micro-batches that are not visible at all."""
     (_, left), (right, _) = view.windows
     seen = {event.microbatch for event in tasks if view.visible(event)}
     hidden = sorted({event.microbatch for event in tasks} - seen)
