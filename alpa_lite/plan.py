@@ -26,7 +26,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord, Stage
 
-SCHEMA = 8
+SCHEMA = 7
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
 _COMPARING, _WEIGHING = "_comparing", "_weighing"

@@ -39,7 +39,7 @@ class Collective:
     count: int
     stage: int
     where: str
-    route: tuple[int, int] | None = None
+    route: tuple[int, int] | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)

@@ -7,47 +7,54 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections.abc import Sequence
 
 import jinja2
 
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import summary, text, units
-from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Sentence, Styled, Table
+from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Styled, Table
 
 MAX_CELL_BYTES = 100_000
 """The largest output of a notebook's cell."""
 
 _LIMITS = (1000, 300, 100, 50, 25, 10, 3)
-"""Rows of a table, and parts of a bar, that a cell has room for: the first with which it is small enough."""
+"""Numbers of rows of a table, parts of a bar, and sections of a kind, of which a cell takes the first that fits."""
 
 
 def document(plan: Plan) -> str:
     """The plan as a whole HTML document, in which everything stands: no resource is loaded."""
-    return _render(plan, "", whole=True)
+    return _render(plan, _sections(plan), whole=True)
 
 
 def fragment(plan: Plan) -> str:
     """The plan as an element with its own style and script, as notebooks show it, with ids that no other cell has.
 
-    Where it would be larger than `MAX_CELL_BYTES`, the smallest rows of tables are left out.
+    Where it would be larger than `MAX_CELL_BYTES`, the smallest rows of tables are left out, then sections.
     """
-    prefix = f"alpa-{secrets.token_hex(4)}-"
-    page = ""
-    for limit in _LIMITS:
-        page = _render(plan, prefix, limit=limit)
-        if len(page.encode()) <= MAX_CELL_BYTES:
-            break
+    prefix, sections = f"alpa-{secrets.token_hex(4)}-", _sections(plan)
+    pages = (_render(plan, sections, prefix, limit=limit) for limit in _LIMITS)
+    page = next(pages)
+    while len(page.encode()) > MAX_CELL_BYTES and (smaller := next(pages, "")):
+        page = smaller
     return page
 
 
-def _render(plan: Plan, prefix: str, *, whole: bool = False, limit: int = 10**9) -> str:
+def _sections(plan: Plan) -> list[tuple[Section, int]]:
+    """The sections of a page, each with the number of those before it that have its name."""
     sections = [part for part in (*summary.sections(plan), *text.details(plan)) if part.only != "terminal"]
-    before = [[other.name for other in sections[:n]].count(part.name) for n, part in enumerate(sections)]
-    ids = [f"{part.name}-{count + 1}" if count else part.name for part, count in zip(sections, before, strict=True)]
-    return _template().render(
+    return [(part, [other.name for other in sections[:n]].count(part.name)) for n, part in enumerate(sections)]
+
+
+def _render(
+    plan: Plan, sections: Sequence[tuple[Section, int]], prefix: str = "", *, whole: bool = False, limit: int = 10**9
+) -> str:
+    shown = [(part, f"{part.name}-{n + 1}" if n else part.name) for part, n in sections if n < limit]
+    page = _template().render(
         title=f"Plan {plan.method} for {plan.cluster}", facts=text.facts(plan), cards=_cards(plan), prefix=prefix,
-        sections=list(zip(sections, ids, strict=True)), whole=whole, limit=limit,
+        sections=shown, hidden=len(sections) - len(shown), whole=whole, limit=limit,
     )  # fmt: skip
+    return page.strip() + "\n"
 
 
 def _cards(plan: Plan) -> list[tuple[str, str]]:

@@ -101,9 +101,10 @@ def test_cells_of_a_notebook_are_small_and_share_no_id() -> None:
     stage = many.stages[0]
     leaves = tuple(
         dataclasses.replace(leaf, path=f"{leaf.path}.{chr(97 + i % 26)}", shape=(i, 7), bytes=28 * i)
-        for i, leaf in enumerate(stage.arguments * 40)
+        for i, leaf in enumerate(stage.arguments * 4)
     )
-    large = dataclasses.replace(many, stages=(dataclasses.replace(stage, arguments=leaves), *many.stages[1:]))
+    first = tuple(dataclasses.replace(other, arguments=leaves[n:]) for n, other in enumerate(many.stages[:6]))
+    large = dataclasses.replace(many, stages=(*first, *many.stages[6:]))
     for plan in (many, large):
         cells = [plan._repr_html_() for _ in range(2)]
         assert all(len(cell.encode()) <= MAX_CELL_BYTES for cell in cells)

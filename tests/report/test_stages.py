@@ -87,6 +87,14 @@ def test_transfers_are_grouped_by_direction_and_nothing_is_lost() -> None:
     assert sum(row.bytes * row.count for row in rows) == sum(c.bytes * c.count for c in moved)
 
 
+def test_transfers_keep_their_submeshes_in_a_file() -> None:
+    plan = pipeline_plan()
+    data = plan.to_json()
+    assert Plan.from_json(data) == plan
+    routes = [c.get("route") for c in data["plan"]["collectives"]]
+    assert routes[:4] == [None] * 4 and routes[4:6] == [[0, 1], [1, 2]]  # collectives within a stage have none
+
+
 def test_overview_is_the_beginning_of_the_plan() -> None:
     plan = pipeline_plan()
     assert plan.details().startswith(console.plain(text.overview(plan)))
