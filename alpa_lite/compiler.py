@@ -43,7 +43,7 @@ from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
-from alpa_lite.report import sentences, units
+from alpa_lite.report import log_messages, units
 from alpa_lite.runner import Passes, passes
 from alpa_lite.stack_chunk import with_large_stack_chunk
 
@@ -117,7 +117,7 @@ def compile_step(
     _check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
-        logger.info(sentences.planned(name, plan, why))
+        logger.info(log_messages.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
 

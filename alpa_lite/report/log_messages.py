@@ -1,24 +1,24 @@
-"""What the library logs of its own work, in words: one sentence for each planning and for each compilation."""
+"""Messages of the log: one sentence for each planning and for each compilation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import summary, units, words
+from alpa_lite.report import strategy_names, summary, units
 
 _LAPS = 3  # the longest of them are named
 
 
 def planned(name: str, plan: Plan, why: str) -> str:
-    """What was planned and why, what was chosen, what it is predicted to cost, and how long it took.
+    """Describes a planning: why it was done, the choice, its predicted cost, and the time it took.
 
     Args:
       name: of the step.
       why: why it was planned now, such as "its first call".
     """
     devices = f"{plan.cluster.num_devices} {plan.cluster.device}"
-    said = " ".join(line.strip() for line in words.chosen(plan)).rstrip(".")
+    said = " ".join(line.strip() for line in strategy_names.chosen(plan)).rstrip(".")
     seconds = plan.planning_seconds
     return (
         f"planned {name} for {devices} ({why}): {said}; predicted {units.seconds(plan.step_seconds)} a step and "
@@ -28,9 +28,8 @@ def planned(name: str, plan: Plan, why: str) -> str:
 
 
 def compiled(name: str, executables: int, seconds: float) -> str:
-    """What was compiled, and how long it took."""
-    what = "1 executable" if executables == 1 else f"{executables} executables"
-    return f"compiled {name}: {what} in {units.seconds(seconds)}"
+    """Describes a compilation."""
+    return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
 
 
 def _longest(seconds: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""How much worse another choice is, and what would make it win.
+"""The cost of another choice, and the changes that would make it win.
 
 For every alternative the plan holds a whole step in which it is forced and the others adapt (`records.Outcome`). Of its
 T seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
@@ -24,7 +24,7 @@ _REACH = 1e3  # factors of link speed and batch beyond which nobody can go
 
 
 def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, chosen: Alternative) -> str:
-    """How much worse `other` is, and under which conditions it would beat the plan, in a sentence.
+    """Says in a sentence how much worse `other` is, and under which conditions it would beat the plan.
 
     Args:
       plan, stage: whose decision it is.
@@ -48,7 +48,7 @@ def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, 
 
 
 def _difference(solver: Solver, other: Alternative, chosen: Alternative, delta: float) -> str:
-    """How much slower the step with `other` is, and why."""
+    """The seconds that the step with `other` takes more, and their cause."""
     step = solver.objective
     if abs(delta) <= _SAME * step:
         return "the step takes equally long: either choice will do"

@@ -20,14 +20,14 @@ def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def test_a_planning_is_one_sentence_of_what_why_and_how_long() -> None:
-    from alpa_lite.report import sentences
+    from alpa_lite.report import log_messages
 
     for plan in (gpt_plan(), small_plan()):
-        said = sentences.planned("train_step", plan, "asked for")
+        said = log_messages.planned("train_step", plan, "asked for")
         assert "\n" not in said
         assert re.match(r"planned train_step for \d+ \S.* \(asked for\): ", said)
         assert re.search(r"; predicted [\d.]+ \S+ a step and [\d.]+ (?:[KMG]i)?B of [\d.]+ GiB per device; in ", said)
-    assert sentences.compiled("train_step", 3, 1.5) == "compiled train_step: 3 executables in 1.50 s"
+    assert log_messages.compiled("train_step", 3, 1.5) == "compiled train_step: 3 executables in 1.50 s"
 
 
 def test_one_line_for_each_planning_and_compilation(
