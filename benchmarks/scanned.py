@@ -123,7 +123,7 @@ class UnrolledFold(nn.Module):
         return nn.Dense(64)(pairs + jnp.swapaxes(pairs, 1, 2)), nn.Dense(23)(x)
 
 
-def fold(scan: bool, batch: int = 8, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
+def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
     """The alignment network of the outside models."""
     model = (outside_networks.Fold if scan else UnrolledFold)(layers)
     rows, apart = shape(batch, sequences, length), shape(batch, length, length)
