@@ -155,12 +155,12 @@ def planned(build: Callable[[bool], Built], scan: bool, method: Any, microbatche
         step, *args, cluster=alpa_lite.Cluster.preset("a100", nodes=1), method=method, num_microbatches=microbatches,
         memory_per_device=UNBOUNDED, verify="off",
     )  # fmt: skip
-    terms: dict[str, float] = collections.Counter()
+    terms: dict[str, float] = collections.defaultdict(float)
     for spent in (spent for stage in plan.stages for spent in stage.spending):
         terms["products" if kind(spent) == "product" else "memory"] += spent.seconds - spent.starts
         for name in ("links", "latency", "starts"):
             terms[name] += getattr(spent, name)
-    sent: dict[str, int] = collections.Counter()
+    sent: dict[str, int] = collections.defaultdict(int)
     for collective in plan.collectives:
         sent[collective.kind] += collective.bytes * collective.count
     return {"seconds": plan.step_seconds, "terms": dict(terms), "bytes": dict(sent)}

@@ -65,8 +65,8 @@ def sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
             continue
         for value in maker.reads:
             if value not in names:
-                names[value] = rewriter.fresh(value)
-                consts.append((value, names[value]))
+                names[value] = own = rewriter.fresh(value)
+                consts.append((value, own))
         copies.append(rewriter.copy(maker, names))
         names.update(zip(maker.results, copies[-1].results, strict=True))
     here = {own: names[atom] for atom, own in required.items() if atom in repeated}

@@ -164,7 +164,8 @@ def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> 
         copy = rewriter.copy(op, names, _jax.rematted(op.source))
         names.update(zip(op.results, copy.results, strict=True))
         copies.append(copy)
-    here = {own: names[choice.gone[atom]] for atom, own in after.xs if atom in choice.gone}
+    entering = [(atom, own) for atom, own in after.xs if isinstance(atom, int) and atom in choice.gone]
+    here = {own: names[choice.gone[atom]] for atom, own in entering}
     ops = recomputation.place_at_first_use(copies, [renamed_op(op, here) for op in after.body.ops])
     carries = [one._replace(output=renamed_atom(one.output, here)) for one in after.carries]
     outputs = [(renamed_atom(atom, here), stack) for atom, stack in after.ys]
