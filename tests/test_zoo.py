@@ -1,4 +1,7 @@
-"""The zoo keeps its word: steps of the stated form, the same at every call, with gradients that say something."""
+"""The zoo keeps its word: steps of the stated form, the same at every call, with gradients that say something.
+
+These run plain JAX alone, of every model among the thorough tests: plans and results of models are tested elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_state_comes_back_in_its_own_shape(name: str) -> None:
     _check_form(zoo.get(name))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @functional
 def test_every_state_comes_back_in_its_own_shape(case: zoo.Case) -> None:
     _check_form(case)
@@ -54,7 +57,7 @@ def _check_form(case: zoo.Case) -> None:
     assert jax.tree.structure(metrics["grads"]) == jax.tree.structure(args[0]["params"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", one_in(2, zoo.CASES), ids=lambda case: case.name)
 def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
     step, args = case.make()
@@ -73,7 +76,7 @@ def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
     assert losses[-1] < losses[0], losses
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [c for c in zoo.CASES if c.reference], ids=lambda case: case.name)
 def test_bfloat16_differs_from_its_float32_reference_but_little(case: zoo.Case) -> None:
     assert case.reference is not None
