@@ -14,6 +14,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.passes.ir.loops import Carried, ScanView
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +211,16 @@ def renamed_block(block: Block, names: Mapping[int, Atom]) -> Block:
     """A block with some of the values that its ops and outputs read renamed."""
     ops = tuple([renamed_op(op, names) for op in block.ops])
     return Block(block.inputs, ops, tuple([renamed_atom(a, names) for a in block.outputs]))
+
+
+def renamed_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carried], list[tuple[Atom, int]]]:
+    """The body's ops, the carries and the ys of a scan, with some of the values that its body reads renamed."""
+    carries = [one._replace(output=renamed_atom(one.output, names)) for one in view.carries]
+    return (
+        [renamed_op(op, names) for op in view.body.ops],
+        carries,
+        [(renamed_atom(atom, names), result) for atom, result in view.ys],
+    )
 
 
 def with_body(op: Op, body: Block) -> Op:

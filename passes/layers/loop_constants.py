@@ -10,13 +10,11 @@ cut of `recomputation`, over the operations of the enclosing block, says which v
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from alpa_lite.graph import Atom, Op
-from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_block
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts
 from alpa_lite.passes.layers import recomputation
 
 CACHED_BYTES = 2**20
@@ -44,33 +42,17 @@ def sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
     }  # fmt: skip
     if not required:
         return op
-    present = set(view.operands.consts) - required.keys()
-    cut = recomputation.RecomputationCut()
-    for value in flow.needed(required, makers):
-        reading = 0 if value in present else values[value].nbytes
-        maker = None if value in present else makers.get(value)
-        if maker is None:
-            cut.add(value, reading, math.inf, (), value in required)
-        else:
-            repeating = recomputation.repetition_bytes(values[value], maker)
-            cut.add(value, reading, repeating, maker.reads, value in required)
-    repeated = cut.repeated()
+    present = {atom for atom in view.operands.consts if isinstance(atom, int)} - required.keys()
+    repeated, again = recomputation.choose_repeated(values, required, makers, present, lambda v: values[v].nbytes)
     if repeated.isdisjoint(required):
         return op
     consts = [pair for pair in view.consts if pair[0] not in repeated]
     names: dict[int, Atom] = {atom: own for atom, own in consts if isinstance(atom, int)}
-    copies: list[Op] = []
-    for maker in {id(maker): maker for maker in makers.values()}.values():
-        if repeated.isdisjoint(maker.results):
-            continue
-        for value in maker.reads:
-            if value not in names:
-                names[value] = own = rewriter.fresh(value)
-                consts.append((value, own))
-        copies.append(rewriter.copy(maker, names))
-        names.update(zip(maker.results, copies[-1].results, strict=True))
-    here = {own: names[atom] for atom, own in required.items() if atom in repeated}
-    body = renamed_block(view.body, here)
-    carries = [one._replace(output=renamed_atom(one.output, here)) for one in view.carries]
-    ys = [(renamed_atom(atom, here), stack) for atom, stack in view.ys]
-    return view.rebuilt(recomputation.place_at_first_use(copies, body.ops), consts, carries, view.xs, ys)
+
+    def enter(value: int) -> int:
+        consts.append((value, rewriter.fresh(value)))
+        return consts[-1][1]
+
+    copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=False)
+    ops, carries, ys = renamed_parts(view, {own: names[atom] for atom, own in required.items() if atom in repeated})
+    return view.rebuilt(recomputation.place_at_first_use(copies, ops), consts, carries, view.xs, ys)

@@ -20,14 +20,16 @@ aware" (MLSys 2023); the costs are those of `ir.fusion`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from alpa_lite.graph import Op, Value
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Op, Value
 from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.rewriting import Rewriter
 
 EXPENSIVE_BYTES = 4
 """Memory traffic, in bytes an element, that computing an expensive function once more is worth (as in `ir.fusion`)."""
@@ -44,12 +46,71 @@ def is_repeatable(op: Op) -> bool:
     return op.name in REPEATABLE and not op.has_effects and not op.bodies
 
 
-def repetition_bytes(value: Value, op: Op) -> int:
-    """Memory traffic, in bytes, that computing a value once more by `op` is worth."""
-    return EXPENSIVE_BYTES * math.prod(value.shape) if op.name in primitives.TRANSCENDENTAL else 0
+def choose_repeated(
+    values: Sequence[Value],
+    required: Collection[int],
+    makers: Mapping[int, Op],
+    present: Set[int],
+    keeping_bytes: Callable[[int], float],
+) -> tuple[frozenset[int], list[Op]]:
+    """Chooses the values that are computed again.
+
+    Args:
+      values: of the graph, by number.
+      required: the values that must be available.
+      makers: value -> the operation that makes it, of those that can be repeated, in program order.
+      present: the values that are available in any case.
+      keeping_bytes: memory traffic, in bytes, of keeping a value; `math.inf` if it cannot be kept.
+
+    Returns:
+      The values that are computed again, and the operations that make them, in program order.
+    """
+    network = _Network()
+    for value in flow.needed(required, makers):
+        keeping = 0 if value in present else keeping_bytes(value)
+        maker = None if value in present else makers.get(value)
+        if maker is None:
+            network.add(value, keeping, math.inf, (), value in required)
+        else:
+            is_expensive = maker.name in primitives.TRANSCENDENTAL
+            repeating = EXPENSIVE_BYTES * math.prod(values[value].shape) if is_expensive else 0
+            network.add(value, keeping, repeating, maker.reads, value in required)
+    repeated = network.repeated()
+    return repeated, list(dict.fromkeys(op for value, op in makers.items() if value in repeated))
 
 
-class RecomputationCut:
+def copy_ops(
+    rewriter: Rewriter, ops: Iterable[Op], names: dict[int, Atom], enter: Callable[[int], int], *, is_remat: bool
+) -> list[Op]:
+    """Copies operations into another body.
+
+    Args:
+      names: the names that values have there; those of the results are added.
+      enter: gives a name to a value that has none.
+      is_remat: whether the copies are marked as rematerialised.
+    """
+    copies = []
+    for op in ops:
+        names.update([(value, enter(value)) for value in dict.fromkeys(op.reads) if value not in names])
+        copies.append(rewriter.copy(op, names, _jax.rematted(op.source) if is_remat else None))
+        names.update(zip(op.results, copies[-1].results, strict=True))
+    return copies
+
+
+def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
+    """Ops with copies among them, each right before the first op that needs it; what outputs need is at the end."""
+    waiting = flow.producers(copies)
+    found: list[Op] = []
+    for op in (*ops, None):
+        wanted = list(waiting) if op is None else flow.needed([v for v in op.reads if v in waiting], waiting)
+        now = {id(waiting[value]) for value in wanted if value in waiting}
+        found += [copy for copy in copies if id(copy) in now]
+        waiting = {value: copy for value, copy in waiting.items() if id(copy) not in now}
+        found += [] if op is None else [op]
+    return found
+
+
+class _Network:
     """The network of one choice. Vertices 0 and 1 are source and sink, and each value has two."""
 
     def __init__(self) -> None:
@@ -57,16 +118,7 @@ class RecomputationCut:
         self._edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity, whether it loses against an equal one
 
     def add(self, value: int, keeping: float, repeating: float, operands: Iterable[int], is_required: bool) -> None:
-        """Adds a value.
-
-        Args:
-          value: its number.
-          keeping: bytes of memory traffic of keeping it.
-          repeating: bytes that computing it again is worth, beyond making its operands available; `math.inf` if it
-            cannot be.
-          operands: of the operation that makes it.
-          is_required: whether it must be available; of equal choices, required values are kept.
-        """
+        """Adds a value with its costs in bytes; of equal choices, required values are kept."""
         here = self._of(value)
         self._edges[here, here + 1] = keeping, not is_required
         self._edges[0, here] = repeating, False
@@ -94,16 +146,3 @@ class RecomputationCut:
         left.eliminate_zeros()
         sink = set(csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
         return frozenset(value for value, here in self._vertex.items() if here in sink)
-
-
-def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
-    """Ops with copies among them, each right before the first op that needs it; what outputs need is at the end."""
-    waiting = flow.producers(copies)
-    found: list[Op] = []
-    for op in (*ops, None):
-        wanted = list(waiting) if op is None else flow.needed([v for v in op.reads if v in waiting], waiting)
-        now = {id(waiting[value]) for value in wanted if value in waiting}
-        found += [copy for copy in copies if id(copy) in now]
-        waiting = {value: copy for value, copy in waiting.items() if id(copy) not in now}
-        found += [] if op is None else [op]
-    return found

@@ -21,11 +21,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts, with_body
 from alpa_lite.passes.layers import recomputation
 from alpa_lite.passes.layers.loop_constants import sink_constants
 
@@ -50,9 +49,11 @@ def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
     """A block whose scans, and those within its loops, stack and read less; itself if nothing changes."""
     makers = flow.producers(filter(recomputation.is_repeatable, block.ops))
     ops = [sink_constants(rewriter, _reduce_bodies(rewriter, op), makers) for op in block.ops]
+    readers, places = flow.users(ops), {id(op): place for place, op in enumerate(ops)}
     for forward, op in enumerate(ops):
         if op.name == "scan" and not any(inner.has_effects for inner in walk(op.bodies[0])):
-            for backward, read in _pairs(op, ops, block.outputs):
+            for reader, read in _pairs(op, readers, block.outputs):
+                backward = places[id(reader)]
                 choice = _choose(rewriter.values, ScanView(ops[forward]), ScanView(ops[backward]), read)
                 if choice is not None:
                     ops[forward], ops[backward] = _rewrite(rewriter, ops[forward], ops[backward], choice)
@@ -68,22 +69,20 @@ def _reduce_bodies(rewriter: Rewriter, op: Op) -> Op:
     return with_body(op, bodies[0]) if len(bodies) == 1 else replace(op, bodies=bodies, key=None)
 
 
-def _pairs(scan: Op, ops: Sequence[Op], outputs: Iterable[Atom]) -> list[tuple[int, Mapping[int, int]]]:
-    """The places of scans that alone read stacks of another, each with stack -> value of the forward body."""
-    view, out = ScanView(scan), set(flow.values_in(outputs))
-    readers: dict[int, list[int]] = {}
-    for place, op in enumerate(ops):
-        for value in dict.fromkeys(op.reads):
-            readers.setdefault(value, []).append(place)
-    found: dict[int, dict[int, int]] = {}
-    for atom, stack in view.ys:
-        places = readers.get(stack, [])
-        if not isinstance(atom, int) or stack in out or len(places) != 1 or ops[places[0]].name != "scan":
+def _pairs(
+    scan: Op, readers: Mapping[int, Sequence[Op]], outputs: Iterable[Atom]
+) -> list[tuple[Op, Mapping[int, int]]]:
+    """The scans that alone read some stacks of another, each with stack -> value of the forward body."""
+    out = set(flow.values_in(outputs))
+    found: dict[Op, dict[int, int]] = {}
+    for atom, stack in ScanView(scan).ys:
+        users = readers.get(stack, ())
+        if not isinstance(atom, int) or stack in out or len(users) != 1 or users[0].name != "scan":
             continue
-        consts, carry, _ = ScanView(ops[places[0]]).operands
+        consts, carry, _ = ScanView(users[0]).operands
         if stack not in (*consts, *carry):
-            found.setdefault(places[0], {})[stack] = atom
-    return sorted(found.items())
+            found.setdefault(users[0], {})[stack] = atom
+    return list(found.items())
 
 
 @dataclass(frozen=True)
@@ -104,29 +103,22 @@ def _choose(values: Sequence[Value], forward: ScanView, backward: ScanView, read
     body = forward.body
     varying = flow.made_of(body.ops, forward.inputs.carry)
     required = {atom: stack for stack, atom in read.items() if atom in varying}
-    repeatable = list(filter(recomputation.is_repeatable, body.ops))
-    makers = flow.producers(repeatable)
+    makers = flow.producers(filter(recomputation.is_repeatable, body.ops))
     if makers.keys().isdisjoint(required):
         return None
     scanned = set(backward.operands.xs)
-    present = {atom for atom, stack in forward.ys if stack in scanned and atom not in varying}
+    present = {atom for atom, stack in forward.ys if isinstance(atom, int) and stack in scanned} - varying
     present.update(forward.inputs.consts, [value for atom, value in forward.xs if atom in scanned])
     stacked = {*forward.inputs.xs, *(atom for atom, stack in forward.ys if stack not in read)}
-    cut = recomputation.RecomputationCut()
-    for value in flow.needed(required, makers):
-        size = values[value].nbytes
-        keeping: float = 0 if value in present else size if value in stacked else (2 + KEEPING_WEIGHT) * size
-        if value in makers and value not in varying and value not in present:
-            keeping = math.inf  # made of what is scanned over: better read that again
-        if value in makers and value not in present:
-            op = makers[value]
-            cut.add(value, keeping, recomputation.repetition_bytes(values[value], op), op.reads, value in required)
-        else:
-            cut.add(value, keeping, math.inf, (), value in required)
-    repeated = cut.repeated()
+
+    def keeping_bytes(value: int) -> float:
+        if value in makers and value not in varying:
+            return math.inf  # made of what is scanned over: better read that again
+        return (1 if value in stacked else 2 + KEEPING_WEIGHT) * values[value].nbytes
+
+    repeated, again = recomputation.choose_repeated(values, required, makers, present, keeping_bytes)
     gone = {stack: atom for atom, stack in required.items() if atom in repeated}
-    again = tuple([op for op in repeatable if not repeated.isdisjoint(op.results)])
-    return _Choice(gone, again) if gone else None
+    return _Choice(gone, tuple(again)) if gone else None
 
 
 def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> tuple[Op, Op]:
@@ -138,7 +130,6 @@ def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> 
     xs = [pair for pair in after.xs if pair[0] not in choice.gone]
     operands = {value: atom for atom, value in before.xs}
     invariants = {value: atom for atom, value in before.consts}
-    repeated = flow.producers(choice.again)
 
     def enter(value: int) -> int:
         """What the backward body calls a value of the forward body that is not computed again."""
@@ -158,17 +149,10 @@ def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> 
         return known
 
     names: dict[int, Atom] = {}  # of the forward body
-    copies: list[Op] = []
-    for op in choice.again:
-        names.update((v, enter(v)) for v in op.reads if v not in names and v not in repeated)
-        copy = rewriter.copy(op, names, _jax.rematted(op.source))
-        names.update(zip(op.results, copy.results, strict=True))
-        copies.append(copy)
+    copies = recomputation.copy_ops(rewriter, choice.again, names, enter, is_remat=True)
     entering = [(atom, own) for atom, own in after.xs if isinstance(atom, int) and atom in choice.gone]
-    here = {own: names[choice.gone[atom]] for atom, own in entering}
-    ops = recomputation.place_at_first_use(copies, [renamed_op(op, here) for op in after.body.ops])
-    carries = [one._replace(output=renamed_atom(one.output, here)) for one in after.carries]
-    outputs = [(renamed_atom(atom, here), stack) for atom, stack in after.ys]
+    ops, carries, outputs = renamed_parts(after, {own: names[choice.gone[atom]] for atom, own in entering})
+    ops = recomputation.place_at_first_use(copies, ops)
     return (
         before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),
         after.rebuilt(ops, consts, carries, xs, outputs),

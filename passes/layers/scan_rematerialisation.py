@@ -20,7 +20,7 @@ from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir.flow import producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_op, substituted, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_parts, substituted, with_body
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 
 
@@ -147,7 +147,5 @@ def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], sta
         for (atom, value), here in zip(xs, is_gone, strict=True) if here and isinstance(atom, int)
     }  # fmt: skip
     scanned = [pair for pair, here in zip(xs, is_gone, strict=True) if not here]
-    ops += [renamed_op(inner_op, names) for inner_op in view.body.ops]
-    carries = [one._replace(output=renamed_atom(one.output, names)) for one in view.carries]
-    ys = [(renamed_atom(atom, names), result) for atom, result in view.ys]
-    return view.rebuilt(ops, consts, carries, scanned, ys)
+    own, carries, ys = renamed_parts(view, names)
+    return view.rebuilt([*ops, *own], consts, carries, scanned, ys)
