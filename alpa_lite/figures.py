@@ -93,7 +93,7 @@ class Spending:
 
     @property
     def bound(self) -> str:
-        """What bounds them: the longest of `terms`."""
+        """The longest of `terms`, which bounds them."""
         return max(self.terms, key=self.terms.__getitem__)
 
 

@@ -32,10 +32,10 @@ from alpa_lite.errors import AlpaLiteError, OptionError, ProcessError
 TIMEOUT_VARIABLE = "ALPA_LITE_PROCESS_TIMEOUT"
 """The environment variable for the seconds that a process waits for another to reach the same collective."""
 
-DEFAULT_TIMEOUT = 300.0
+DEFAULT_TIMEOUT_SECONDS = 300.0
 """The seconds without it. Processes start apart by what their hosts differ in: loading data, a cold file system."""
 
-REPLY_MARGIN = 15.0
+REPLY_MARGIN_SECONDS = 15.0
 """Seconds that the others wait for process 0 longer than it waits for them, so that it can name the missing one."""
 
 RETAINED_COLLECTIVES = 64
@@ -62,7 +62,7 @@ def timeout() -> float:
     """
     given = os.environ.get(TIMEOUT_VARIABLE, "")
     try:
-        seconds = float(given) if given else DEFAULT_TIMEOUT
+        seconds = float(given) if given else DEFAULT_TIMEOUT_SECONDS
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
@@ -146,7 +146,7 @@ class Collective:
                 value = make()
                 self._send({"name": name, "value": value})
         else:
-            value = self._receive(0, name, self._seconds + REPLY_MARGIN if seconds is None else seconds)
+            value = self._receive(0, name, self._seconds + REPLY_MARGIN_SECONDS if seconds is None else seconds)
         self._round, self._sent = self._round + 1, False
         return value
 

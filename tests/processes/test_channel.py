@@ -143,7 +143,7 @@ def test_without_a_coordination_service(monkeypatch: pytest.MonkeyPatch, process
 
 
 def test_the_timeout_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert channel.timeout() == channel.DEFAULT_TIMEOUT
+    assert channel.timeout() == channel.DEFAULT_TIMEOUT_SECONDS
     for given in ("0", "-1", "soon", "nan"):
         monkeypatch.setenv(channel.TIMEOUT_VARIABLE, given)
         with pytest.raises(OptionError, match=f"{channel.TIMEOUT_VARIABLE}='{given}': give a positive number"):
