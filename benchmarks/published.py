@@ -10,6 +10,7 @@ memory operations, that are fitted to the rows of all other model sizes.
 
     python -m benchmarks.published                   every row; writes results/published.json and published.md
     python -m benchmarks.published mpt-7b            rows whose names contain a text; others keep their results
+    python -m benchmarks.published --overlap NAME    the same with communication that hides; prints, and writes nothing
     python -m benchmarks.published --tables FOLDER   scores XLA's measured tables (matmuls.json, collectives.json) alone
 """
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="texts that the names of rows contain")
     parser.add_argument("--tables", type=Path, help="the folder of XLA's measured tables")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--overlap", action="store_true", help="with communication that hides; writes nothing")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     data = json.loads(ROWS.read_text())
@@ -67,13 +69,13 @@ def main() -> None:
     for row in [] if arguments.tables else data["rows"]:
         if row["excluded"] or (arguments.names and not any(text in row["name"] for text in arguments.names)):
             continue
-        found[row["name"]] = one = predicted(row)
+        found[row["name"]] = one = predicted(row, overlap=arguments.overlap)
         ratio = measured_seconds(row) / one["seconds"]
         print(f"{row['name']:34} {measured_seconds(row):9.4g} s {one['seconds']:9.4g} s  {ratio:.3f}", flush=True)
     results["rows"] = {row["name"]: found[row["name"]] for row in data["rows"] if row["name"] in found}
     lines = page(data, results)
     print("\n".join(lines[: lines.index("## Rows")]))
-    if not arguments.dry:
+    if not (arguments.dry or arguments.overlap):
         path.write_text(json.dumps(results, indent=1) + "\n")
         path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
@@ -96,7 +98,7 @@ def cluster_of(row: Mapping[str, Any]) -> Any:
     return dataclasses.replace(cluster, **changes)
 
 
-def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
+def predicted(row: Mapping[str, Any], *, overlap: bool = False) -> dict[str, Any]:
     """The plan of a row: its seconds, and what they are made of."""
     import alpa_lite
     from benchmarks import published_models
@@ -104,7 +106,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     step, args = published_models.step_of(row)
     plan = alpa_lite.make_plan(
         step, *args, cluster=cluster_of(row), method=method_of(row), num_microbatches=row["microbatches"], verify="off",
-        memory_per_device=ENDLESS,
+        memory_per_device=ENDLESS, overlap=overlap,
     )  # fmt: skip
     spent = [spending for stage in plan.stages for spending in stage.spending]
     rates = {name: sum(row.seconds - row.starts for row in spent if kind(row) == name) for name in RATES}
