@@ -177,7 +177,9 @@ def temporaries(name: str) -> list[float]:
     for graph in (traced.graph, reduce_residuals(traced).graph):
         inputs = [jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype) for v in graph.block.inputs]
         compiled = jax.jit(lambda *args, block=graph.block: evaluate_block(block, args)).lower(*inputs).compile()
-        found.append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
+        memory = compiled.memory_analysis()
+        assert memory is not None, "the compiler reports no memory"
+        found.append(memory.temp_size_in_bytes / 2**20)
     return found
 
 
