@@ -9,7 +9,7 @@ import pytest
 from alpa_lite.errors import ProcessError
 from alpa_lite.processes.alarm import Alarm
 from alpa_lite.processes.turns import CALLS, KEPT, PLANS, Turn, Turns
-from alpa_lite.runtime.feeding import Prefetch
+from alpa_lite.runtime.prefetch import Prefetch
 from tests.processes.test_alarm import Store
 
 
@@ -124,7 +124,7 @@ def test_who_plans_alone_raises():
 
 def test_prefetch_counts_its_batches(monkeypatch):
     alarm = Alarm()
-    monkeypatch.setattr("alpa_lite.runtime.feeding.alarm", alarm)
+    monkeypatch.setattr("alpa_lite.runtime.prefetch.alarm", alarm)
     assert list(Prefetch([1, 2], lambda item: (item, alarm.plans() if item == 2 else None))) == [
         (1, None), (2, Turn("prefetch 1", 2))
     ]  # fmt: skip
