@@ -88,7 +88,7 @@ class PipelineExecutable(Executable):
             absent = self._remote.absent_state
             in_place = {} if traced.stacked else {n: b for n, b in in_place.items() if n not in absent}
         donated = state_aliasing.owned_inputs(program)
-        buffers = Buffers(program.inputs, self._sharding, donated, in_place, absent)
+        buffers = Buffers(program.inputs, self._sharding, donated, in_place, absent=absent)
         stacked = StackedLeaves(traced, program, self._sharding) if traced.stacked else None
         super().__init__(traced, buffers, options, stacked)
 
