@@ -34,7 +34,7 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send
-from alpa_lite.report import progress, sentences
+from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, global_array, meshes, placement
 from alpa_lite.runtime.compile import Call, FlatFunction, picker
 from alpa_lite.runtime.transfer import Transfer
@@ -201,7 +201,7 @@ class PipelineCompiler:
         order: Any = program.order
         if len(set(processes)) > 1:
             ordering.check_program(program, processes)
-            order = ordering.issued(program, processes)
+            order = ordering.issue_order(program, processes)
         mine = [number for number, one in enumerate(program.executables) if self.here[one.mesh]]
         functions = {number: self._function(number) for number in mine}
         initial, numbers = self._initial_buffers({number for number, one in functions.items() if one.calls_back})
@@ -212,7 +212,7 @@ class PipelineCompiler:
             for done, (number, function) in enumerate(functions.items()):
                 report.count("executables compiled", done, len(mine))
                 compiled[number], calls[number] = function.compile(self._options)
-        logger.info(sentences.compiled(self._traced.name, len(mine), time.perf_counter() - start))
+        logger.info(log_messages.compiled(self._traced.name, len(mine), time.perf_counter() - start))
         moves = _Moves(self.devices)
         items: list[Item] = []
         for mesh, position in order:

@@ -147,7 +147,7 @@ class PipelineExecutable(Executable):
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
-        self._dispatch(buffers, self._watch() if watchdog.watching else None)
+        self._dispatch(buffers, self._tracker() if watchdog.active else None)
         outputs = [buffers[i] for i in self._program.outputs]
         shared = [n for n in self._shared if outputs[n] is not None]
         for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
@@ -156,9 +156,9 @@ class PipelineExecutable(Executable):
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
         return outputs if self._remote is None else self._remote.complete(outputs)
 
-    def _watch(self) -> Watch | None:
-        """Tells a watchdog which instruction is under way."""
-        return watchdog.following(
+    def _tracker(self) -> Watch | None:
+        """Returns the watchdog's tracker of the instructions."""
+        return watchdog.track_instructions(
             lambda number: describe(self._program, self._items[number].source), [item.outputs for item in self._items]
         )
 

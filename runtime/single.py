@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.report import progress, sentences
+from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, global_array, placement, state_aliasing
 from alpa_lite.runtime.binding import Buffers
 from alpa_lite.runtime.compile import Call, FlatFunction, picker
@@ -92,7 +92,7 @@ class SingleExecutable(Executable):
             count = len(self._traced.arguments)
             constants: list[Any] = placement.copies(self._traced.graph.constants, self._in_shardings[count:])
             compiled, self._call = self._function.compile(self._options.compiler_options)
-        logger.info(sentences.compiled(name, 1, time.perf_counter() - start))
+        logger.info(log_messages.compiled(name, 1, time.perf_counter() - start))
         if self._function.calls_back:
             constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
         self._constants = constants

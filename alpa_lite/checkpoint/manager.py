@@ -15,7 +15,7 @@ from alpa_lite.checkpoint.metadata import Metadata
 from alpa_lite.checkpoint.together import operation
 from alpa_lite.errors import CheckpointError, OptionError
 from alpa_lite.plan import Plan
-from alpa_lite.processes.operations import Operation, said
+from alpa_lite.processes.channel import Collective, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +152,11 @@ class CheckpointManager:
             return
         pending.wait()
         self._damaged.discard(int(pending.place.final.name))
-        self._agreement("removing old checkpoints").first("removed", self._remove_old)
+        self._agreement("removing old checkpoints").broadcast("removed", self._remove_old)
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending, without those that were found damaged."""
-        found = self._agreement("listing checkpoints").first("steps", lambda: files.steps(self.folder))
+        found = self._agreement("listing checkpoints").broadcast("steps", lambda: files.steps(self.folder))
         return [step for step in found if step not in self._damaged]
 
     def latest_step(self) -> int | None:
@@ -219,7 +219,7 @@ class CheckpointManager:
     def _path(self, step: int) -> epath.Path:
         return self.folder / str(step)
 
-    def _agreement(self, what: str) -> Operation:
+    def _agreement(self, what: str) -> Collective:
         return operation(f"{what} in {self.folder}", self._timeout)
 
     def _remove_old(self) -> None:
@@ -238,7 +238,7 @@ def _read(folder: epath.Path, flat: Any, leaves: Any, verify: bool, timeout: flo
     """
     agreed = operation(f"restoring {folder}", timeout)
     if verify:
-        damage = agreed.every("damage", lambda: files.damage(folder, agreed.process, agreed.count))
+        damage = agreed.gather("damage", lambda: files.damage(folder, agreed.process, agreed.count))
         if any(damage):
             return next(filter(None, damage))
     found: Any = None
@@ -250,10 +250,10 @@ def _read(folder: epath.Path, flat: Any, leaves: Any, verify: bool, timeout: flo
         except reading.OtherModelError:
             raise
         except Exception as error:
-            return said(error)
+            return describe_error(error)
         return ""
 
-    failed = [reason for reason in agreed.every("read", reading_own) if reason]
+    failed = [reason for reason in agreed.gather("read", reading_own) if reason]
     if failed and verify and files.read_sums(folder) is not None:
         raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed[0]}")
     return failed[0] if failed else found

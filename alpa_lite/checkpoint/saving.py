@@ -31,7 +31,7 @@ from alpa_lite.checkpoint.metadata import Metadata
 from alpa_lite.checkpoint.together import operation
 from alpa_lite.errors import CheckpointError
 from alpa_lite.plan import Plan
-from alpa_lite.processes.operations import said
+from alpa_lite.processes.channel import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Pending:
             self._error = error
 
     def _sentence(self, error: BaseException) -> str:
-        text = said(error)
+        text = describe_error(error)
         full = any(sign in text for sign in FULL)
         room = ", since there is no room left; what was saved before is as it was; make room, or keep fewer" * full
         return f"{self.place.final} could not be saved{room}: {text}"
@@ -96,7 +96,7 @@ def begin(
     plain = trees.plain(flat)
     metadata = Metadata.of(step, plan, plain, user)
     place, agreed = Place.of(final), operation(f"saving {final}", timeout)
-    agreed.first("folder", lambda: _make_folder(place, replace))
+    agreed.broadcast("folder", lambda: _make_folder(place, replace))
     handler, blocks = arrays.writer()
     try:
         args = ocp.args.PyTreeSave(trees.stored(tree, plain.leaves))
@@ -109,11 +109,10 @@ def begin(
 
     def work() -> None:
         try:
-            sums = agreed.every(
+            sums = agreed.gather(
                 "files", lambda: _written(place, agreed.process, [*written, *blocks.written], failed, timeout)
             )
-            agreed.forget_earlier()
-            agreed.first("outcome", lambda: _commit(place, handler, metadata, sums, replace))
+            agreed.broadcast("outcome", lambda: _commit(place, handler, metadata, sums, replace))
         except BaseException:
             if agreed.process == 0:
                 with contextlib.suppress(OSError):  # others may be writing still; the next save removes the rest

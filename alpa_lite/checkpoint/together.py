@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from alpa_lite.errors import CheckpointError
-from alpa_lite.processes.operations import Operation
+from alpa_lite.processes.channel import Collective
 
 
-def operation(what: str, timeout: float) -> Operation:
-    """An operation on a checkpoint, named by `what` in a CheckpointError; others are awaited `timeout` seconds."""
+def operation(what: str, timeout: float) -> Collective:
+    """Returns a collective on a checkpoint, named by `what` in a CheckpointError; others have `timeout` seconds."""
     remedy = "it has ended, or is not at the same checkpoint; timeout= waits longer"
-    return Operation("checkpoint", what, timeout, error=CheckpointError, remedy=remedy)
+    return Collective("checkpoint", what, seconds=timeout, error=CheckpointError, remedy=remedy)
