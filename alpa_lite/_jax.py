@@ -40,7 +40,6 @@ from jax._src.interpreters import mlir as _mlir_tables
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import cuda_versions as _cuda_versions
-from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.nn import functions as _nn
 from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
@@ -815,12 +814,6 @@ Measured by its temporaries (`benchmarks/stage_memory.py`): that of 0.10.2 does,
 
 # --- running: arrays that were donated -------------------------------------------------------------------------------
 
-DIES_OF_DELETED = jax.__version_info__ < (0, 12)
-"""Whether an executable on several devices that is given a donated array ends the process, with a segmentation fault.
-
-Measured on CPU: 0.10.2 does, for arguments that are donated again and for others; 0.12 raises RuntimeError.
-"""
-
 PlainArray = _array.ArrayImpl
 """The class of arrays but random keys. `isinstance(x, jax.Array)` takes microseconds, comparing classes does not."""
 
@@ -953,65 +946,6 @@ def array_with_weak_type(array: Any, weak: bool) -> Any:
     return _array.ArrayImpl(
         array.aval.update(weak_type=weak), array.sharding, array._arrays, committed=array.committed, _skip_checks=True
     )
-
-
-def relabeller(sharding: Any) -> Callable[[Any], Any]:
-    """Gives an array another sharding, of which each device here holds the same block as before.
-
-    `blocks_of` and `assembled` in one call, which makes no object for a block: 3 us against 20, and 14 against more
-    where other work has emptied the caches. Other processes need not have a part of both. `jax.device_put` calls it
-    for a sharding with the same devices in another order.
-    """
-    reorder, reuse = _xla_client.reorder_shards, _xla_client.ArrayCopySemantics.REUSE_INPUT
-    return lambda array: reorder(array, sharding, reuse)
-
-
-def call_results(compiled: Any, shardings: Mapping[int, Any]) -> None:
-    """Has a compiled program give some results other shardings, of which each device here holds the same block.
-
-    JAX's dispatch in C++ labels results as the executable says when it is called first. Another label there costs
-    nothing, and saves a call of `relabeller`. The first call, and any that does not go through C++, gives the shardings
-    that were compiled: who reads such a result has to look, and to relabel it.
-
-    The runtime below still knows the array by the devices of the program. A program whose devices are not all here
-    takes it; one whose devices are, and are several, after `taking_results`. A program of one device does not, nor does
-    `jax.device_put`.
-
-    Args:
-      compiled: a `jax.stages.Compiled` that was not called.
-      shardings: by the number of the result.
-    """
-    executable = compiled._executable
-    executable._out_shardings = [shardings.get(n, one) for n, one in enumerate(executable._out_shardings)]
-
-
-def taking_results(compiled: Any, shardings: Mapping[int, Any]) -> None:
-    """Has a compiled program take, as some arguments, results that `call_results` gave these shardings.
-
-    Dispatch in C++ takes them as they are. Where that meets an argument of a new type, it asks Python, which would copy
-    an array to the devices that it is said to be on already, and fail; so it is given arrays made anew.
-
-    Args:
-      compiled: a `jax.stages.Compiled` that was not called.
-      shardings: by the number of the argument.
-    """
-    if shardings:
-        compiled._params = compiled._params._replace(executable=_Taking(compiled._executable, shardings))
-
-
-class _Taking:
-    """An executable, as the slow way of a call sees it."""
-
-    def __init__(self, executable: Any, shardings: Mapping[int, Any]) -> None:
-        self._executable = executable
-        self._relabel = {number: relabeller(sharding) for number, sharding in shardings.items()}
-
-    def call(self, *arguments: Any) -> Any:
-        given = [self._relabel[n](one) if n in self._relabel else one for n, one in enumerate(arguments)]
-        return self._executable.call(*given)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executable, name)
 
 
 def aval_of(shape: Sequence[int], dtype: Any) -> Any:

@@ -34,14 +34,16 @@ from alpa_lite.processes.failure_propagation import monitor
 from alpa_lite.processes.plan_broadcast import common_cluster
 from alpa_lite.processes.step_description import program_digest
 from alpa_lite.report import timeline
-from alpa_lite.runtime import loading, unplanned, watchdog
-from alpa_lite.runtime.births import Birth
-from alpa_lite.runtime.feeding import Prefetch
-from alpa_lite.runtime.frozen import Copies
-from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime import watchdog
+from alpa_lite.runtime.jit_fallback import jit_fallback
+from alpa_lite.runtime.load import load
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.placement import DeviceCopies
+from alpa_lite.runtime.prefetch import Prefetch
+from alpa_lite.runtime.sharded_init import ShardedInit
 from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.step import Executable, LoadOptions
 from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -206,9 +208,9 @@ class ParallelStep(Generic[P, R]):
         shared = next((one for one in options.like if isinstance(one, ParallelStep)), None)
         # Arrays that this step, or those whose state it shares, made, which its calls may overwrite; frozen weights.
         self._owned = Owned() if shared is None else shared._owned
-        self._copies = Copies() if shared is None else shared._copies
+        self._copies = DeviceCopies() if shared is None else shared._copies
         self._first = 0  # the number of the first call
-        self._current: Any = unplanned.plain(fun, options) if isinstance(options.method, Off) else None
+        self._current: Any = jit_fallback(fun, options) if isinstance(options.method, Off) else None
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
@@ -358,7 +360,7 @@ class ParallelStep(Generic[P, R]):
         Example:
           state = train_step.init(create_train_state, jax.random.key(0), rest=(batch,))
         """
-        birth = Birth(init_fn, args)
+        birth = ShardedInit(init_fn, args)
         known = self._calls()
         call = known[-1] if known else self._call(*around.completed(self._fun, birth.shapes, rest))
         state, arrays = around.born(birth, call, room=self.cluster.usable_memory / 4)
@@ -382,8 +384,7 @@ class ParallelStep(Generic[P, R]):
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
-        text = self._executable(args, kwargs).hlo()
-        return text if isinstance(text, tuple) else (text,)
+        return self._executable(args, kwargs).hlo()
 
     def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
         """Runs one pipelined step and writes when each of its tasks ran, and the predicted timeline.
@@ -409,7 +410,7 @@ class ParallelStep(Generic[P, R]):
             timeline.write(path, executed, plan.division.timeline)
         return executed
 
-    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, AnyExecutable]:
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Executable]:
         """The planned step and its executable, for tools such as `alpa_lite.check`."""
         return self._compiled(args, kwargs), self._executable(args, kwargs)
 
@@ -450,7 +451,7 @@ class ParallelStep(Generic[P, R]):
         return [self._as_call(entry, entry.compiled) for entry in entries if entry.compiled is not None]
 
     def _as_call(self, entry: _Planned, compiled: Compiled) -> Call:
-        def executable() -> AnyExecutable:
+        def executable() -> Executable:
             with entry.lock:
                 return entry.load(self._options, self._owned, self._copies)
 
@@ -463,12 +464,12 @@ class ParallelStep(Generic[P, R]):
         with self._entry(args, kwargs) as entry:
             return self._planned_step(entry, args, kwargs)
 
-    def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
+    def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for arguments with the signature of these."""
         with self._entry(args, kwargs) as entry:
             return self._loaded(entry, args, kwargs)
 
-    def _loaded(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyExecutable:
+    def _loaded(self, entry: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         self._planned_step(entry, args, kwargs)
         return entry.load(self._options, self._owned, self._copies)
 
@@ -606,7 +607,7 @@ class _Planned:
         self.lock = threading.RLock()
         self.compiled: Compiled | None = None
         self.shapes: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}  # of the call that was planned for
-        self.executable: AnyExecutable | None = None
+        self.executable: Executable | None = None
         self._digest: str | None = None
         self._weak: list[tuple[Sequence[bool], Sequence[bool]]] = []  # of arguments and results, beyond the planned
 
@@ -623,7 +624,7 @@ class _Planned:
             self._digest = program_digest(self.compiled.staged.program)
         return self._digest
 
-    def load(self, options: Options, owned: Owned, copies: Copies) -> AnyExecutable:
+    def load(self, options: Options, owned: Owned, copies: DeviceCopies) -> Executable:
         """The executable of the planned step, made once."""
         if self.executable is None:
             assert self.compiled is not None
@@ -635,16 +636,16 @@ class _Planned:
 
 
 def _loaded(
-    compiled: Compiled, options: Options, owned: Owned, copies: Copies, settings: tuple[Any, ...]
-) -> tuple[Compiled, AnyExecutable]:
+    compiled: Compiled, options: Options, owned: Owned, copies: DeviceCopies, settings: tuple[Any, ...]
+) -> tuple[Compiled, Executable]:
     """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
-    executable = loading.load(
-        compiled.staged, compiled.plan,
+    how = LoadOptions(
         donate=options.donate, owned=owned, copies=copies, settings=settings,
         compiler_options=dict(options.compiler_options),
     )  # fmt: skip
+    executable = load(compiled.staged, compiled.plan, how)
     if options.verify == "hlo":
-        plan = checks.verified_compiled(compiled.plan, compiled.staged, loading.compiled(executable))
+        plan = checks.verified_compiled(compiled.plan, compiled.staged, executable.compiled())
         compiled = replace(compiled, plan=plan)
     return compiled, executable
 

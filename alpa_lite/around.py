@@ -20,9 +20,9 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.paths import keys, shown
 from alpa_lite.placing import Ends, Kind, kind_of
-from alpa_lite.runtime import feeding, placement
-from alpa_lite.runtime.births import Birth
-from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime import placement, prefetch
+from alpa_lite.runtime.sharded_init import ShardedInit
+from alpa_lite.runtime.step import Executable
 
 
 class Shardings(NamedTuple):
@@ -51,7 +51,7 @@ class Call:
     calling: Calling
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    executable: Callable[[], AnyExecutable]
+    executable: Callable[[], Executable]
     roles: Mapping[str, str]
 
     def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
@@ -134,14 +134,14 @@ def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[
         call = known[0]
     call = call or planned(*known[0].given(places, args))
     wanted = zip(leaves, _batch_of(call, names), strict=True)
-    placed = [feeding.assembled(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
+    placed = [prefetch.assembled(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
     return jax.tree_util.tree_unflatten(tree, placed)
 
 
 def rows_of(call: Call) -> Any:
     """The rows of each array of the batch that devices of this process read; of several arguments, a tuple of these."""
     names, places = zip(*call.batch(), strict=True)
-    found = [feeding.rows(sharding, shape) for (shape, _), sharding in _batch_of(call, names)]
+    found = [prefetch.rows(sharding, shape) for (shape, _), sharding in _batch_of(call, names)]
     given = [call.args[place] if isinstance(place, int) else call.kwargs[place] for place in places]
     tree = jax.tree.structure(given[0] if len(given) == 1 else tuple(given))
     return jax.tree_util.tree_unflatten(tree, found)
@@ -163,7 +163,7 @@ def _are_parts(leaves: Sequence[Any], batch: Sequence[tuple[Kind, NamedSharding]
         return False
     kinds = list(map(kind_of, leaves))
     return all(
-        kind is not None and kind[1] == dtype and feeding.is_part(kind[0], sharding, shape)
+        kind is not None and kind[1] == dtype and prefetch.is_part(kind[0], sharding, shape)
         for kind, ((shape, dtype), sharding) in zip(kinds, batch, strict=True)
     )
 
@@ -208,7 +208,7 @@ def _binds(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return True
 
 
-def born(birth: Birth, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
+def born(birth: ShardedInit, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
     """The state that an initialisation makes, as a planned call reads it, and its flat arrays.
 
     The result is the argument, or the tuple of arguments, whose leaves it has most of in common: path, shape and dtype.

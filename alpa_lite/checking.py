@@ -25,8 +25,8 @@ from alpa_lite.errors import OptionError
 from alpa_lite.options import Off
 from alpa_lite.paths import shown
 from alpa_lite.processes.channel import Collective
-from alpa_lite.runtime import comparing
-from alpa_lite.runtime.operations import Difference
+from alpa_lite.runtime.debug import reference
+from alpa_lite.runtime.debug.first_divergence import Difference
 
 _MOST_LEAVES = 12
 _ENLARGED = 30.0
@@ -124,17 +124,17 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     if not isinstance(step, ParallelStep) or isinstance(step.options.method, Off):
         raise OptionError(f"step={step!r}: give a step of parallelize that is planned, so without method='off'")
     compiled, executable = step.planned(args, kwargs)
-    written = comparing.written(compiled.source, args, kwargs)
-    planned = comparing.planned(executable, compiled.staged, args, kwargs)
-    limit = comparing.coarsest(compiled.source) if rtol is None else rtol
+    written = reference.reference_run(compiled.source, args, kwargs)
+    planned = reference.planned_results(executable, args, kwargs)
+    limit = reference.default_tolerance(compiled.source) if rtol is None else rtol
     pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))
-    here = [comparing.error(b, a) for _, a, b in pairs]
+    here = [reference.error(b, a) for _, a, b in pairs]
     everywhere = Collective("check", "alpa_lite.check").gather("errors", lambda: here)
     worst = [max(errors) for errors in zip(*everywhere, strict=True)]
     leaves = tuple(
         LeafError(
             path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=error,
-            tolerance=comparing.tolerance(a, limit),
+            tolerance=reference.tolerance(a, limit),
         )
         for (output, a, _), error in zip(pairs, worst, strict=True)
     )  # fmt: skip
@@ -146,12 +146,12 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         )
     if all(leaf.ok for leaf in leaves):
         return Checked(leaves)
-    return _searched(leaves, compiled.staged, comparing.flat(compiled.source, args, kwargs), limit)
+    return _searched(leaves, compiled.staged, reference.flat_arguments(compiled.source, args, kwargs), limit)
 
 
 def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[Any], limit: float) -> Checked:
     try:
-        found = comparing.first_difference(staged, arguments, limit)
-    except comparing.NotComparable as reason:
+        found = reference.first_difference(staged, arguments, limit)
+    except reference.NotComparable as reason:
         return Checked(leaves, unchecked=str(reason))
     return Checked(leaves, found)

@@ -10,9 +10,8 @@ from typing import Any
 
 from alpa_lite.errors import OptionError, SignatureError
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.executor import Executable
-from alpa_lite.runtime.loading import AnyExecutable, compiled
 from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.step import Executable
 
 
 class Compiled:
@@ -22,9 +21,9 @@ class Compiled:
       plan: the plan.
     """
 
-    def __init__(self, executable: AnyExecutable, plan: Plan) -> None:
+    def __init__(self, executable: Executable, plan: Plan) -> None:
         self._executable, self.plan = executable, plan
-        self._stages = compiled(executable)
+        self._stages = executable.compiled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -51,7 +50,7 @@ class Compiled:
 
     def _each(self, read: Callable[[Any], Any]) -> Any:
         found = tuple(map(read, self._stages))
-        return found[0] if isinstance(self._executable, Executable) else found
+        return found if self.plan.pipelined else found[0]
 
 
 class Lowered:
@@ -61,7 +60,7 @@ class Lowered:
       plan: the plan.
     """
 
-    def __init__(self, executable: AnyExecutable, plan: Plan) -> None:
+    def __init__(self, executable: Executable, plan: Plan) -> None:
         self._executable, self.plan = executable, plan
 
     def compile(self) -> Compiled:
@@ -93,6 +92,7 @@ class Lowered:
         return self._lowered("cost_analysis").cost_analysis()
 
     def _lowered(self, name: str) -> Any:
-        if not isinstance(self._executable, Executable):
+        if self.plan.pipelined:
             raise OptionError(f"lower(...).{name}: the plan is a pipeline of several programs; use .compile().{name}()")
-        return self._executable.lowered()
+        (lowered,) = self._executable.lowered()
+        return lowered

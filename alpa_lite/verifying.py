@@ -34,7 +34,7 @@ def verify(plan_file: Path, step: NamedStep, target: str | None, time_limit: flo
     Args:
       plan_file: the plan.
       step: that it was made for.
-      target: as `runtime.ahead.target_of` reads it; None for the plan's own cluster.
+      target: as `runtime.aot.target_of` reads it; None for the plan's own cluster.
       time_limit: seconds for all of it.
 
     Returns:
@@ -85,18 +85,18 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
     from alpa_lite.options import Options
     from alpa_lite.passes.checks.verification import compiled_reports
     from alpa_lite.plan import Plan
-    from alpa_lite.runtime import ahead
+    from alpa_lite.runtime import aot
 
     plan = Plan.load(plan_file)
-    chosen = ahead.target_of(target, plan.cluster)
-    devices = ahead.devices_of(chosen)
+    chosen = aot.target_of(target, plan.cluster)
+    devices = aot.devices_of(chosen)
     fun, args, kwargs = step.load()
     options = options_of(fun)
     start = time.perf_counter()
     given = Options(**{**options, "plan": plan, "cluster": plan.cluster, "verify": "off", "memory_per_device": None})
     compiled = compile_step(getattr(fun, "__wrapped__", fun) if options else fun, args, kwargs, given, plan.cluster)
     replayed = time.perf_counter()
-    executables = ahead.compiled_for(compiled.staged, compiled.plan, devices)
+    executables = aot.compiled_for(compiled.staged, compiled.plan, devices)
     found = list(compiled_reports(compiled.plan, compiled.staged, executables, chosen.platform))
     return {
         "plan": str(plan_file),
@@ -105,7 +105,7 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
         "device": devices[0].device_kind,
         "devices": len(devices),
         "jax": jax.__version__,
-        "compiler": ahead.compiler_version(chosen),
+        "compiler": aot.compiler_version(chosen),
         "collectives": _collectives(found),
         "rewrites": [f"{one.name}: {rewrite}" for one in found if one.hlo for rewrite in one.hlo.rewrites],
         "differences": [f"{one.name}: {line}" for one in found if one.hlo for line in one.hlo.differences],

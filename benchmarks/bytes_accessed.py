@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.cluster import Cluster
 from alpa_lite.passes.ir import moving
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.runtime import ahead
+from alpa_lite.runtime import aot
 
 RESULTS = Path(__file__).parent / "results"
 WITHIN = 0.25
@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="XLA's target configuration of a GPU, a text file")
     parser.add_argument("names", nargs="*", default=[])
     given = parser.parse_args()
-    target = ahead.target_of(f"cuda:{given.target}", Cluster.preset("h100").part(1))
-    (device,) = ahead.devices_of(target)
+    target = aot.target_of(f"cuda:{given.target}", Cluster.preset("h100").part(1))
+    (device,) = aot.devices_of(target)
     file = RESULTS / "bytes_accessed.json"
     known = {row["model"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     for name in given.names or CASES:
@@ -92,7 +92,7 @@ def main() -> None:
     rows = [known[name] for name in CASES if name in known]
     made = {
         "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "python": platform.python_version(),
-        "compiler": ahead.compiler_version(target), "device": device.device_kind,
+        "compiler": aot.compiler_version(target), "device": device.device_kind,
     }  # fmt: skip
     file.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     near = sum(abs(row["ratio"] - 1) <= WITHIN for row in rows)

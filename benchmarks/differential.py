@@ -47,7 +47,7 @@ import alpa_lite
 from alpa_lite import schedules
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
-from alpa_lite.runtime import comparing
+from alpa_lite.runtime.debug import reference
 from benchmarks import random_further, random_operations, virtual_devices
 from benchmarks.differential_results import RESULTS, Counts, keep
 from benchmarks.random_programs import Program, kinds_of
@@ -314,7 +314,7 @@ class _Conditioning:
         self.traced = traced
 
     def of(self, args: tuple[Any, ...]) -> list[float]:
-        return comparing.written(self.traced, args, {}).conditioning()
+        return reference.reference_run(self.traced, args, {}).conditioning()
 
 
 def compare(where: str, got: Any, want: Any, fresh: Callable[[], tuple[Any, ...]], conditioning: _Conditioning) -> int:
@@ -326,12 +326,12 @@ def compare(where: str, got: Any, want: Any, fresh: Callable[[], tuple[Any, ...]
     mine, others = jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)
     if jax.tree.structure(got) != jax.tree.structure(want):
         raise Failure(where, "Structure differs")
-    limit = comparing.coarsest(conditioning.traced)
+    limit = reference.default_tolerance(conditioning.traced)
     wrong: dict[int, tuple[float, float]] = {}
     for i, ((_, a), b) in enumerate(zip(mine, others, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise Failure(where, f"Type differs: {a.dtype}{a.shape}, {b.dtype}{b.shape}")
-        found, allowed = comparing.error(a, b), comparing.tolerance(b, limit)
+        found, allowed = reference.error(a, b), reference.tolerance(b, limit)
         if found > allowed:
             wrong[i] = found, allowed
     if wrong:

@@ -47,8 +47,8 @@ from alpa_lite import Cluster, DataParallel, parallelize
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime.executor import Executable
 from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.single import SingleExecutable
 
 Calls = dict[str, Callable[[], Any]]
 LAYERS = 100  # of three leaves each
@@ -252,7 +252,7 @@ def parallel(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tup
     traced = trace(step, (state, batch), {})
     inputs = [P("d")] * len(traced.arguments)
     outputs = [P("d") if output.role == "state" else P() for output in traced.outputs]
-    run = Executable(traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, inputs, outputs)
+    run = SingleExecutable(traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, inputs, outputs)
     ours = parallelize(step)
     ours._current = run
     sharding = NamedSharding(mesh, P("d"))

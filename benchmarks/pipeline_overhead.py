@@ -30,6 +30,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ import numpy as np
 
 import alpa_lite
 from alpa_lite.passes.stages import packing
-from alpa_lite.program import Run, Send
+from alpa_lite.runtime.compile_pipeline import Launch, Move
 from alpa_lite.runtime.pipeline import PipelineExecutable
-from alpa_lite.runtime.transfer import Mover
+from alpa_lite.runtime.transfer import Transfer
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_overhead.json"
 SUBMESHES = {
@@ -125,18 +126,19 @@ def measure(shapes: Any, layers: int, microbatches: int, repetitions: int, round
     args = arguments_of(layers, microbatches)
     executable = run._executable(args, {})
     assert isinstance(executable, PipelineExecutable)
-    executable.compile()
+    executable.compiled()
     clocks = Clocks()
     instrument(executable, clocks)
     items = executable._items
-    tasks = sum(isinstance(item, Run) for item in items)
+    runs = [item.source for item in items if isinstance(item, Launch)]
+    tasks = len(runs)
     found = [_rounds(run, run.place(*args), clocks, rounds) for _ in range(repetitions)]
     each = [[1e6 * statistics.median(column) / tasks for column in zip(*times, strict=True)] for times in found]
     whole, calls, busy, busy_calls = (statistics.median(column) for column in zip(*each, strict=True))
     return {
         "tasks": tasks,
-        "transfers": sum(isinstance(item, Send) for item in items),
-        "arguments_per_task": round(statistics.mean(len(i.inputs) for i in items if isinstance(i, Run)), 1),
+        "transfers": sum(isinstance(item, Move) for item in items),
+        "arguments_per_task": round(statistics.mean(len(run.inputs) for run in runs), 1),
         "ours_us": round(whole - calls, 1),
         "calls_us": round(calls, 1),
         "ours_cpu_us": round(busy - busy_calls, 1),
@@ -174,14 +176,13 @@ class Clocks:
 
 def instrument(executable: PipelineExecutable, clocks: Clocks) -> None:
     """Times the compiled executables, those within transfers included."""
-    movers = {id(call): call for _, call, *_ in executable._steps if isinstance(call, Mover)}
-    for mover in movers.values():
-        mover._cuts = [(clocks.timed(cut), places) for cut, places in mover._cuts]
-        mover._joins = [(clocks.timed(join), pieces) for join, pieces in mover._joins]
-        mover._reshard = mover._reshard and clocks.timed(mover._reshard)
-    executable._steps = [
-        (is_run, clocks.timed(call) if is_run else call, read, made, consumed, freed)
-        for is_run, call, read, made, consumed, freed in executable._steps
+    moves = [item.call for item in executable._items if isinstance(item, Move)]
+    for transfer in {id(call): call for call in moves if isinstance(call, Transfer)}.values():
+        transfer._cuts = [(clocks.timed(cut), places) for cut, places in transfer._cuts]
+        transfer._joins = [(clocks.timed(join), pieces) for join, pieces in transfer._joins]
+        transfer._reshard = transfer._reshard and clocks.timed(transfer._reshard)
+    executable._items = [
+        replace(item, call=clocks.timed(item.call)) if isinstance(item, Launch) else item for item in executable._items
     ]
 
 

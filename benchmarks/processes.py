@@ -168,7 +168,7 @@ def timed_steps(steps: int) -> dict[str, Any]:
 
 Calls = list[tuple[Any, str, Any]]
 """What calls compiled executables: an object, an attribute of it, and the value that this has."""
-ATTRIBUTES = "_steps", "_cuts", "_joins", "_reshard", "_call"
+ATTRIBUTES = "_items", "_cuts", "_joins", "_reshard", "_call"
 
 
 def instrumented(executable: Any, clocks: Any) -> tuple[int, Calls]:
@@ -177,25 +177,23 @@ def instrumented(executable: Any, clocks: Any) -> tuple[int, Calls]:
     Returns:
       The runs of this process, and what calls executables now.
     """
-    from alpa_lite.runtime.across import MoverAcross
-    from alpa_lite.runtime.crossing import Crossing
+    from alpa_lite.runtime.compile_pipeline import Launch, Move
+    from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
     from benchmarks import pipeline_overhead
 
     pipeline_overhead.instrument(executable, clocks)
-    moving = {id(call): call for is_run, call, *_ in executable._steps if not is_run}
+    moving = {id(item.call): item.call for item in executable._items if isinstance(item, Move)}
     for call in list(moving.values()):
-        if isinstance(call, MoverAcross):
+        if isinstance(call, CrossProcessTransfer):
             call._reshard = call._reshard and clocks.timed(call._reshard)
-        if isinstance(call, MoverAcross | Crossing):
-            crossing = call if isinstance(call, Crossing) else call._crossing
-            crossing._call = clocks.timed(crossing._call)
-            moving[id(crossing)] = crossing
-    news = executable._elsewhere._news if executable._elsewhere is not None else []
-    for told in news:
-        told._call = clocks.timed(told._call)
-    objects = executable, *moving.values(), *news
+            call._permute._call = clocks.timed(call._permute._call)
+            moving[id(call._permute)] = call._permute
+    broadcasts = executable._remote._broadcasts if executable._remote is not None else []
+    for one in broadcasts:
+        one._call = clocks.timed(one._call)
+    objects = executable, *moving.values(), *broadcasts
     calls = [(one, name, getattr(one, name)) for one in objects for name in ATTRIBUTES if hasattr(one, name)]
-    return sum(is_run for is_run, *_ in executable._steps), calls
+    return sum(isinstance(item, Launch) for item in executable._items), calls
 
 
 def timed_transfers(steps: int) -> dict[str, Any]:
@@ -209,7 +207,7 @@ def timed_transfers(steps: int) -> dict[str, Any]:
     from alpa_lite.layout import Layout, LogicalMesh
     from alpa_lite.passes.programs.transfers import plan_transfer
     from alpa_lite.program import Submesh
-    from alpa_lite.runtime.across import MoverAcross
+    from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 
     devices, half = jax.devices(), DEVICES // 2
     logical, spec = LogicalMesh((half,), ("x",)), PartitionSpec("x")
@@ -226,7 +224,7 @@ def timed_transfers(steps: int) -> dict[str, Any]:
         layout = Layout((("x",), ()))
         cluster = Cluster.local(devices)
         plan = plan_transfer((rows, 1024), np.dtype(np.float32), layout, ends[0], layout, ends[1], cluster)
-        mover = MoverAcross([plan], devices)
+        mover = CrossProcessTransfer([plan], devices)
         start = NamedSharding(source, spec)
         ours = jax.jit(lambda n=rows: jnp.ones((n, 1024), jnp.float32), out_shardings=start)() if here else None
         whole = jax.jit(lambda n=rows: jnp.ones((2 * n, 1024), jnp.float32), out_shardings=both)()

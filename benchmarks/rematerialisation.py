@@ -33,7 +33,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import memory_of
 from alpa_lite.report import units
-from alpa_lite.runtime import ahead
+from alpa_lite.runtime import aot
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCT = re.compile(r'^.* = .* (?:convolution|dot)\(.*op_name="([^"]*)"', re.MULTILINE)
@@ -82,11 +82,11 @@ def compiled(case: str, remat: str) -> dict[str, Any]:
     found = compile_step(
         fun, args, {}, make_options({"method": method, "num_microbatches": 1, "memory_per_device": ROOM}), cluster
     )
-    devices = ahead.devices_of(ahead.target_of("v5e:2x4", cluster))
+    devices = aot.devices_of(aot.target_of("v5e:2x4", cluster))
     predicted = found.plan.stages[0].memory.total
     row = {"case": case, "remat": remat, "predicted": predicted}
     try:
-        (program,) = ahead.compiled_for(found.staged, found.plan, devices)
+        (program,) = aot.compiled_for(found.staged, found.plan, devices)
     except jax.errors.JaxRuntimeError as error:
         return {**row, "error": str(error).splitlines()[0][:200]}
     memory = memory_of(program, predicted)
@@ -129,7 +129,7 @@ def main() -> None:
             rows.append(compiled(case, remat))
             print(rows[-1], flush=True)
     head = {"date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "python": platform.python_version()}
-    head["compiler"] = ahead.compiler_version(ahead.Target("tpu", "v5e", (2, 4)))
+    head["compiler"] = aot.compiler_version(aot.Target("tpu", "v5e", (2, 4)))
     text = page(rows, head)
     print(text)
     if not asked.dry_run:

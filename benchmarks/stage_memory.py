@@ -43,7 +43,7 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.passes.checks.verification import compiled_reports
 from alpa_lite.report import units
-from alpa_lite.runtime import ahead
+from alpa_lite.runtime import aot
 
 RESULTS = Path(__file__).parent / "results"
 WITHIN = 0.25
@@ -65,7 +65,7 @@ def measured(name: str, cluster: Cluster, devices: Sequence[Any]) -> dict[str, A
             compiled = compile_step(step, arguments, {}, make_options({**options, "cluster": cluster}), cluster)
         except MicrobatchError:  # such as a loss that compares every example with every other
             continue
-        executables = list(ahead.compiled_for(compiled.staged, compiled.plan, devices))
+        executables = list(aot.compiled_for(compiled.staged, compiled.plan, devices))
         most: dict[int, list[int]] = {}
         for found in compiled_reports(compiled.plan, compiled.staged, executables, cluster.platform):
             assert found.memory is not None
@@ -117,9 +117,9 @@ def main() -> None:
     if given.target is None:
         cluster, devices = dataclasses.replace(cluster, platform="cpu"), jax.devices()[:2]
     else:
-        target = ahead.target_of(f"cuda:{given.target}", cluster)
-        devices = ahead.devices_of(target)
-        compiler = f"{ahead.compiler_version(target)} for {devices[0].device_kind}"
+        target = aot.target_of(f"cuda:{given.target}", cluster)
+        devices = aot.devices_of(target)
+        compiler = f"{aot.compiler_version(target)} for {devices[0].device_kind}"
     file = RESULTS / "stage_memory.json"
     runs = json.loads(file.read_text()) if file.exists() else {}
     known = {row["model"]: row for row in runs.get(compiler, {"rows": []})["rows"]}

@@ -1,1 +1,1 @@
-"""What touches devices: nothing here plans."""
+"""Execution of planned steps on devices. Nothing here plans. docs/runtime.md follows one call."""

@@ -1,4 +1,4 @@
-"""What a user's callback raises in an executable: it names where it was, and leaves no device waiting.
+"""Errors of users' callbacks: they name the executable and the micro-batch, and no device waits for one that failed.
 
 Problem. JAX makes text of an exception that a callback raises, and shows it where the results are waited for, be it in
 the dispatch loop or in the user's own `block_until_ready` after it. The text knows neither stage nor micro-batch. And
@@ -29,14 +29,13 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
 from alpa_lite.processes.failure_propagation import monitor
-from alpa_lite.runtime import compiling
 
 MARKER = f"{ExecutionError.__name__}: "
-"""What stands before our message in the text that JAX makes of an exception."""
+"""The prefix of our message in the text that JAX makes of an exception."""
 
 
 class Failures:
-    """The notes of one step: what raised on a mesh of several devices."""
+    """Errors that callbacks of one step raised on meshes of several devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +48,7 @@ class Failures:
             self._errors.setdefault((name, microbatch), error)
 
     def noted(self, name: str, microbatch: int) -> bool:
-        """Whether there is an error of this run."""
+        """Returns whether a callback of this run raised."""
         return (name, microbatch) in self._errors
 
     def throw(self, name: str, microbatch: int, count: int) -> None:
@@ -66,7 +65,7 @@ class Failures:
 
 
 def calls_back(instructions: Iterable[Instruction]) -> bool:
-    """Whether some instruction is a callback, or a loop that holds one."""
+    """Returns whether some instruction is a callback, or a loop that holds one."""
 
     def within(op: Op) -> bool:
         return op.name in _jax.CALLBACKS or any(within(inner) for body in op.bodies for inner in body.ops)
@@ -74,8 +73,8 @@ def calls_back(instructions: Iterable[Instruction]) -> bool:
     return any(within(item.op) for item in instructions if not isinstance(item, Reshard))
 
 
-def located(function: Callable[..., Any], name: str, failures: Failures | None) -> Callable[..., Any]:
-    """`function` with its callbacks wrapped, and one more argument at the end: the number of the micro-batch, int32.
+def locate_callbacks(function: Callable[..., Any], name: str, failures: Failures | None) -> Callable[..., Any]:
+    """Returns `function` with its callbacks wrapped, and with the number of the micro-batch, int32, as last argument.
 
     Args:
       name: of the executable, for messages.
@@ -98,10 +97,10 @@ def located(function: Callable[..., Any], name: str, failures: Failures | None) 
     return run
 
 
-def looking(
-    name: str, mesh: Mesh, results: Sequence[Any], failures: Failures
-) -> Callable[[Any, Sequence[Any]], Sequence[Any]]:
-    """The look behind an executable: from the number of the micro-batch and its results to the results.
+def lower_failure_check(name: str, mesh: Mesh, results: Sequence[Any], failures: Failures) -> jax.stages.Lowered:
+    """Lowers the program that raises on every device of a mesh if a callback failed on one.
+
+    It takes the number of the micro-batch and the results of an executable, and returns a flag and these results.
 
     Args:
       name: of the executable.
@@ -120,7 +119,7 @@ def looking(
 
     def local(number: Any, *blocks: Any) -> Any:
         noted = jax.lax.psum(jax.pure_callback(look, flag, number), mesh.axis_names)
-        return [jax.pure_callback(throw, flag, number, noted), *blocks]  # what is no result would be left out
+        return [jax.pure_callback(throw, flag, number, noted), *blocks]  # without a result it would be left out
 
     specs = [one.sharding.spec for one in results]
     region = jax.shard_map(
@@ -130,14 +129,11 @@ def looking(
     number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     wanted = [NamedSharding(mesh, PartitionSpec(mesh.axis_names)), *(one.sharding for one in results)]
     donated = tuple(range(1, 1 + len(results)))
-    lowered = jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results)
-    second = compiling.compiled(lowered, mesh.devices.flat)
-
-    return lambda microbatch, arrays: second(microbatch, *arrays)[1:]
+    return jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results)
 
 
 def _definition(callback: Any) -> str:
-    """Where the user's function is defined: JAX knows no line of what `lax.map` and its like call directly."""
+    """The line that defines the user's function: JAX knows none for functions that `lax.map` and its like call."""
     code = getattr(getattr(callback, "callback_func", None), "__code__", None)
     if code is None:
         return ""

@@ -30,7 +30,7 @@ def available() -> list[Any]:
 
 
 def is_planned(sharding: Any) -> bool:
-    """Whether a sharding is on a mesh of a plan."""
+    """Returns whether a sharding is on a mesh of a plan."""
     return isinstance(sharding, NamedSharding) and sharding.mesh in _planned
 
 

@@ -1,8 +1,8 @@
-"""Which arrays a step may overwrite: those that it made for its caller, and no others.
+"""Donation tracking: a step may overwrite the arrays that it made for its caller, and no others.
 
 A donated buffer is overwritten by the new state. It must be the step's own: an array that a call returned as state, or
-that `place` or `init` made to be given away. An array that comes from elsewhere is copied, however it lies: another
-reference to it may be used again. One `Owned` serves all executables of a step (training has one for the full and one
+that `place` or `init` made to be given away. Any other array is copied, however it is placed: another reference
+to it may be used again. One `Owned` serves all executables of a step (training has one for the full and one
 for the short last batch), and the steps that share its state.
 
 In the ordinary loop the state is, leaf for leaf, what the last call returned. Only this is remembered by strong
@@ -17,10 +17,9 @@ then on. Arrays that a step made have buffers of their own, and only arrays that
 of them: a call looks at those of these that it has not seen, and compares addresses where the blocks have the same
 type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
 
-A *deleted* array that is given again is an error (`errors.DonatedError`). JAX 0.12 raises before it runs or donates
-anything, and its error is translated; JAX 0.10 checks what was deleted by `delete`, but an array that was donated ends
-the process (`_jax.DIES_OF_DELETED`), so that there arrays are looked at before the call: 8 us for 300 of them on eight
-devices, where a call takes 3,500.
+A *deleted* array that is given again is an error (`errors.DonatedError`). Arrays are looked at before each call: 8 us
+for 300 of them. JAX 0.12 would refuse to run, but JAX 0.10 ends the process where an executable on several devices is
+given an array that was donated, and a pipeline that met one would have donated others before.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ is given them; None if the executable does not accept these."""
 
 
 class Owned:
-    """The arrays that a step made and its caller holds. Threads replace `last` as a whole.
+    """The arrays that a step made and its caller holds. Threads replace `last` as one value.
 
     Attributes:
       last: what the last call returned for the arguments that it donated; None if that is garbage by now.
@@ -58,34 +57,34 @@ class Owned:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def remember(self, canary: Any, others: Sequence[Any], following: WeakPattern | None) -> None:
-        """Takes the state that a call returned, its last leaf and the others, and the weak types of the next call."""
+        """Records the state that a call returned, its last leaf and the others, and the weak types of the next call."""
         self.last = weakref.ref(canary, self._forget), others, following
 
     def last_pattern(self, owner: WeakTypes, state: Sequence[Any]) -> WeakPattern | None:
-        """The weak types of a call of `owner` if its state is, leaf for leaf, what the last call returned."""
+        """Returns the weak types of a call of `owner` if its state is, leaf for leaf, what the last call returned."""
         last = self.last
         if last is None or last[2] is None or last[2].owner is not owner:
             return None
         return last[2] if last[0]() is state[-1] and all(map(operator.is_, last[1], state)) else None
 
     def add(self, arrays: Iterable[Any]) -> None:
-        """Takes arrays that were made to be given to the step. What is no `jax.Array` has no buffer to overwrite."""
+        """Records arrays that were made to be given to the step. Only a `jax.Array` has a buffer to overwrite."""
         for array in arrays:
             if isinstance(array, jax.Array):
                 self._known[id(array)] = array
 
-    def recall(self) -> None:
-        """What the last call returned becomes known by id."""
+    def flush(self) -> None:
+        """Forgets the order of what the last call returned: its arrays become known by id."""
         last, self.last = self.last, None
         if last is not None:
             self.add((last[0](), *last[1]))
 
     def has(self, array: Any) -> bool:
-        """Whether the step made this array."""
+        """Returns whether the step made this array."""
         return self._known.get(id(array)) is array
 
     def unshared(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """Which arrays a call may overwrite. Those whose buffers it is given more than once are their holder's now.
+        """Returns which arrays a call may overwrite. Those whose buffers it is given twice become their holder's.
 
         Args:
           leaves: of the call, none of them deleted.
@@ -112,18 +111,18 @@ class Owned:
 
 
 class Disjoint:
-    """Whether arguments that are kept share no buffer with the state that the last call returned, which is donated.
+    """Tests that arguments that are kept share no buffer with the state that the last call returned, which is donated.
 
     An array that shared none when it was first given shares none with the state that was computed since.
     """
 
-    def __init__(self, shardings: Sequence[Any], avals: Sequence[Any], has: Callable[[Any], bool]) -> None:
+    def __init__(self, donated: Sequence[tuple[Any, Any]], has: Callable[[Any], bool]) -> None:
         """Args:
-        shardings, avals: of the donated arguments.
+        donated: sharding and abstract value of the donated arguments.
         has: whether the step made an array.
         """
         self._places: dict[Any, list[int]] = {}
-        for n, (sharding, aval) in enumerate(zip(shardings, avals, strict=True)):
+        for n, (sharding, aval) in enumerate(donated):
             block, dtype = sharding.shard_shape(aval.shape), aval.dtype
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 block, dtype = (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
@@ -132,7 +131,7 @@ class Disjoint:
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __call__(self, kept: Sequence[Any], donated: Sequence[Any]) -> bool:
-        """Looks at those of `kept` that were not seen yet."""
+        """Returns whether they are disjoint; looks at those of `kept` that were not seen yet."""
         seen = self._seen
         for key, leaf in zip(map(id, kept), kept, strict=True):
             if key in seen or (kind := _view_type(leaf)) is None:
@@ -175,7 +174,7 @@ def _plain(array: Any) -> Any:
 
 
 def any_deleted(leaves: Iterable[Any]) -> bool:
-    """Whether one of the leaves is an array that was donated or deleted."""
+    """Returns whether one of the leaves is an array that was donated or deleted."""
     leaves = list(leaves)
     try:
         return any(map(_jax.is_deleted, leaves))  # a third of the time, where all are arrays and none of random keys
@@ -188,7 +187,7 @@ def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str)
 
     Args:
       leaves: of a call.
-      arguments: what they are.
+      arguments: of the step.
       name: of the step.
     """
     for leaf, argument in zip(leaves, arguments, strict=False):
@@ -205,9 +204,3 @@ def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str)
             f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. "
             "Pass an array that still has its buffer"
         )
-
-
-def says_deleted(error: BaseException) -> bool:
-    """Whether JAX refused to start because an argument was donated or deleted."""
-    text = str(error)
-    return text.startswith("Array has been deleted") or "Buffer has been deleted or donated" in text

@@ -1,17 +1,23 @@
-"""Arrays where the plan wants them, in buffers that nobody else holds.
+"""Arrays where the plan reads them: copies in buffers that nobody else holds, and frozen weights that stay.
 
 A step that donates its state overwrites the state's buffers, so these must not be the caller's. `jax.device_put` does
-not promise
-that: even with `may_alias=False` it shares memory with NumPy arrays, with a replica on the same device, and with a
-block of a replicated array (measured on CPU, JAX 0.10.2 and 0.12). The outputs of an executable that donates nothing
-are always fresh. So an
-array is put first and copied then, a group of arrays at a time: the first copy of a group is dropped before the next
-group is put, and never is more than a fraction of the state there twice.
+not promise that: even with `may_alias=False` it shares memory with NumPy arrays, with a replica on the same device, and
+with a block of a replicated array (measured on CPU, JAX 0.10.2 and 0.12). The outputs of an executable that donates
+nothing are always fresh. So an array is put first and copied then, a group of arrays at a time: the first copy of a
+group is dropped before the next group is put, and only a fraction of the state is ever held twice.
+
+*Frozen weights*, which steps read and do not return, are placed once. Where they are not as the plan reads them (on the
+host, on one device), the first call copies them to the mesh, and the copy is found again by the identity of the
+caller's array, for as long as that array lives. Copies are shared by the executables of a step, and by the steps that
+share its state. That works for arrays that cannot change, which are those of JAX. A NumPy array is copied at every
+call, with a warning once it comes again: even if it is read-only, other views of its memory may be written.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,31 +27,32 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.runtime import presence
+from alpa_lite.paths import shown
+from alpa_lite.report import units
+from alpa_lite.runtime import global_array
 
-# The state is placed in about so many groups: each costs one small compilation, and a copy of 1/_GROUPS of the state.
+logger = logging.getLogger(__name__)
+
 _GROUPS = 8
+"""The number of groups, about, in which state is placed: each costs a small compilation, and its share of memory."""
+_IMMUTABLE = frozenset({_jax.PlainArray, bool, int, float, complex})
+_ALIGNMENT = 64  # bytes; of XLA's CPU buffers
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of the caller as a result: arrays of JAX themselves, copies of NumPy arrays, numbers as arrays of JAX."""
+    """Returns a leaf of the caller as a result: arrays of JAX themselves, copies of NumPy arrays, numbers as arrays."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(snapshot([leaf])[0])
 
 
 def snapshot(leaves: Sequence[Any]) -> Sequence[Any]:
-    """The leaves with copies of NumPy arrays, which their holder may write as soon as the call returns.
+    """Returns the leaves with copies of NumPy arrays, which their holder may write as soon as the call returns.
 
     JAX reads them later: it copies to several devices while the step runs, and on CPUs an executable reads the memory
-    itself if it is aligned. So copies are aligned, which makes them the only ones there. A list or a tuple, as it came.
+    itself if it is aligned. So copies are aligned, which makes them the only ones there.
     """
     if _IMMUTABLE.issuperset(map(type, leaves)):
         return leaves
-    out = [_aligned(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-    return out if isinstance(leaves, list) else tuple(out)
-
-
-_IMMUTABLE = frozenset({_jax.PlainArray, bool, int, float, complex})
-_ALIGNMENT = 64  # bytes; of XLA's CPU buffers
+    return [_aligned(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
@@ -58,32 +65,34 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     return out
 
 
-def is_placed(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether a leaf already lies as the plan wants it, on the plan's own mesh.
+def is_placed(leaf: Any, sharding: NamedSharding, *, own_mesh: bool = True) -> bool:
+    """Returns whether a leaf is placed as the plan reads it.
 
-    An array on one device is equivalent to one on a mesh of that device, but is the caller's: only arrays on an equal
-    mesh count.
+    Args:
+      own_mesh: whether only arrays on the plan's own mesh count. An array on one device is equivalent to one on a mesh
+        of that device, but is the caller's.
     """
     if not isinstance(leaf, jax.Array):
         return False
     have = leaf.sharding
-    return have is sharding or (
-        isinstance(have, NamedSharding) and have.mesh == sharding.mesh and have.is_equivalent_to(sharding, leaf.ndim)
-    )
+    if have is sharding:
+        return True
+    is_own = isinstance(have, NamedSharding) and have.mesh == sharding.mesh
+    return (is_own or not own_mesh) and have.is_equivalent_to(sharding, leaf.ndim)
 
 
-def settle(
-    leaves: Sequence[Any], shardings: Sequence[NamedSharding], ours: Callable[[Any], bool]
-) -> list[Any]:  # fmt: skip
-    """The leaves, ready to be donated: copies of those that are not ours or not placed.
+def prepare_donation(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], may_overwrite: Callable[[Any], bool]
+) -> list[Any]:
+    """Returns the leaves, ready to be donated: copies of those that must not be overwritten or are not placed.
 
     Args:
       leaves: arrays, NumPy arrays or Python scalars.
-      shardings: where each must lie.
-      ours: whether an array may be overwritten.
+      shardings: where each is read.
+      may_overwrite: of an array.
     """
     pairs = enumerate(zip(leaves, shardings, strict=True))
-    foreign = [i for i, (leaf, sharding) in pairs if not (ours(leaf) and is_placed(leaf, sharding))]
+    foreign = [i for i, (leaf, sharding) in pairs if not (may_overwrite(leaf) and is_placed(leaf, sharding))]
     out = list(leaves)
     for i, copied in zip(foreign, copies([leaves[i] for i in foreign], [shardings[i] for i in foreign]), strict=True):
         out[i] = copied
@@ -92,7 +101,7 @@ def settle(
 
 @_jax.without_mesh()
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Copies of the leaves that lie as `shardings` say and share no memory with anything."""
+    """Returns copies of the leaves with these shardings that share no memory with anything."""
     sizes = [np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]
     limit = max([sum(sizes) // _GROUPS, *sizes]) if sizes else 0
     out: list[jax.Array] = []
@@ -102,7 +111,7 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
         while stop < len(leaves) and total + sizes[stop] <= limit:
             total += sizes[stop]
             stop += 1
-        put = fresh(presence.put(leaves[start:stop], shardings[start:stop]))
+        put = fresh(global_array.put(leaves[start:stop], shardings[start:stop]))
         if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
             jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
         out.extend(put)
@@ -113,11 +122,11 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
 
 @_jax.without_mesh()
 def fresh(arrays: Sequence[Any]) -> list[Any]:
-    """Copies of arrays where they are; what has no block here as it is. One executable copies those of a mesh."""
+    """Returns copies of arrays where they are; non-addressable ones as they are. One executable copies a mesh's."""
     out = list(arrays)
     meshes: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
-        if presence.is_here(array.sharding):
+        if global_array.is_addressable(array.sharding):
             meshes.setdefault(array.sharding.mesh, []).append(i)
     for here in meshes.values():
         for i, copied in zip(here, _fresh([arrays[i] for i in here]), strict=True):
@@ -128,3 +137,67 @@ def fresh(arrays: Sequence[Any]) -> list[Any]:
 @functools.partial(jax.jit, donate_argnums=())
 def _fresh(arrays: list[Any]) -> list[Any]:
     return [jnp.copy(array) for array in arrays]
+
+
+class DeviceCopies:
+    """Copies of callers' arrays on the mesh, each for as long as the caller's array lives."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, NamedSharding], tuple[weakref.ref[Any], jax.Array]] = {}
+        self._hosts: weakref.WeakValueDictionary[tuple[int, NamedSharding], np.ndarray] = weakref.WeakValueDictionary()
+        self._warned = False
+
+    def get(self, leaf: Any, sharding: NamedSharding) -> Any:
+        """Returns a leaf with this sharding: itself, or a copy that is kept; None if it may change between calls."""
+        if is_placed(leaf, sharding):
+            return leaf
+        if not isinstance(leaf, jax.Array):
+            if not self._warned and isinstance(leaf, np.ndarray) and self._is_repeated(leaf, sharding):
+                self._warned = True
+                logger.warning(
+                    "frozen weights come in NumPy arrays %s, such as one of %s bytes: they are copied to the devices "
+                    "in every call; pass jax.Arrays, or what step.place returns",
+                    "that can be written" if leaf.flags.writeable else "whose memory may be written", leaf.nbytes,
+                )  # fmt: skip
+            return None
+        key = id(leaf), sharding
+        found = self._held.get(key)
+        if found is None or found[0]() is not leaf:
+            (copy,) = copies([leaf], [sharding])
+            found = self._held[key] = weakref.ref(leaf, lambda _: self._held.pop(key, None)), copy
+        return found[1]
+
+    def _is_repeated(self, leaf: np.ndarray, sharding: NamedSharding) -> bool:
+        """Returns whether an array of the host was passed before: data are others in every call."""
+        before = self._hosts.get((id(leaf), sharding))
+        self._hosts[id(leaf), sharding] = leaf
+        return before is leaf
+
+
+def warn_if_resharded(
+    name: str, leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequence[str], first: bool
+) -> None:
+    """Logs a warning with the bytes of state that a call has to move to where the plan reads it.
+
+    Args:
+      name: of the step.
+      leaves: state of a call.
+      shardings: where the plan reads each.
+      paths: of each.
+      first: whether this is the first call: arrays of the host and of one device are what it has to place, and only
+        those on several devices count.
+    """
+    moved = [
+        (leaf.nbytes, path)
+        for leaf, sharding, path in zip(leaves, shardings, paths, strict=True)
+        if not is_placed(leaf, sharding)
+        and hasattr(leaf, "nbytes")
+        and (not first or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1))
+    ]
+    if moved:
+        size, path = max(moved)
+        logger.warning(
+            "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
+            "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
+            name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path), units.nbytes(size),
+        )  # fmt: skip

@@ -1,4 +1,8 @@
-"""What an executable compares of a call: its part of the signature (`tracing.calls`)."""
+"""The parts of a signature that each call compares, from its form to its weak types (`tracing.calls`).
+
+The form is compared where something is static, the structure by flattening, shapes and dtypes when arguments are bound
+to buffers, and the weak types here.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.graph import Traced
+from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
+from alpa_lite.runtime import state_aliasing
 
 
 class NewSignature(AlpaLiteError):
@@ -42,10 +50,10 @@ def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> No
 
 @dataclass(frozen=True, eq=False)
 class WeakPattern:
-    """Which flat arguments of a call have a weak dtype, and which results then have.
+    """The flat arguments of a call that have a weak dtype, and the results that then have one.
 
     Attributes:
-      owner: what has the pattern.
+      owner: of the pattern.
       arguments: a flag for each flat argument.
       kept: of those arguments that are compared at every call.
       results: a flag for each flat result.
@@ -73,7 +81,7 @@ class WeakPattern:
 
 
 class WeakTypes:
-    """Which of the flat arguments may have a weak dtype.
+    """The patterns of weak dtypes among the flat arguments that a step accepts.
 
     A step that was traced with a Python number, and with an array of the same dtype, is usually the same program: a
     pattern is accepted once tracing has shown that. Results may have other weak types all the same.
@@ -101,7 +109,7 @@ class WeakTypes:
         self.planned = self.accept([traced.arguments[n].weak for n in first], self._compiled)
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> WeakPattern:
-        """Takes another pattern that makes the same program."""
+        """Marks this pattern as equivalent: it makes the same program."""
         kept = [arguments[n] for n in self._kept]
         changes = tuple((n, weak) for n, weak in enumerate(results) if weak != self._compiled[n])
         for known in self.accepted.values():
@@ -116,3 +124,40 @@ class WeakTypes:
         if found is None:
             raise NewSignature(WEAK)
         return found
+
+
+class Flattening:
+    """Flattens the arguments of calls. Remembers by id what the last call returned, which may have been given again."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._tree = traced.in_tree
+        ranges = argument_leaves(traced, positional=True)
+        count = len(state_aliasing.pieces_of(traced))
+        state = {argument for argument, _ in state_aliasing.user_state(traced)}
+        self._positions = [i for i, leaves in enumerate(ranges) if not state.isdisjoint(leaves)]
+        keywords = range(ranges[-1].stop if ranges else 0, count)
+        self._arity = len(ranges) if state and state.isdisjoint(keywords) else -1
+        self._returned: frozenset[int] = frozenset()
+
+    def returned(self, out: Any) -> None:
+        """Remembers the result of a call."""
+        self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
+
+    def flatten(self, pure: Any) -> list[Any]:
+        """The leaves of a pytree. Raises NewSignature if its structure is not the traced one."""
+        leaves, tree = jax.tree_util.tree_flatten(pure)
+        if tree != self._tree:
+            raise NewSignature(STRUCTURE)
+        return leaves
+
+    def along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat arguments, flattened faster if the state, all positional, is what the last call returned.
+
+        In place of an array, that also takes a pytree, which `check_leaf` refuses as it refuses a string.
+        """
+        if len(args) == self._arity and self._returned.issuperset([id(args[i]) for i in self._positions]):
+            try:
+                return self._tree.flatten_up_to((args, kwargs))
+            except Exception:  # a pytree of the user's own may raise anything
+                self._returned = frozenset()
+        return self.flatten((args, kwargs))

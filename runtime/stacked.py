@@ -1,10 +1,9 @@
-"""Stacked leaves between the user, who holds them whole, and the stages, which own a part each.
+"""Stacked leaves, which the user holds as one array and of which each stage owns a part.
 
 A stacked leaf that a step returns is a `StackedArray`: its parts, each where its stage has it. The next call takes the
-parts, and nothing is moved or copied. It is a `jax.Array` for whoever reads it, and is joined then, once, over all
-devices that have a part: equal parts of equal submeshes are the blocks of one array as they are, others are sent.
-
-An array is sliced where it lies, and its parts are copied to their stages.
+parts, and nothing is moved or copied. It is a `jax.Array` for its readers, and is joined when one reads it, once,
+over all devices that have a part: equal parts of equal submeshes are the blocks of one array as they are, others are
+sent. Any other array is sliced where it is, and its parts are copied to their stages.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph import Bounds, Pieces, Traced
 from alpa_lite.program import Program
-from alpa_lite.runtime import placement, presence
+from alpa_lite.runtime import global_array, placement
 from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
 
 
@@ -45,11 +44,11 @@ class StackedArray(_jax.LazyArray):
         return self._leaf.join(self.parts)
 
     def is_deleted(self) -> bool:
-        """Whether a part was donated or deleted."""
+        """Returns whether a part was donated or deleted."""
         return any(part.is_deleted() for part in self.parts)
 
     def is_ready(self) -> bool:
-        """Whether all parts are computed."""
+        """Returns whether all parts are computed."""
         return all(part.is_ready() for part in self.parts)
 
     def block_until_ready(self) -> StackedArray:
@@ -59,7 +58,7 @@ class StackedArray(_jax.LazyArray):
 
 
 class StackedLeaves:
-    """Takes the user's flat arguments apart, and puts the flat results together. Holds no arrays."""
+    """Splits the user's flat arguments, and joins the flat results. Holds no arrays."""
 
     def __init__(self, traced: Traced, program: Program, sharding: Callable[[int], NamedSharding]):
         """Prepares the shardings of whole leaves.
@@ -78,18 +77,18 @@ class StackedLeaves:
 
     @property
     def cut(self) -> list[slice]:
-        """Where the parts of each stacked leaf are among the arguments of the cut step."""
+        """The positions of the parts of each stacked leaf among the arguments of the cut step."""
         return [slice(one.numbers[0], one.numbers[-1] + 1) for one in self._arguments if one.bounds]
 
-    def apart(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> list[Any]:
-        """The arguments of the cut step. Parts of a leaf that is ours may share memory with it; others are copies.
+    def split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]) -> list[Any]:
+        """Returns the arguments of the cut step. Parts of a leaf that may be overwritten may share its memory.
 
         Args:
           leaves: the user's flat arguments.
-          ours: whether an array may be overwritten.
+          may_overwrite: of an array.
 
         Raises:
-          NewSignature: a stacked leaf has not the planned shape or dtype.
+          NewSignature: a stacked leaf has another shape or dtype than planned.
         """
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
@@ -102,7 +101,7 @@ class StackedLeaves:
             aval = self._avals[one.numbers[0]]
             check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
             parts = one.parts_of(leaf)
-            if parts is None or not ours(leaf):
+            if parts is None or not may_overwrite(leaf):
                 cut: Any = parts or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)]
                 for k, (part, goal) in enumerate(zip(cut, one.shardings, strict=True)):
                     if goal is not None:
@@ -115,20 +114,24 @@ class StackedLeaves:
                 out[place] = array
         return out
 
+    def parts(self, state: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        """Returns the arrays of some state that was returned; none if an array of it is also among the rest."""
+        if not {id(leaf) for leaf in rest}.isdisjoint(map(id, state)):
+            return []
+        return [part for leaf in state for part in (leaf.parts if isinstance(leaf, StackedArray) else [leaf])]
+
     def shardings(
         self, arguments: Sequence[NamedSharding], results: Sequence[NamedSharding], anywhere: NamedSharding
     ) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """Those of the user's leaves, of those of the cut step; `anywhere` for leaves that lie nowhere."""
+        """Returns those of the user's leaves, from those of the cut step; `anywhere` for leaves that no stage reads."""
 
         def whole(leaves: Sequence[_Leaf], parts: Sequence[NamedSharding]) -> list[NamedSharding]:
             return [(one.whole or anywhere) if one.bounds else parts[one.numbers[0]] for one in leaves]
 
         return whole(self._arguments, arguments), whole(self._results, results)
 
-    def together(
-        self, outputs: Sequence[Any], weak: Sequence[bool] | None = None, *, arguments: bool = False
-    ) -> list[Any]:
-        """The user's results, of those of the cut step; or the arguments, of its arguments.
+    def join(self, outputs: Sequence[Any], weak: Sequence[bool] | None = None, *, arguments: bool = False) -> list[Any]:
+        """Returns the user's results, from those of the cut step; or the arguments, from its arguments.
 
         Args:
           weak: whether each has a weak dtype; by default as its parts.
@@ -146,7 +149,7 @@ class StackedLeaves:
 
 
 class _Leaf:
-    """One leaf: where its parts lie, and how the whole does."""
+    """One leaf: the shardings of its parts, and of the whole."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class _Leaf:
         buffers = [buffer_of[n] for n in pieces.numbers]
         self.whole: NamedSharding | None = None
         self.shardings: list[Any] = [sharding(b) if b >= 0 else None for b in buffers]
-        if min(buffers) < 0:  # the step does not read all of it, so that it lies nowhere
+        if min(buffers) < 0:  # the step does not read all of it, so that it has no sharding
             return
         places = [program.buffers[b] for b in buffers]
         self.shape = (pieces.bounds[-1], *places[0].shape[1:])
@@ -210,7 +213,7 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
 
 
 def _even(shape: tuple[int, ...], shardings: Sequence[NamedSharding]) -> NamedSharding:
-    """A sharding over all devices of some others that cuts one dim, not the first, as often as it can be cut evenly."""
+    """A sharding over all devices of others that cuts one dim, not the first, in as many equal blocks as it can."""
     devices = list(dict.fromkeys(device for sharding in shardings for device in np.array(sharding.mesh.devices).flat))
     count, dim = max(
         ((count, -dim) for dim, size in enumerate(shape) for count in range(1, len(devices) + 1)
@@ -224,7 +227,7 @@ def _even(shape: tuple[int, ...], shardings: Sequence[NamedSharding]) -> NamedSh
 @_jax.without_mesh()
 def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
     """The whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
-    return _concatenation(whole)(presence.put(parts, [whole] * len(parts)))
+    return _concatenation(whole)(global_array.put(parts, [whole] * len(parts)))
 
 
 @functools.lru_cache(maxsize=100)

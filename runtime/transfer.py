@@ -11,7 +11,7 @@ the work on them is done by small functions on one device each, which start with
 5. *reshard*: one function on the destination's submesh takes all arrays on from there.
 
 Steps that a transfer has no use for are left out: the best case is the put alone. All functions are compiled when the
-mover is made. A block that stays on its device, and is not resharded after, is copied by the cut: `device_put` would
+transfer is made. A block that stays on its device, and is not resharded after, is copied by the cut: `device_put` would
 share its memory, which the receiver may donate.
 """
 
@@ -30,17 +30,18 @@ from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
 from alpa_lite.program import Submesh
-from alpa_lite.runtime import compiling, pacing
+from alpa_lite.runtime import backpressure
+from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.meshes import mesh_of
 
 Place = tuple[int, int]
 """An array by its position in the list, and a device by its position in the submesh."""
 
 
-class Mover:
+class Transfer:
     """The arrays of one edge of the pipeline, from their submesh to the next. Call it once for each transfer.
 
-    Movers hold no arrays. Equal plans may share one.
+    Holds no arrays. Equal plans may share one.
     """
 
     def __init__(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
@@ -54,7 +55,7 @@ class Mover:
           ValueError: the plans are between different submeshes.
         """
         if len({(plan.src_mesh, plan.dst_mesh) for plan in plans}) > 1:
-            raise ValueError("plans of one mover are between the same two submeshes; make a mover for each pair")
+            raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
         self._count = len(plans)
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
         self._split = [i for i, plan in enumerate(plans) if not plan.equal]
@@ -83,7 +84,7 @@ class Mover:
           arrays: as planned: on the devices of the source's submesh, in its order, each in its `src` layout.
 
         Raises:
-          ValueError: an array lies otherwise. (It would arrive permuted, or through the host.)
+          ValueError: an array is sharded otherwise. (It would arrive permuted, or through the host.)
         """
         for i, array in enumerate(arrays):
             if array.sharding is not self._seen[i]:
@@ -150,7 +151,7 @@ class Mover:
         numbers: dict[tuple[int, int], int],
         devices: Sequence[Any],
     ) -> None:
-        """What is joined on each device of the destination, and the blocks of each array."""
+        """Compiles the joins of each device of the destination, and numbers the blocks of each array."""
         destination = plans[0].dst_mesh
         block: dict[Place, int] = {}
         count = len(self._targets)
@@ -189,7 +190,7 @@ class Mover:
             return [_slice(held[which], ranges) for which, ranges in wanted]
 
         avals = [_single(plans[i].dtype, _sizes(have[i][position]), device) for i in used]
-        return compiling.compiled(jax.jit(cut).lower(*avals), [device]), [(i, position) for i in used]
+        return compile_lowered(jax.jit(cut).lower(*avals), [device]), [(i, position) for i in used]
 
 
 def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any) -> Any:
@@ -203,7 +204,7 @@ def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any
         return out
 
     avals = [_single(dtype, _sizes(piece), device) for dtype, ranges, _ in parts for piece in ranges]
-    return compiling.compiled(jax.jit(join).lower(*avals), [device])
+    return compile_lowered(jax.jit(join).lower(*avals), [device])
 
 
 def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
@@ -226,7 +227,7 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
         for plan, spec in zip(plans, specs, strict=True)
     ]
     lowered = jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals)
-    return pacing.paced(compiling.compiled(lowered, mesh.devices.flat), mesh.devices.flat)
+    return backpressure.throttle(compile_lowered(lowered, mesh.devices.flat), mesh.devices.flat)
 
 
 def _jax_mesh(submesh: Submesh, devices: Sequence[Any]) -> Mesh:

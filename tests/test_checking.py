@@ -16,7 +16,7 @@ import alpa_lite
 from alpa_lite import models
 from alpa_lite.errors import OptionError
 from alpa_lite.passes.lowering import emission, lowering
-from alpa_lite.runtime import comparing, operations
+from alpa_lite.runtime.debug import first_divergence, reference
 
 METHODS = {
     "mesh": {"method": alpa_lite.DataParallel()},
@@ -164,17 +164,17 @@ def test_only_planned_steps_are_checked() -> None:
 
 def test_errors_see_every_device_and_what_is_not_finite() -> None:
     whole = jnp.arange(8.0)
-    assert operations.error(whole, whole) == 0.0
-    assert operations.error(whole + 0.7, whole) == pytest.approx(0.1)
-    assert operations.error(whole.at[3].set(jnp.nan), whole) == np.inf
-    assert operations.error(whole.at[3].set(jnp.nan), whole.at[3].set(jnp.nan)) == 0.0
-    assert operations.error(whole.astype(int), whole.astype(int) + 1) == np.inf
+    assert first_divergence.error(whole, whole) == 0.0
+    assert first_divergence.error(whole + 0.7, whole) == pytest.approx(0.1)
+    assert first_divergence.error(whole.at[3].set(jnp.nan), whole) == np.inf
+    assert first_divergence.error(whole.at[3].set(jnp.nan), whole.at[3].set(jnp.nan)) == 0.0
+    assert first_divergence.error(whole.astype(int), whole.astype(int) + 1) == np.inf
     devices = jax.devices()[:2]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     blocks = [jax.device_put(whole + 7 * i, device) for i, device in enumerate(devices)]
     copies = jax.make_array_from_single_device_arrays((8,), sharding, blocks)
-    assert operations.error(copies, whole) == pytest.approx(1.0)  # the second copy differs
+    assert first_divergence.error(copies, whole) == pytest.approx(1.0)  # the second copy differs
 
 
 def test_repr_of_a_step_says_what_is_planned() -> None:
@@ -196,4 +196,5 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     )  # fmt: skip
     assert alpa_lite.check(piped, *args).ok
     compiled, _ = piped.planned(args, {})
-    assert comparing.first_difference(compiled.staged, comparing.flat(compiled.source, args, {}), 1e-2) is None
+    leaves = reference.flat_arguments(compiled.source, args, {})
+    assert reference.first_difference(compiled.staged, leaves, 1e-2) is None

@@ -24,7 +24,7 @@ from alpa_lite.options import Options, Pipeline
 from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.pins import Pin, Pins, places
 from alpa_lite.plan import Plan
-from alpa_lite.runtime import loading
+from alpa_lite.runtime import load
 
 
 def parameters(layers: int = 4, width: int = 16):
@@ -71,7 +71,7 @@ def test_a_train_step_on_another_batch_keeps_its_division(batch: int, microbatch
     assert again.plan.num_microbatches == microbatches
     assert layouts(again) == layouts(first)
     assert again.plan.division.submeshes == first.plan.division.submeshes
-    got = loading.load(again.staged, again.plan)(*loading.load(again.staged, again.plan).place(parameters(), x))
+    got = load.load(again.staged, again.plan)(*load.load(again.staged, again.plan).place(parameters(), x))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(train(parameters(), x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -114,9 +114,9 @@ def check(first: Compiled, compiled: Compiled, fun, state, args) -> None:
     Args:
       state: the first argument; args: the others.
     """
-    placed = loading.load(first.staged, first.plan).place(state, examples(8))[0]
+    placed = load.load(first.staged, first.plan).place(state, examples(8))[0]
     before = jax.tree.map(lambda x: x.sharding, placed)
-    executable = loading.load(compiled.staged, compiled.plan)
+    executable = load.load(compiled.staged, compiled.plan)
     want = fun(state, *args)
     got = executable(placed, *args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -176,8 +176,8 @@ def test_new_state_stays_on_its_submesh() -> None:
     """An average of the parameters: placed by the first call, kept where it is and updated there by the others."""
     first = trained()
     compiled = planned(first, averaged, (parameters(), parameters()))
-    placed = loading.load(first.staged, first.plan).place(parameters(), examples(8))[0]
-    executable = loading.load(compiled.staged, compiled.plan)
+    placed = load.load(first.staged, first.plan).place(parameters(), examples(8))[0]
+    executable = load.load(compiled.staged, compiled.plan)
     want = average = jax.tree.map(jnp.zeros_like, parameters())
     for _ in range(2):
         average, want = executable(placed, average), averaged(parameters(), want)
@@ -203,8 +203,8 @@ def test_generation_with_a_cache() -> None:
     assert sorted(a.path for a in compiled.traced.arguments if a.role == "state") == sorted(
         f"cache['k{i}']" for i in range(4)
     )
-    placed = loading.load(first.staged, first.plan).place(parameters(), examples(8))[0]
-    executable, want, x, y = loading.load(compiled.staged, compiled.plan), cache, examples(4), examples(4)
+    placed = load.load(first.staged, first.plan).place(parameters(), examples(8))[0]
+    executable, want, x, y = load.load(compiled.staged, compiled.plan), cache, examples(4), examples(4)
     for at in range(3):
         cache, x = executable(placed, cache, x, jnp.int32(at))
         want, y = decode(parameters(), want, y, at)
@@ -243,7 +243,7 @@ def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule
     method = Pipeline(num_stages=stages, schedule=schedule)
     options = Options(method=method, cluster=cluster(devices), num_microbatches=4)
     first = compiler.compile_step(step, (state, batch), {}, options, cluster(devices))
-    placed = loading.load(first.staged, first.plan).place(state, batch)[0]
+    placed = load.load(first.staged, first.plan).place(state, batch)[0]
     before = jax.tree.map(lambda x: x.sharding, placed)
 
     def norm(state):
@@ -251,7 +251,7 @@ def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule
 
     for fun, args, names in ((evaluate, (batch,), ("batch",)), (norm, (), ())):
         compiled = planned(first, fun, (state, *args), names, devices)
-        got = loading.load(compiled.staged, compiled.plan)(placed, *args)
+        got = load.load(compiled.staged, compiled.plan)(placed, *args)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(state, *args)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert sent_arguments(compiled) == set()
@@ -325,8 +325,8 @@ def test_what_is_copied_is_said_and_logged(caplog) -> None:
     notes = [note for note in compiled.plan.notes if "copied in each call" in note]
     assert len(notes) == len(sent_arguments(compiled)) and "1.00 KiB" in notes[0] and "test_kept.py" in notes[0]
     assert [record.message.partition(": ")[2] for record in caplog.records if "copied" in record.message] == notes
-    placed = loading.load(first.staged, first.plan).place(parameters(), examples(8))[0]
-    np.testing.assert_allclose(loading.load(compiled.staged, compiled.plan)(placed, args[1]), sampled(*args), rtol=1e-5)
+    placed = load.load(first.staged, first.plan).place(parameters(), examples(8))[0]
+    np.testing.assert_allclose(load.load(compiled.staged, compiled.plan)(placed, args[1]), sampled(*args), rtol=1e-5)
     with pytest.raises(InfeasibleError, match="Take the loop"):
         planned(first, sampled, args, ("x",), memory_per_device=3000)
 

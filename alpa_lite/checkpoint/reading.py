@@ -23,7 +23,7 @@ from alpa_lite.checkpoint.trees import Flat
 from alpa_lite.errors import CheckpointError
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
-from alpa_lite.runtime import presence
+from alpa_lite.runtime import global_array
 
 MENTIONED = 12
 """The most leaves that an error names."""
@@ -51,7 +51,7 @@ class Wanted:
     @property
     def is_here(self) -> bool:
         """Whether this process has some of it."""
-        return self.sharding is None or presence.is_here(self.sharding)
+        return self.sharding is None or global_array.is_addressable(self.sharding)
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def _as_asked(value: Any, leaf: Wanted) -> Any:
         return type(like)(np.asarray(value).item()) if isinstance(like, trees.SCALARS) else _host(value, like)
     shape, dtype = leaf.shape, leaf.dtype
     assert shape is not None
-    if not presence.is_here(leaf.sharding):
-        return presence.absent(like.shape, like.dtype, leaf.sharding)
+    if not global_array.is_addressable(leaf.sharding):
+        return global_array.non_addressable(like.shape, like.dtype, leaf.sharding)
     if not isinstance(value, jax.Array):
         whole = np.zeros(shape, dtype) if value is None else np.asarray(value, dtype)
         value = jax.make_array_from_callback(shape, leaf.sharding, lambda index: whole[index])

@@ -27,7 +27,7 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.paths import keys as keys_of_path
 from alpa_lite.paths import tokens
-from alpa_lite.runtime import presence
+from alpa_lite.runtime import global_array
 
 SCALARS = (bool, int, float)
 """What is stored as a number and restored as a Python one."""
@@ -120,9 +120,9 @@ def kind_of_keys(leaf: Any) -> str | None:
 
 def _data_of(keys: Any) -> jax.Array:
     """The integers behind typed random keys, which may be absent here."""
-    if presence.is_here(keys.sharding):
+    if global_array.is_addressable(keys.sharding):
         return _jax.data_of_keys(keys)
-    return presence.absent((*keys.shape, *_jax.key_kind(keys.dtype)[1]), np.dtype("uint32"), keys.sharding)
+    return global_array.non_addressable((*keys.shape, *_jax.key_kind(keys.dtype)[1]), np.dtype("uint32"), keys.sharding)
 
 
 @dataclass(frozen=True, eq=False)

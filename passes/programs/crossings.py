@@ -1,10 +1,10 @@
 """What transfers between processes need in memory beyond the arrays that they move.
 
-Such a transfer is one program over the devices of both submeshes (`runtime.crossing`), in which every device gives a
-block and gets one. A device of the destination, which sends nothing, gives a block of zeros as large as one at the
-source; these are made once, shared by all transfers of such blocks, and stay. A device of the source, which receives
-nothing, gets a block as large as one that lands; it is dropped as soon as the program has run. With g the bytes of a
-block at the source and l those of one that lands, a device thus needs
+Such a transfer is one program over the devices of both submeshes (`runtime.transfer_multihost`), in which every device
+gives a block and gets one. A device of the destination, which sends nothing, gives a block of zeros as large as one at
+the source; these are made once, shared by all transfers of such blocks, and stay. A device of the source, which
+receives nothing, gets a block as large as one that lands; it is dropped as soon as the program has run. With g the
+bytes of a block at the source and l those of one that lands, a device thus needs
 
     sum of g over the distinct blocks of what it receives                         always
     max over its sends of (sum of l over the arrays of the send)                  while it sends

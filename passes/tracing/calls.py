@@ -11,7 +11,7 @@ Static arguments are equal if their types are the same and their values are equa
 three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with
 float32 arrays where the program is the same.
 
-An executable compares piece by piece, the expensive pieces as late as possible (`runtime.executor`), with the functions
+An executable compares piece by piece, the expensive pieces as late as possible (`runtime.step`), with the functions
 of this module.
 """
 

@@ -11,7 +11,7 @@ from alpa_lite.errors import ProcessError
 from alpa_lite.processes.channel import Board
 from alpa_lite.processes.divergence import CALLS, RETAINED_CALLS, CallLog, ProgramPoint, find_passed
 from alpa_lite.processes.failure_propagation import FailureMonitor
-from alpa_lite.runtime.feeding import Prefetch
+from alpa_lite.runtime.prefetch import Prefetch
 from tests.processes.fake_store import Processes
 
 
@@ -134,7 +134,7 @@ def test_who_plans_alone_raises(processes: Processes):
 def test_prefetch_counts_its_batches(monkeypatch):
     monitor = FailureMonitor()
     log = monitor.call_log
-    monkeypatch.setattr("alpa_lite.runtime.feeding.monitor", monitor)
+    monkeypatch.setattr("alpa_lite.runtime.prefetch.monitor", monitor)
     assert list(Prefetch([1, 2], lambda item: (item, log.record_planning() if item == 2 else None))) == [
         (1, None), (2, ProgramPoint("prefetch 1", 2))
     ]  # fmt: skip

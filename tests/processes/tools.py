@@ -9,7 +9,7 @@ import numpy as np
 import worker
 
 import alpa_lite
-from alpa_lite.runtime import comparing
+from alpa_lite.runtime.debug import reference
 
 
 def calling(params, batch):
@@ -31,7 +31,7 @@ def calling(params, batch):
     return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
 
 
-planned = comparing.planned
+planned = reference.planned_results
 
 
 def wrong_here(*given):
@@ -52,9 +52,9 @@ def main() -> None:
         if one is method:
             events = step.trace(None, state, batch).events
             if jax.process_index() == 1:
-                comparing.planned = wrong_here
+                reference.planned_results = wrong_here
             wrong = alpa_lite.check(step, state, batch)
-            comparing.planned = planned
+            reference.planned_results = planned
             worker.say("wrong:", sum(not leaf.ok for leaf in wrong.leaves), "leaves,", wrong.unchecked)
             worker.say("traced", sorted({event.kind for event in events}), "on", sorted({e.mesh for e in events}))
     step = alpa_lite.parallelize(calling, method=method, num_microbatches=2, allow_inexact=True)

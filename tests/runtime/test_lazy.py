@@ -29,7 +29,7 @@ def made(name: str = "unequal parts") -> StackedArray:
     for sharding, (_, _, size, _) in zip(shardings, WAYS[name], strict=True):
         parts.append(jax.device_put(VALUES[low : low + size], sharding))
         low += size
-    (array,) = leaves.together(parts)
+    (array,) = leaves.join(parts)
     assert isinstance(array, StackedArray)
     return array
 

@@ -168,7 +168,7 @@ def test_known_arrays_are_not_kept_alive():
     owned = Owned()
     arrays = [jnp.ones(3), jnp.zeros(3)]
     owned.remember(arrays[1], arrays[:1], None)
-    owned.recall()
+    owned.flush()
     assert all(map(owned.has, arrays)) and owned.last is None
     assert not owned.has(jnp.ones(3))
     alive = [weakref.ref(array) for array in arrays]

@@ -300,7 +300,7 @@ def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown(
 def test_a_compiled_stage_that_communicates_otherwise_is_named():
     run, args, plan = verified()
     compiled = run._compiled(args, {})
-    made = run._executable(args, {}).compile()
+    made = run._executable(args, {}).compiled()
     found = compiled.staged
     kinds = [executable.name for executable in found.program.executables]
     update, forward = kinds.index("stage 1 update"), kinds.index("stage 1 forward")
@@ -327,12 +327,14 @@ def test_inputs_and_outputs_of_executables_are_the_program_s_buffers():
 def test_a_failing_instruction_is_named_with_its_lines():
     run = executable("gpipe")
     state, batch = run.place(*arguments())
-    run.compile()
-    number = next(n for n, item in enumerate(run._items) if "stage 1 forward" in programs.describe(run._program, item))
+    run.compiled()
+    number = next(
+        n for n, item in enumerate(run._items) if "stage 1 forward" in programs.describe(run._program, item.source)
+    )
 
     def broken(*arrays):
         raise ValueError("broken")
 
-    run._steps[number] = (True, broken, *run._steps[number][2:])
+    run._items[number] = replace(run._items[number], call=broken)
     with pytest.raises(ExecutionError, match=r"run stage 1 .*made from runtime/test_pipeline.py:\d+ .*broken"):
         run(state, batch)

@@ -62,13 +62,13 @@ def test_there_and_back(name: str):
     rows = sum(size for _, _, size, _ in WAYS[name])
     whole = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8)
     given = jax.device_put(whole, jax.devices()[0])
-    parts = leaves.apart([given], lambda _: True)
+    parts = leaves.split([given], lambda _: True)
     assert [part.sharding for part in parts] == shardings
     np.testing.assert_array_equal(np.concatenate([np.asarray(part) for part in parts]), whole)
-    (joined,) = leaves.together(parts)
+    (joined,) = leaves.join(parts)
     np.testing.assert_array_equal(np.asarray(joined), whole)
     assert not given.is_deleted()
-    again = leaves.apart([joined], lambda _: True)
+    again = leaves.split([joined], lambda _: True)
     assert [part.sharding for part in again] == shardings
     np.testing.assert_array_equal(np.concatenate([np.asarray(part) for part in again]), whole)
     assert (set().union(*map(pointers, again)) == pointers(joined)) == name.startswith("in place")
@@ -76,22 +76,22 @@ def test_there_and_back(name: str):
 
 def test_parts_are_donated_in_place():
     leaves, shardings = stacked_leaves(WAYS["in place"])
-    (whole,) = leaves.together([jax.device_put(np.ones((4, 8), np.float32), s) for s in shardings])
+    (whole,) = leaves.join([jax.device_put(np.ones((4, 8), np.float32), s) for s in shardings])
     before = pointers(whole)
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
-    results = [double(part) for part in leaves.apart([whole], lambda _: True)]
+    results = [double(part) for part in leaves.split([whole], lambda _: True)]
     assert set().union(*map(pointers, results)) == before
     assert whole.is_deleted()
-    np.testing.assert_array_equal(np.asarray(leaves.together(results)[0]), 2)
+    np.testing.assert_array_equal(np.asarray(leaves.join(results)[0]), 2)
 
 
 def test_memory_of_the_caller_is_never_shared():
     leaves, shardings = stacked_leaves(WAYS["in place"])
-    (whole,) = leaves.together([jax.device_put(np.ones((4, 8), np.float32), s) for s in shardings])
-    for part in leaves.apart([whole], lambda _: False):
+    (whole,) = leaves.join([jax.device_put(np.ones((4, 8), np.float32), s) for s in shardings])
+    for part in leaves.split([whole], lambda _: False):
         assert not pointers(part) & pointers(whole)
     given = np.ones((8, 8), np.float32)
-    parts = leaves.apart([given], lambda _: True)
+    parts = leaves.split([given], lambda _: True)
     given[:] = 7
     assert all((np.asarray(part) == 1).all() for part in parts)
 
@@ -100,4 +100,4 @@ def test_other_shapes_are_refused():
     leaves, _ = stacked_leaves(WAYS["in place"])
     for bad in (np.ones((6, 8), np.float32), np.ones((8, 8), np.int32), "text"):
         with pytest.raises(NewSignature):
-            leaves.apart([bad], lambda _: True)
+            leaves.split([bad], lambda _: True)

@@ -23,7 +23,7 @@ from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
 from alpa_lite.program import Submesh
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.meshes import mesh_of
-from alpa_lite.runtime.transfer import Mover
+from alpa_lite.runtime.transfer import Transfer
 from tests.marks import one_in
 
 F32 = jnp.dtype("float32")
@@ -69,7 +69,7 @@ def bits(array) -> np.ndarray:
 def move(plans: list[TransferPlan], values: list) -> list[jax.Array]:
     """Moves the values, and asserts that they arrive as planned."""
     arrays = [place(value, plan.src, plan.src_mesh) for plan, value in zip(plans, values, strict=True)]
-    moved = Mover(plans, jax.devices())(arrays)
+    moved = Transfer(plans, jax.devices())(arrays)
     for plan, value, array in zip(plans, values, moved, strict=True):
         on = plan.dst_mesh
         want = NamedSharding(mesh_of(on.mesh, jax.devices()[on.first :]), spec_of(plan.dst))
@@ -183,7 +183,7 @@ def test_bytes_are_those_of_the_plan(monkeypatch):
     source, destination = submesh((4,), "s"), submesh((2, 2), "d", last=True)
     plans = list(pairs(source, destination, 2))
     arrays = [place(np.ones(plan.shape, np.float32), plan.src, source) for plan in plans]
-    mover = Mover(plans, jax.devices())
+    mover = Transfer(plans, jax.devices())
     calls = []
     put = jax.device_put
 
@@ -227,7 +227,7 @@ def test_moving_does_not_wait(want, size):
     plan = plan_transfer((8, 8), F32, src, source, want, destination, CLUSTER)
     for landing in every_landing(plan):
         release.clear()
-        mover = Mover([landing], jax.devices())
+        mover = Transfer([landing], jax.devices())
         blocked = _blocked(source, src, release)
         try:
             (moved,) = mover([blocked])
@@ -253,7 +253,7 @@ def test_an_equal_put_does_not_wait(have, src, want, dst):
     array = transfers._Array((8, 8), F32, Layout(src), source, Layout(dst), destination)
     plan = transfers._plan(array, Layout(dst), CLUSTER)
     assert plan.equal
-    mover = Mover([plan], jax.devices())
+    mover = Transfer([plan], jax.devices())
     blocked = _blocked(source, Layout(src), release)
     try:
         (moved,) = mover([blocked])
@@ -291,7 +291,7 @@ def test_what_arrives_may_be_donated(first):
         plan = plan_transfer((8, 8), F32, src, source, dst, destination, CLUSTER)
         for landing in every_landing(plan):
             array = place(value, src, source)
-            (moved,) = Mover([landing], jax.devices())([array])
+            (moved,) = Transfer([landing], jax.devices())([array])
             np.testing.assert_array_equal(np.asarray(double(moved)), 2 * value)
             np.testing.assert_array_equal(np.asarray(array), value)
 
@@ -299,7 +299,7 @@ def test_what_arrives_may_be_donated(first):
 def test_the_source_may_be_deleted_at_once():
     source, destination = submesh((4,), "s"), submesh((2,), "d", last=True)
     plan = plan_transfer((16, 8), F32, Layout((("s0",), ())), source, Layout(((), ("d0",))), destination, CLUSTER)
-    mover = Mover([plan], jax.devices())
+    mover = Transfer([plan], jax.devices())
     value = np.arange(128, dtype=np.float32).reshape(16, 8)
     array = place(value, plan.src, source)
     (moved,) = mover([array])
@@ -308,7 +308,7 @@ def test_the_source_may_be_deleted_at_once():
 
 
 def test_nothing_to_move():
-    assert Mover([], jax.devices())([]) == []
+    assert Transfer([], jax.devices())([]) == []
 
 
 def test_plans_of_different_edges_are_refused():
@@ -317,13 +317,13 @@ def test_plans_of_different_edges_are_refused():
         plan_transfer((8,), F32, replicated(1), source, replicated(1), submesh((size,), "d", last=True), CLUSTER)
         for size in (1, 2)
     ]
-    with pytest.raises(ValueError, match="make a mover for each pair"):
-        Mover(plans, jax.devices())
+    with pytest.raises(ValueError, match="make a transfer for each pair"):
+        Transfer(plans, jax.devices())
 
 
 def test_an_array_that_lies_otherwise_is_refused():
     source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
-    mover = Mover(
+    mover = Transfer(
         [plan_transfer((8, 8), F32, Layout((("s0",), ())), source, Layout((("d0",), ())), destination, CLUSTER)],
         jax.devices(),
     )

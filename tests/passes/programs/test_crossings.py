@@ -13,7 +13,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.passes.programs import staged, transfers
 from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.program import Program, peak_bytes
-from alpa_lite.runtime.across import MoverAcross
+from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 from tests import pipeline_driver
 from tests.passes.layers.division_cases import deep, driven
 
@@ -26,7 +26,7 @@ def kept(program: Program, cluster: Cluster) -> Counter[int]:
     """Bytes of zeros that the runtime keeps on each device, were every transfer one between processes."""
     zeros: dict[Any, Any] = {}
     for plans in {transfers.plans_of(program, number, cluster) for number in range(len(program.transfers))}:
-        MoverAcross(plans, jax.devices(), zeros)
+        CrossProcessTransfer(plans, jax.devices(), zeros)
     found: Counter[int] = Counter()
     for (_, _, device), block in zeros.items():
         found[device.id] += block.nbytes

@@ -19,7 +19,7 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.passes.ir.items import Item
 from alpa_lite.passes.stages import temporaries
-from alpa_lite.runtime import ahead
+from alpa_lite.runtime import aot
 
 WIDTH, BATCH = 256, 512
 
@@ -57,7 +57,7 @@ def reports(step, arguments, cluster=None) -> list[Found]:
         {"method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 2, "cluster": cluster}
     )
     compiled = compile_step(step, arguments, {}, options, cluster)
-    executables = list(ahead.compiled_for(compiled.staged, compiled.plan, devices))
+    executables = list(aot.compiled_for(compiled.staged, compiled.plan, devices))
     out = []
     for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
         assert found.memory is not None

@@ -9,8 +9,8 @@ import pytest
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.runtime import ahead
-from alpa_lite.runtime.ahead import Target, target_of
+from alpa_lite.runtime import aot
+from alpa_lite.runtime.aot import Target, target_of
 
 EIGHT = Cluster.preset("v5e")
 
@@ -56,11 +56,11 @@ def test_a_compiler_that_is_not_installed_is_named_with_the_extra(monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(OptionError, match="tpu-verify"):
-        ahead.devices_of(Target("tpu", "v5e", (2, 4)))
+        aot.devices_of(Target("tpu", "v5e", (2, 4)))
     with pytest.raises(OptionError, match="cuda-verify"):
-        ahead.devices_of(Target("cuda", __file__, (8,)))
+        aot.devices_of(Target("cuda", __file__, (8,)))
     with pytest.raises(OptionError, match="cannot be read"):
-        ahead.devices_of(Target("cuda", "no/such/file", (8,)))
+        aot.devices_of(Target("cuda", "no/such/file", (8,)))
 
 
 @pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -70,7 +70,7 @@ def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     from alpa_lite import models
     from alpa_lite.api import make_options
     from alpa_lite.compiler import compile_step
-    from alpa_lite.runtime import loading
+    from alpa_lite.runtime import load
 
     step, args = models.get("mlp").abstract("tiny", 16)
     method = alpa_lite.Pipeline(num_stages=2) if pipeline else alpa_lite.DataParallel()
@@ -78,8 +78,8 @@ def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     found = compile_step(
         step, args, {}, make_options({"method": method, "num_microbatches": 2 if pipeline else "auto"}), cluster
     )
-    described = list(ahead.compiled_for(found.staged, found.plan, jax.devices()))
-    here = loading.compiled(loading.load(found.staged, found.plan))
+    described = list(aot.compiled_for(found.staged, found.plan, jax.devices()))
+    here = load.load(found.staged, found.plan).compiled()
     assert len(described) == len(here) == len(found.staged.program.executables)
     for one, other in zip(described, here, strict=True):
         a, b = one.memory_analysis(), other.memory_analysis()

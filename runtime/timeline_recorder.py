@@ -1,8 +1,8 @@
-"""When everything of a running step ran, noted without holding it up.
+"""Records when every task of a running step ran, without delaying it.
 
 The dispatch loop goes on at once; for each submesh a thread waits for the results of its runs in their order, and for
-each link one waits for what it brings. A task's end is when its results are ready. Its start is when it could run: when
-it had been dispatched, what it reads was there, and the task before it on its submesh or link had ended.
+each link one waits for the arrays that it brings. A task ends when its results are ready. It starts when it can run:
+when it has been dispatched, its inputs are there, and the task before it on its submesh or link has ended.
 
 Results that a later run consumes cannot be waited for: they may be gone. In place of them a function that takes the
 result and does nothing is dispatched behind the task; it can run when the result is there.
@@ -22,36 +22,35 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.passes.programs import simulation
-from alpa_lite.program import Program, Run, Send
-from alpa_lite.runtime import presence
+from alpa_lite.program import Free, Program, Run, Send
+from alpa_lite.runtime import global_array
+from alpa_lite.runtime.compile_pipeline import Item, Launch
 from alpa_lite.timeline import Timeline
 
 Track = tuple[int, int]
 """A submesh and -1, or a link: source and destination."""
 
 
-class Stopwatch:
-    """Watches one dispatch of a program: a context manager, called after every step."""
+class TimelineRecorder:
+    """Records one dispatch of a program: a context manager, called after every item."""
 
-    def __init__(
-        self, program: Program, items: Sequence[Run | Send], sharding_of: Callable[[int], NamedSharding]
-    ) -> None:
+    def __init__(self, program: Program, items: Sequence[Item], sharding_of: Callable[[int], NamedSharding]) -> None:
         """Compiles the functions that it dispatches in addition.
 
         Args:
           program: what runs.
-          items: the instruction of each step of the dispatch loop.
+          items: of the dispatch loop.
           sharding_of: of a buffer.
         """
-        self._program, self._items = program, items
-        consumed = {b for item in items if isinstance(item, Run) for b in program.consumed(item)}
-        self._waited: list[int | None] = []  # of each step, the buffer whose readiness is its end
+        self._program, self._items = program, [item.source for item in items]
+        consumed = {b for item in items if isinstance(item, Launch) for b in item.donated}
+        self._waited: list[int | None] = []  # of each item, the buffer whose readiness is its end
         self._peeks: dict[int, Any] = {}
         known: dict[Any, Any] = {}
         for item in items:
-            made = [b for b in self._made(item) if presence.is_here(sharding_of(b))]
-            lasting = [b for b in made if b not in consumed]
-            chosen = min(lasting or made, key=lambda b: program.buffers[b].bytes, default=None)
+            outputs = [b for b in item.outputs if global_array.is_addressable(sharding_of(b))]
+            lasting = [b for b in outputs if b not in consumed]
+            chosen = min(lasting or outputs, key=lambda b: program.buffers[b].bytes, default=None)
             self._waited.append(chosen)
             if chosen is not None and not lasting:
                 entry = program.buffers[chosen]
@@ -65,8 +64,8 @@ class Stopwatch:
         self._threads: list[threading.Thread] = []
         self._begin = self._now = 0.0
 
-    def __enter__(self) -> Stopwatch:
-        for track in sorted({self._track(item) for item in self._items}):
+    def __enter__(self) -> TimelineRecorder:
+        for track in sorted({self._track(item) for item in self._items if not isinstance(item, Free)}):
             queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
             thread = threading.Thread(target=self._wait, args=(queue,), daemon=True)
             self._queues[track] = queue
@@ -76,8 +75,10 @@ class Stopwatch:
         return self
 
     def __call__(self, number: int, env: Sequence[Any]) -> None:
-        """Notes that a step has been dispatched since the last call."""
+        """Notes that an item has been dispatched since the last call."""
         chosen, item = self._waited[number], self._items[number]
+        if isinstance(item, Free):
+            return
         self._dispatched[number] = self._now
         array = None
         if chosen is not None:
@@ -92,12 +93,14 @@ class Stopwatch:
             thread.join()
 
     def timeline(self) -> Timeline:
-        """What was noted, with the names that the simulation gives."""
+        """Returns the recorded timeline, with the names that the simulation gives."""
         makers = simulation.producers(self._program)
         free: dict[Track, float] = {}
         ready: dict[int, float] = {}  # buffer -> when it was there
         events = []
         for number, item in enumerate(self._items):
+            if isinstance(item, Free):
+                continue
             track = self._track(item)
             read = item.inputs if isinstance(item, Run) else self._program.transfers[item.transfer].sent
             start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite
 from alpa_lite.errors import OptionError
-from alpa_lite.runtime import feeding
+from alpa_lite.runtime import prefetch
 from tests.test_daily_use import examples, initial, parallel, train
 
 ROOT = Path(__file__).parents[2]
@@ -61,9 +61,9 @@ def test_rows_are_those_of_the_devices_that_are_here() -> None:
     for spec, shape in ((("a",), (8, 3)), ((None, "b"), (4, 6)), ((("b", "a"),), (8,)), ((), ())):
         sharding = NamedSharding(MESH, PartitionSpec(*spec))
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        own = feeding.rows(sharding, shape)
-        assert own.tolist() == list(range(shape[0] if shape else 0)) and feeding.is_part(shape, sharding, shape)
-        made = feeding.assembled(array, sharding, shape, np.float32)
+        own = prefetch.rows(sharding, shape)
+        assert own.tolist() == list(range(shape[0] if shape else 0)) and prefetch.is_part(shape, sharding, shape)
+        made = prefetch.assembled(array, sharding, shape, np.float32)
         assert made.sharding == sharding
         np.testing.assert_array_equal(made, array)
         array[...] = -1  # nothing is shared

@@ -1,8 +1,8 @@
 """The most bytes that live arrays take while a pipeline runs, counted after every instruction.
 
 The compiler's own count ends at each executable; which buffers live between them is the program's choice, and what it
-predicts (`program.peak_bytes`) is only worth what a count of the arrays that are there confirms. Arrays that share
-memory count once: blocks are told apart by device and address.
+predicts (`program.peak_bytes`) is confirmed by a count of the arrays that are there. Arrays that share memory count
+once: blocks are identified by device and address.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 
-class Peaks:
-    """Counts during one dispatch of a program, which is held up: called after every step.
+class MemoryProfile:
+    """Counts during one dispatch of a program, which it delays: called after every item.
 
     Attributes:
       most: for each submesh, bytes of the device that has held most so far.

@@ -1,4 +1,4 @@
-"""Runs a step as planned and as written, and looks for the first operation that differs (`operations`)."""
+"""Runs a step as written, and looks for the first operation of the planned step that differs (`first_divergence`)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ from alpa_lite.graph import Lit, Traced
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.flow import needed, producers
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.lowering import emission
-from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.tracing import calls
-from alpa_lite.runtime import operations, presence
-from alpa_lite.runtime.loading import AnyExecutable
+from alpa_lite.runtime import global_array
+from alpa_lite.runtime.debug import first_divergence
+from alpa_lite.runtime.debug.first_divergence import Difference, error
 from alpa_lite.runtime.meshes import mesh_of
-from alpa_lite.runtime.operations import Difference, error
-from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.step import Executable
 
 ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
 """The relative error of leaves that counts as rounding, by dtype; 1e-3 for what is not listed, 5e-2 below 16 bits."""
-
-__all__ = ["coarsest", "error", "first_difference", "flat", "planned", "tolerance", "written"]
 
 
 class NotComparable(Exception):
     """Operations cannot be compared one by one; the message says why."""
 
 
-def flat(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def flat_arguments(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The flat arguments of a call, in the order of `Traced.arguments`."""
     assert traced.calling is not None
     leaves, _ = calls.flattened(traced.calling, args, kwargs)
@@ -44,7 +40,7 @@ def flat(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class ReferenceRun:
     """The step as written, on the first device.
 
     Attributes:
@@ -78,25 +74,15 @@ class Written:
         return [error(b, a) for a, b in zip(self.results, others, strict=True)]
 
 
-def written(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Written:
+def reference_run(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReferenceRun:
     """The step as written, with these arguments."""
-    leaves = [_alone(presence.whole(leaf)) for leaf in flat(traced, args, kwargs)]
-    return Written(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
+    leaves = [_alone(global_array.fully_addressable(leaf)) for leaf in flat_arguments(traced, args, kwargs)]
+    return ReferenceRun(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
 
 
-def planned(executable: AnyExecutable, staged: Staged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The flat results of the step as planned, on copies of the arguments."""
-    if isinstance(executable, PipelineExecutable):
-        return executable.results(*args, **kwargs)
-    (stage,) = staged.stages
-    program, traced = stage.program, stage.graph.traced
-    mesh = mesh_of(program.mesh)
-    leaves = [*flat(traced, args, kwargs), *traced.graph.constants]
-    shardings = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.inputs]
-    taken = presence.put([_alone(presence.whole(leaf)) for leaf in leaves], shardings)
-    outputs = [jax.sharding.NamedSharding(mesh, spec_of(layout)) for layout in program.outputs]
-    function = emission.function_of(program, traced, mesh, stage.communication)
-    return jax.jit(lambda *leaves: list(function(*leaves)), out_shardings=outputs)(*taken)
+def planned_results(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the flat results of the step as planned, on copies of the arguments."""
+    return executable.results(*args, **kwargs)
 
 
 def _alone(leaf: Any) -> Any:
@@ -108,8 +94,8 @@ def _alone(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.local_devices()[0])
 
 
-def coarsest(traced: Traced) -> float:
-    """The tolerance of the coarsest dtype that a step computes in."""
+def default_tolerance(traced: Traced) -> float:
+    """Returns the tolerance of the least exact dtype that a step computes in."""
     dtypes = {str(v.dtype) for v in traced.graph.values if jnp.issubdtype(v.dtype, jnp.inexact)}
     return max((_rounding(dtype) for dtype in dtypes), default=1e-3)
 
@@ -119,7 +105,7 @@ def _rounding(dtype: str) -> float:
 
 
 def tolerance(leaf: Any, limit: float) -> float:
-    """What counts as rounding in a leaf: nothing, where it holds no floats."""
+    """Returns the error that counts as rounding in a leaf: none, if it holds no floats."""
     return limit if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0.0
 
 
@@ -156,7 +142,7 @@ def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> 
 def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: float) -> Difference | None:
     if mesh.size == 1:
         return None  # it runs as it is written
-    return operations.first_difference(stage.program, stage.graph.traced, mesh, leaves, limit)
+    return first_divergence.first_difference(stage.program, stage.graph.traced, mesh, leaves, limit)
 
 
 def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:

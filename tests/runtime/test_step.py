@@ -20,9 +20,11 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime import meshes, placement, unplanned
-from alpa_lite.runtime.executor import Executable
+from alpa_lite.runtime import meshes, placement
+from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.single import SingleExecutable
+from alpa_lite.runtime.step import LoadOptions
 
 OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding
@@ -32,7 +34,9 @@ def mesh_of(shape: tuple[int, ...]) -> Mesh:
     return meshes.mesh_of(LogicalMesh(shape, ("a", "b")[: len(shape)]))
 
 
-def executable(fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_argnums: Any = "auto") -> Executable:
+def executable(
+    fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_argnums: Any = "auto"
+) -> SingleExecutable:
     """State sharded by `state(shape of the leaf)`, batch by its leading dim, the rest replicated."""
     traced = trace(fun, args, {}, batch_argnums=batch_argnums)
     mesh = mesh_of(shape)
@@ -45,8 +49,9 @@ def executable(fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_a
     ]
     new_value = dict(traced.state)
     outputs = [arguments[new_value[i]] if i in new_value else P() for i in range(len(traced.outputs))]
-    return Executable(
-        traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, arguments, outputs, donate=donate
+    options = LoadOptions(donate=donate)
+    return SingleExecutable(
+        traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, arguments, outputs, options
     )
 
 
@@ -274,7 +279,7 @@ def test_every_leaf_is_written_over_itself():
     args = ({"w": jnp.ones((8, 8))}, {"m": jnp.ones((8, 8)) * 2}, np.ones(8, np.float32))
     for donate in ("auto", (0, 1)):
         run = executable(fun, *args, donate=donate, batch_argnums=2)
-        assert [run._traced.arguments[i].path for i in run._donated] == ["moments['m']", "params['w']"], donate
+        assert [run._traced.arguments[i].path for i in run._function.donated] == ["moments['m']", "params['w']"], donate
         placed = run.place(*args)
         found = run(*placed)
         assert_close(found, jax.jit(fun)(*args))
@@ -288,7 +293,7 @@ def test_state_whose_sharding_changes_is_not_donated_and_nothing_warns():
         P("a") if isinstance(v, int) and traced.graph.values[v].shape[:1] == (8,) else P()
         for v in traced.graph.block.outputs
     ]
-    run = Executable(traced, lambda *x: evaluate_block(traced.graph.block, x), mesh_of((8,)), inputs, outputs)
+    run = SingleExecutable(traced, lambda *x: evaluate_block(traced.graph.block, x), mesh_of((8,)), inputs, outputs)
     state, batch = run.place(make_state(), make_batch())
     new, _ = run(state, batch)
     assert not state["params"]["w"].is_deleted() and state["params"]["b"].is_deleted()
@@ -407,7 +412,7 @@ def test_static_arguments_and_keywords():
     traced = trace(fun, (start, 2.0), {"batch": make_batch(), "mode": "sum"}, static_argnums=1, static_argnames="mode")
     specs = [P("a")] * len(traced.arguments)
     outputs = [P("a"), P()]
-    run = Executable(traced, lambda *x: evaluate_block(traced.graph.block, x), mesh_of((8,)), specs, outputs)
+    run = SingleExecutable(traced, lambda *x: evaluate_block(traced.graph.block, x), mesh_of((8,)), specs, outputs)
     state, total = run(start, 2.0, batch=make_batch(), mode="sum")
     state, total = run(state, 2.0, mode="sum", batch=make_batch())
     assert_close(total, make_batch()["x"].sum())
@@ -446,7 +451,7 @@ def test_a_sharded_constant_without_elements():
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     traced = trace(double, (x,), {}, batch_argnums=())
     assert [constant.shape for constant in traced.graph.constants] == [(0, 8)]
-    run = Executable(
+    run = SingleExecutable(
         traced,
         lambda *leaves: evaluate_block(traced.graph.block, leaves),
         mesh_of((8,)),
@@ -476,9 +481,9 @@ def test_random_keys_as_state(key):
 
 def test_compiled_text_and_memory():
     run = executable(step, make_state(), make_batch(), state=fsdp)
-    text = run.hlo()
+    (text,) = run.hlo()
     assert "HloModule jit_step" in text and "input_output_alias" in text
-    memory = run.memory_analysis()
+    (memory,) = run.memory_analysis()
     assert memory.argument_size_in_bytes > 0 and memory.alias_size_in_bytes > 0
     assert run.compiled() is run.compiled()
 
@@ -599,9 +604,9 @@ def test_a_changed_nnx_structure_is_a_new_signature():
 
 def test_plain_jit_through_the_same_interface():
     options = Options(method="off")
-    run = unplanned.plain(step, options)
+    run = jit_fallback(step, options)
     assert_close(run(make_state(), make_batch()), jax.jit(step)(make_state(), make_batch()))
     assert_close(run(make_state(), make_batch(24)), jax.jit(step)(make_state(), make_batch(24)))
     ours, theirs = make_nnx(), make_nnx()
-    assert_close(unplanned.plain(nnx_step, options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
+    assert_close(jit_fallback(nnx_step, options)(*ours, make_batch()), nnx.jit(nnx_step)(*theirs, make_batch()))
     assert_close(ours[0].tied.kernel[...], theirs[0].tied.kernel[...])

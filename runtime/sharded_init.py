@@ -1,7 +1,7 @@
-"""State that is born sharded: an initialisation runs where its results belong, and nobody ever holds the whole.
+"""Initialises state directly in its planned shardings: no device or host holds it unsharded.
 
 The initialisation is traced once, and its results are made some at a time, on the mesh of each: all devices for a plan
-on one mesh, a submesh for each group of stages of a pipeline. What these results do not need is left out.
+on one mesh, a submesh for each group of stages of a pipeline. Operations that these results do not need are left out.
 
 *Bit for bit.* A program that makes a block of a random array computes the same random bits (threefry), but not the same
 numbers: the CPU compiler vectorises other loops, and some elements of a normal distribution differ in the last bit
@@ -27,15 +27,16 @@ from alpa_lite.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import conversion, nnx_modules, static_leaves
-from alpa_lite.runtime import compiling, placement, presence
+from alpa_lite.runtime import global_array, placement
+from alpa_lite.runtime.compile import persistent_cache
 
 logger = logging.getLogger(__name__)
 
 GROUPS = 8
-"""About so many programs make the state of a mesh: each costs a compilation, and has a share of the state whole."""
+"""The number of programs, about, that make the state of a mesh: each costs a compilation, and holds its share whole."""
 
 
-class Birth:
+class ShardedInit:
     """A traced initialisation.
 
     Attributes:
@@ -62,7 +63,7 @@ class Birth:
         self.shapes = nnx_modules.unflattened(self._tree, self.types)
 
     def run(self, shardings: Sequence[NamedSharding], room: float) -> tuple[Any, list[jax.Array]]:
-        """The result with arrays that lie as `shardings` say, one for each flat result, and these arrays.
+        """Returns the result with arrays of these shardings, one for each flat result, and these arrays.
 
         Args:
           room: bytes of a device that one whole result may take.
@@ -71,11 +72,11 @@ class Birth:
         meshes: dict[Any, list[int]] = {}
         for number, sharding in enumerate(shardings):
             meshes.setdefault(sharding.mesh, []).append(number)
-        made: list[Any] = [None] * len(shardings)
+        arrays: list[Any] = [None] * len(shardings)
         for numbers in meshes.values():
-            if not presence.is_here(shardings[numbers[0]]):
+            if not global_array.is_addressable(shardings[numbers[0]]):
                 for n in numbers:
-                    made[n] = presence.absent(self.types[n].shape, self.types[n].dtype, shardings[n])
+                    arrays[n] = global_array.non_addressable(self.types[n].shape, self.types[n].dtype, shardings[n])
                 continue
             large = [n for n in numbers if sizes[n] > room]
             if large:
@@ -85,8 +86,8 @@ class Birth:
             for group, whole in groups:
                 wanted = [shardings[n] for n in group]
                 for number, array in zip(group, self._group(group, wanted, whole=whole), strict=True):
-                    made[number] = array
-        return nnx_modules.unflattened(self._tree, made), made
+                    arrays[number] = array
+        return nnx_modules.unflattened(self._tree, arrays), arrays
 
     def _group(self, numbers: Sequence[int], shardings: Sequence[NamedSharding], *, whole: bool) -> list[jax.Array]:
         """Some results on one mesh."""
@@ -96,8 +97,8 @@ class Birth:
         read = {a for op in block.ops for a in op.operands if not isinstance(a, Lit)} | set(block.outputs)
         used = [n for n, value in enumerate(block.inputs[: len(self._leaves)]) if value in read]
         everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())
-        inputs = [self._on(self._leaves[n], everywhere) for n in used]
-        # What is not read is not passed: it may lie on other devices.
+        inputs = [_put(self._leaves[n], everywhere) for n in used]
+        # An argument that is not read is not passed: it may be on other devices.
         absent = [None] * len(self._leaves)
 
         def part(arrays: Sequence[Any]) -> list[Any]:
@@ -107,15 +108,16 @@ class Birth:
             return list(evaluate(graph, leaves))
 
         out = [everywhere] * len(numbers) if whole else list(shardings)
-        with compiling.kept(everywhere.device_set):
+        with persistent_cache(everywhere.device_set):
             arrays = jax.jit(part, out_shardings=out)(inputs)
         return placement.copies(arrays, shardings) if whole else arrays
 
-    def _on(self, leaf: Any, everywhere: NamedSharding) -> Any:
-        """An argument on the devices of a mesh: as it is, if that is where it lies."""
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
-            return leaf
-        return presence.put([leaf], [everywhere])[0]
+
+def _put(leaf: Any, everywhere: NamedSharding) -> Any:
+    """An argument on the devices of a mesh; as it is, if it is there."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
+        return leaf
+    return global_array.put([leaf], [everywhere])[0]
 
 
 def _grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

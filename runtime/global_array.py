@@ -1,12 +1,11 @@
-"""What of an array is in this process, and arrays that are not here at all.
+"""Arrays of a multi-process run, of which a process has some blocks, or none.
 
-In a program of several processes every process holds every leaf of the state as a `jax.Array`, but of a leaf that lies
-on devices of others only shape, dtype and sharding: an *absent* array, without a block. Its values cannot be read
-here, and nothing stands in for them.
+Every process holds every leaf of the state as a `jax.Array`, but of a leaf on devices of others only shape, dtype and
+sharding: a *non-addressable* array, without a block. Its values cannot be read here, and nothing stands in for them.
 
 A value that a process has by itself (of NumPy, or on devices of its own) is the whole value, which every process has
-alike: each takes the blocks of its devices from it. An array that lies over devices of other processes, or on a mesh of
-a plan, is one array of all; if it has to go elsewhere, every process that is concerned moves its part (`crossing`).
+alike: each takes the blocks of its devices from it. An array over devices of other processes, or on a mesh of a plan,
+is one *global* array; if it has to move, every process that is concerned moves its part (`transfer_multihost`).
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
-from alpa_lite.runtime import crossing, meshes
+from alpa_lite.runtime import meshes
+from alpa_lite.runtime.transfer_multihost import PermuteTransfer, spec_between
 
 
-def is_here(sharding: Any) -> bool:
-    """Whether this process has a device of a sharding."""
+def is_addressable(sharding: Any) -> bool:
+    """Returns whether this process has a device of a sharding."""
     return bool(sharding.addressable_devices)
 
 
-def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
-    """An array that lies on devices of other processes."""
+def non_addressable(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array on devices of other processes."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
 def put(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """`jax.device_put` of each leaf, also where a sharding has devices of other processes.
+    """Puts each leaf like `jax.device_put`, also where a sharding has devices of other processes.
 
     All processes call it with the same leaves in the same order. May share memory with a leaf.
     """
@@ -47,19 +47,19 @@ def put(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
 def _put(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return _put_keys(leaf, sharding)
-    if is_of_all(leaf):
-        return _moved(leaf, sharding)
-    if not is_here(sharding):
-        return absent(np.shape(leaf), _dtype_of(leaf), sharding)
+    if is_global(leaf):
+        return _move(leaf, sharding)
+    if not is_addressable(sharding):
+        return non_addressable(np.shape(leaf), _dtype_of(leaf), sharding)
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf, _dtype_of(leaf))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def whole(leaf: Any) -> Any:
-    """A leaf with all its blocks in every process. All processes call it with the same leaves in the same order."""
-    if jax.process_count() == 1 or not is_of_all(leaf):
+def fully_addressable(leaf: Any) -> Any:
+    """Returns a leaf with all its blocks in every process. All processes call it for the same leaves, in one order."""
+    if jax.process_count() == 1 or not is_global(leaf):
         return leaf
     mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
     spread = _put(leaf, NamedSharding(mesh, PartitionSpec()))
@@ -69,64 +69,65 @@ def whole(leaf: Any) -> Any:
     return spread.addressable_data(0)
 
 
-def is_of_all(leaf: Any) -> bool:
-    """Whether an array is one of all processes, not a value that this one has by itself."""
+def is_global(leaf: Any) -> bool:
+    """Returns whether an array is one of all processes, not a value that this one has by itself."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf.sharding, SingleDeviceSharding):
         return False
     return not leaf.is_fully_addressable or meshes.is_planned(leaf.sharding)
 
 
-def _moved(leaf: jax.Array, sharding: NamedSharding) -> Any:
-    """An array of all processes, in another place. Its own process counts for nothing in how: all must do the same."""
+def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
+    """A global array with another sharding. All processes must take the same branch."""
     have = leaf.sharding
     owners = {device.process_index for device in have.device_set}
     goals = {device.process_index for device in sharding.device_set}
     if have.is_fully_replicated and goals <= owners:
-        if not is_here(sharding):
-            return absent(leaf.shape, leaf.dtype, sharding)
+        if not is_addressable(sharding):
+            return non_addressable(leaf.shape, leaf.dtype, sharding)
         host = np.asarray(leaf.addressable_data(0))
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     if have.device_set == sharding.device_set:
-        return _laid_out(leaf, sharding) if is_here(sharding) else absent(leaf.shape, leaf.dtype, sharding)
-    if not (is_here(have) or is_here(sharding)):
-        return absent(leaf.shape, leaf.dtype, sharding)
-    mover = _mover(leaf.shape, leaf.dtype, have, sharding)
-    (moved,) = mover([leaf])
-    return absent(leaf.shape, leaf.dtype, sharding) if moved is None else moved
+        if is_addressable(sharding):
+            return _reshard(leaf, sharding)
+    elif is_addressable(have) or is_addressable(sharding):
+        (moved,) = _transfer(leaf.shape, leaf.dtype, have, sharding)([leaf])
+        if moved is not None:
+            return moved
+    return non_addressable(leaf.shape, leaf.dtype, sharding)
 
 
 @_jax.without_mesh()
-def _laid_out(leaf: jax.Array, sharding: NamedSharding) -> Any:
+def _reshard(leaf: jax.Array, sharding: NamedSharding) -> Any:
     return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
 
 
 @functools.lru_cache(maxsize=1000)
-def _mover(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding) -> crossing.Crossing:
-    """What moves such arrays; it is compiled once."""
+def _transfer(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding) -> PermuteTransfer:
+    """Moves such arrays; it is compiled once."""
     sources = (
         list(have._device_assignment) if not isinstance(have, NamedSharding) else list(np.array(have.mesh.devices).flat)
     )
     union = [*sources, *(device for device in np.array(goal.mesh.devices).flat if device not in set(sources))]
-    return crossing.Crossing([crossing.way_between(shape, dtype, have, goal, union)], sources, union)
+    return PermuteTransfer([spec_between(shape, dtype, have, goal, union)], sources, union)
 
 
 def _put_keys(leaf: Any, sharding: NamedSharding) -> Any:
-    """Random keys go as the numbers that they are made of."""
+    """Random keys are put as the integers that they are made of."""
     if leaf.sharding == sharding:
         return leaf
     kind, shape = _jax.key_kind(leaf.dtype)
-    if is_of_all(leaf) and not is_here(leaf.sharding):
-        data: Any = absent((*leaf.shape, *shape), np.uint32, _of_numbers(leaf.sharding, leaf.ndim))
+    if is_global(leaf) and not is_addressable(leaf.sharding):
+        data: Any = non_addressable((*leaf.shape, *shape), np.uint32, _of_numbers(leaf.sharding, leaf.ndim))
     else:
         data = jax.random.key_data(leaf)
     data = _put(data, _of_numbers(sharding, leaf.ndim))
-    if not is_here(sharding):
-        return absent(leaf.shape, leaf.dtype, sharding)
+    if not is_addressable(sharding):
+        return non_addressable(leaf.shape, leaf.dtype, sharding)
     return jax.random.wrap_key_data(data, impl=kind)
 
 
 def _of_numbers(sharding: NamedSharding, rank: int) -> NamedSharding:
-    """Where the numbers of random keys lie that lie so."""
+    """The sharding of the integers of random keys with a sharding."""
     spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)), None)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 

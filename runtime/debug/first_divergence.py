@@ -1,6 +1,6 @@
 """The first operation of a planned step that differs from the same operation on one device, on the same inputs.
 
-The planned program runs with more results: the registers of some instructions, a chunk of so many bytes at a time.
+The planned program runs with more results: the registers of some instructions, a chunk of `CHUNK` bytes at a time.
 Then each instruction is judged by itself. An operation, applied on one device to what the planned program had in its
 operands' registers, must give what is in its results' registers, on every device. A change of layout must not change
 the value. A loop is judged as one operation, and if it differs, iteration by iteration by the instructions of its body.
@@ -119,7 +119,7 @@ class _Search:
         """The first instruction of a body that differs.
 
         Args:
-          raw: the arrays of its inputs, and of what it reads beside them; a partial sum has a dim of its summands.
+          raw: the arrays of its inputs, and of other registers that it reads; a partial sum has a dim of its summands.
         """
         done = 0
         while done < len(body.instructions):
@@ -163,7 +163,7 @@ class _Search:
         return self.functions[key](*raw.values())
 
     def judge(self, item: Instruction, found: dict[int, Any]) -> Difference | None:
-        """Whether an instruction differs."""
+        """Returns the difference of an instruction, or None."""
         match item:
             case Reshard(source=source, result=result):
                 wrong = error(self.whole(result, found[result]), self.alone(source, found[source]))
@@ -181,7 +181,7 @@ class _Search:
                 return self.operation(item, op, found)
 
     def operation(self, item: Compute | Loop, op: Op, found: dict[int, Any]) -> Difference | None:
-        """Whether an operation gives something else than on one device."""
+        """Returns the difference of an operation from the same on one device, or None."""
         operands = [o.value if isinstance(o, Lit) else self.alone(o, found[o]) for o in item.operands]
         results = self.apply(op, operands)
         wrong = 0.0

@@ -1,4 +1,4 @@
-"""Batches that are on the devices before the step asks for them, of one process or of many.
+"""Prefetches batches to the devices, in one process or in several.
 
 Of several processes each may have the whole global batch, of which its devices take their shards, or only the rows that
 its devices read (`rows`), in that order. Either way nothing is communicated: `jax.device_put` of a host array would
@@ -34,7 +34,7 @@ def rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def is_part(have: tuple[int, ...], sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether a shape is that of the rows of an array that this process reads, or of the whole array."""
+    """Returns whether a shape is that of an array, or of the rows of it that this process reads."""
     return have == shape or (bool(shape) and have == (len(rows(sharding, shape)), *shape[1:]))
 
 

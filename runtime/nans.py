@@ -22,18 +22,18 @@ from alpa_lite import _jax
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.invalid import Origin, origin
 from alpa_lite.paths import shown
-from alpa_lite.runtime import presence
+from alpa_lite.runtime import global_array
 from alpa_lite.runtime.ownership import Owned
 
 
-def watched(
+def run_checked(
     run: Callable[[list[Any]], list[Any]],
     leaves: Sequence[Any],
     traced: Traced,
     owned: Owned,
     apart: Callable[[list[Any]], list[Any]] = list,
 ) -> list[Any]:
-    """The flat results of a step, computed from copies of its arguments.
+    """Runs a step on copies of its arguments, and checks its flat results.
 
     Args:
       run: the step on flat arguments.
@@ -52,12 +52,12 @@ def watched(
         owned.add(copies)
         results = run(copies)
         if any(map(invalid, results)):
-            raise FloatingPointError(_said(traced, apart(list(leaves)), kind))
+            raise FloatingPointError(_describe(traced, apart(list(leaves)), kind))
     return results
 
 
-def _said(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
-    """Where the invalid value comes from, in words."""
+def _describe(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
+    """The origin of the invalid value, in words."""
     try:
         found = origin(traced.graph, _together(leaves), _test(kind))
     except Exception as error:  # of an operation that cannot run by itself
@@ -79,12 +79,12 @@ def _loops(found: Origin) -> str:
 
 
 def _test(kind: str) -> Callable[[Any], bool]:
-    """Whether an array has values of this kind."""
+    """Returns a test whether an array has values of this kind."""
 
     def invalid(array: Any) -> bool:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.inexact):
             return False
-        if isinstance(array, jax.Array) and not presence.is_here(array.sharding):
+        if isinstance(array, jax.Array) and not global_array.is_addressable(array.sharding):
             return False
         bad = jnp.isnan(array) if kind == "nan" else jnp.isinf(array) if kind == "inf" else ~jnp.isfinite(array)
         return bool(bad.any())

@@ -1,4 +1,4 @@
-"""Compiles a planned step with the compiler of a machine that is not here.
+"""Compiles a planned step ahead of time, with the compiler of a machine that is not here.
 
 A *target* is a kind of machine and its size. PJRT plugins describe its devices without the hardware
 (`jax.experimental.topologies`), and compile for them:
@@ -31,8 +31,8 @@ from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan import Plan
 from alpa_lite.program import Submesh
-from alpa_lite.runtime import loading
-from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.load import load
+from alpa_lite.runtime.step import LoadOptions
 
 _TPU = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _LIBTPU_NAMES = {"v7": "tpu7x"}
@@ -123,15 +123,12 @@ def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator
     """The `jax.stages.Compiled` of each executable of a planned step, in the program's order, for such devices."""
     if plan.pipelined:
         devices = _from_first_slices(staged.program.submeshes, devices)
-    executable = loading.load(staged, plan, devices=devices)
-    if isinstance(executable, PipelineExecutable):
-        yield from (lowered.compile() for lowered in executable.lowered())
-    else:
-        yield executable.lowered().compile()
+    executable = load(staged, plan, LoadOptions(devices=devices))
+    yield from (lowered.compile() for lowered in executable.lowered())
 
 
 def _from_first_slices(submeshes: Sequence[Submesh], devices: Sequence[Any]) -> list[Any]:
-    """The devices, those of each submesh as they lie in as many of the first slices.
+    """The devices, with those of each submesh replaced by those of as many of the first slices.
 
     The TPU compiler refuses a program for devices of a later slice alone ("Slice is empty"). Slices are equal, so it
     makes the same program for an earlier one.

@@ -1,0 +1,124 @@
+"""Compiles functions of flat arrays, and keeps what is compiled in JAX's compilation cache.
+
+JAX writes what process 0 compiles (`jax_compilation_cache_dir`). An executable of a submesh that process 0 has no
+device of is written here by the first process that has one; on CPUs, where each process has keys of its own, by every
+process. So a restarted job finds every executable.
+
+An executable takes its arrays in two groups, those that it donates and the rest: JAX gives the buffers of donated
+arrays to the outputs of their type in order, so that the order of the group decides which output is written where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.runtime import backpressure, callbacks
+
+Call = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+"""An executable, from the donated and the kept arrays to the results."""
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, devices: Iterable[Any], options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Returns the executable of a lowered program for these devices, from the cache if it is there.
+
+    Args:
+      options: for XLA.
+    """
+    with persistent_cache(devices):
+        return _jax.accept_default_layouts(lowered.compile(dict(options or {}) or None))
+
+
+def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Within it, what is compiled for these devices is written to JAX's compilation cache if there is one."""
+    own, users = jax.process_index(), list(devices)
+    if own == 0 or (users[0].platform != "cpu" and own != min(device.process_index for device in users)):
+        return contextlib.nullcontext()
+    return _jax.writing_executables()
+
+
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that takes these items of a list, as a tuple."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda items: tuple([items[number] for number in numbers])
+
+
+@dataclass(frozen=True, eq=False)
+class FlatFunction:
+    """A function of flat arrays on one mesh, to be compiled.
+
+    Attributes:
+      name: of the executable.
+      function: from the inputs to the results.
+      mesh: its devices.
+      inputs, results: types, with shardings on the mesh.
+      donated: the numbers of the inputs that are donated, in the order of the results that replace them.
+      weak: for each result whether its dtype is weak.
+      calls_back: whether the function calls the user's functions on the host: then the number of the micro-batch, an
+        int32, is one more input at the end.
+      failures: where errors of these are noted on several devices.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    mesh: Mesh
+    inputs: Sequence[jax.ShapeDtypeStruct]
+    results: Sequence[jax.ShapeDtypeStruct]
+    donated: Sequence[int]
+    weak: Sequence[bool]
+    calls_back: bool
+    failures: callbacks.Failures
+
+    @property
+    def kept(self) -> list[int]:
+        """The numbers of the inputs that are not donated, with that of the micro-batch."""
+        donated = set(self.donated)
+        return [n for n in range(len(self.inputs) + self.calls_back) if n not in donated]
+
+    @_jax.without_mesh()
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the function for its mesh, whose devices may be those of a topology that is described alone."""
+        inputs, function = list(self.inputs), self.function
+        if self.calls_back:
+            function = callbacks.locate_callbacks(function, self.name, self.failures if self.mesh.size > 1 else None)
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
+        order = [*self.donated, *self.kept]
+        position = np.argsort(order)
+
+        def grouped(donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+            arrays = (*donated, *kept)
+            return list(map(_jax.with_weak_type, function(*(arrays[n] for n in position)), self.weak))
+
+        grouped.__name__ = self.name.replace(" ", "_")
+        groups = picker(self.donated)(inputs), picker(self.kept)(inputs)
+        jitted = jax.jit(
+            grouped,
+            in_shardings=tuple(tuple(one.sharding for one in group) for group in groups),
+            out_shardings=[one.sharding for one in self.results],
+            donate_argnums=0,
+            keep_unused=True,  # the buffer of a state leaf that is overwritten unread can be reused all the same
+        )
+        return jitted.lower(*groups)
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> tuple[jax.stages.Compiled, Call]:
+        """Returns the executable, and how it is called."""
+        devices = list(self.mesh.devices.flat)
+        compiled = compile_lowered(self.lower(), devices, options)
+        call = backpressure.throttle(compiled, devices)
+        if not self.calls_back or self.mesh.size == 1:
+            return compiled, call
+        lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)
+        check = compile_lowered(lowered, devices)
+        return compiled, lambda donated, kept: check(kept[-1], *call(donated, kept))[1:]

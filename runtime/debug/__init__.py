@@ -1,0 +1,1 @@
+"""Compares a planned step with the step as written, operation by operation."""

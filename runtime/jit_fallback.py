@@ -1,0 +1,83 @@
+"""The step as JAX runs it by itself: `method="off"`, to compare a plan with, behind the same interface."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from alpa_lite.errors import OptionError
+from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
+
+
+def jit_fallback(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """Returns the step under `jax.jit`, or under `nnx.jit` where an argument is an NNX object: `method="off"`.
+
+    Args:
+      fun: the user's step.
+      options: `Options`; "auto" donates nothing.
+    """
+
+    jitted: list[Callable[..., Any]] = []  # by the first call
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not jitted:
+            has_modules = nnx_modules.present((args, kwargs))
+            jitted.append(_nnx_jit(fun, options) if has_modules else _jit(fun, options, args, kwargs))
+        return jitted[0](*args, **kwargs)
+
+    return step
+
+
+def _shared_options(options: Any) -> dict[str, Any]:
+    """The options that `jax.jit` and `nnx.jit` share."""
+    donate = () if options.donate == "auto" else options.donate
+    return {
+        "static_argnums": options.static_argnums or None,
+        "static_argnames": options.static_argnames or None,
+        "donate_argnums": [one for one in donate if isinstance(one, int)] or None,
+        "donate_argnames": [one for one in donate if isinstance(one, str)] or None,
+        "in_shardings": options.in_shardings,
+        "out_shardings": options.out_shardings,
+        "keep_unused": options.keep_unused,
+        "inline": options.inline,
+    }
+
+
+def _nnx_jit(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    from flax import nnx
+
+    if options.compiler_options:
+        raise OptionError(
+            'compiler_options with method="off" and an NNX object as an argument: nnx.jit takes none; leave them '
+            "out, or pass nnx.split(...) of the object and merge it in the step"
+        )
+    return nnx.jit(fun, **_shared_options(options))
+
+
+def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The step under `jax.jit`; static leaves among its arguments and results are hidden from JAX."""
+    compile_jit = functools.partial(
+        jax.jit, **_shared_options(options), compiler_options=dict(options.compiler_options) or None
+    )
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
+
+    if bind(args, kwargs).hide is None:
+        return compile_jit(fun)
+    numbers = static_leaves.has_static_numbers(fun)
+
+    @functools.wraps(fun)
+    def hiding(*args: Any, **kwargs: Any) -> Any:
+        return static_leaves.hide(fun(*args, **kwargs), numbers)
+
+    hidden = compile_jit(hiding)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calling = bind(args, kwargs)
+        return calling.call(hidden, *calling.traced(args, kwargs))
+
+    return run

@@ -1,0 +1,42 @@
+"""Loads a planned step onto the devices of this run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from alpa_lite.passes import lowering
+from alpa_lite.passes.lowering import emission
+from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.plan import Plan
+from alpa_lite.runtime import callbacks
+from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.single import SingleExecutable
+from alpa_lite.runtime.step import Executable, LoadOptions
+
+
+def load(staged: Staged, plan: Plan, options: LoadOptions | None = None) -> Executable:
+    """Returns the planned step on devices that are here.
+
+    Args:
+      options: how it is put there; the cluster's options for the compiler are added.
+
+    Raises:
+      PlanError: there are fewer devices than the plan needs.
+    """
+    options = options or LoadOptions()
+    options = replace(options, compiler_options={**plan.cluster.compiler_options, **options.compiler_options})
+    if plan.pipelined:
+        return PipelineExecutable(staged.traced, staged.written, plan.cluster, options=options)
+    (stage,) = staged.stages
+    traced, program = stage.graph.traced, stage.program
+    mesh = mesh_of(program.mesh, options.devices)
+    return SingleExecutable(
+        traced,
+        emission.function_of(program, traced, mesh, stage.communication),
+        mesh,
+        [lowering.spec_of(layout) for layout in program.inputs],
+        [lowering.spec_of(layout) for layout in program.outputs],
+        options,
+        calls_back=callbacks.calls_back(program.body.instructions),
+    )

@@ -1,0 +1,154 @@
+"""Results of a pipeline that other processes have: placeholders, and broadcast of small ones such as losses.
+
+A result on submeshes of other processes is a *non-addressable* array (`global_array`): shape, dtype and sharding. State
+comes back as the same one at every call, so that passing it on costs a comparison of identities. Results that are not
+state, are replicated on their submesh and take at most `MAX_BROADCAST_BYTES` are broadcast to all processes at the end
+of the step, by one program over the devices of that submesh and one of each other process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.graph import Traced
+from alpa_lite.program import Buffer, Program
+from alpa_lite.runtime import backpressure, global_array
+from alpa_lite.runtime.compile import compile_lowered
+
+MAX_BROADCAST_BYTES = 1024
+"""Bytes of a result that is broadcast to all processes."""
+
+_AXIS = "process"
+
+
+class RemoteOutputs:
+    """The results of a pipeline that are on devices of other processes.
+
+    Attributes:
+      absent_state: argument -> placeholder of its new value, for state that this process has no part of.
+    """
+
+    def __init__(
+        self, traced: Traced, program: Program, devices: Sequence[Any], here: Sequence[bool],
+        sharding: Callable[[int], NamedSharding],
+    ) -> None:  # fmt: skip
+        """Compiles nothing.
+
+        Args:
+          traced, program: of one step.
+          devices: of the cluster, by number.
+          here: for each submesh, whether this process has a device of it.
+          sharding: of a buffer.
+        """
+        self._absent: dict[int, Any] = {}
+        groups: dict[int, list[int]] = {}
+        for n, b in enumerate(program.outputs):
+            one = program.buffers[b]
+            if not here[one.mesh]:
+                absent = global_array.non_addressable(one.shape, one.dtype, sharding(b))
+                self._absent[n] = _jax.array_with_weak_type(absent, traced.outputs[n].weak)
+            if traced.outputs[n].role != "state" and _is_small(one):
+                groups.setdefault(one.mesh, []).append(n)
+        self._broadcasts: list[Broadcast] = []
+        everyone = {device.process_index for device in devices}
+        for mesh, outputs in sorted(groups.items()):
+            own = [devices[number] for number in program.submeshes[mesh].devices]
+            if {device.process_index for device in own} != everyone:
+                buffers = [program.buffers[program.outputs[n]] for n in outputs]
+                self._broadcasts.append(Broadcast(outputs, [(b.shape, b.dtype) for b in buffers], own, devices))
+        self._here = [n for n in range(len(program.outputs)) if n not in self._absent]
+        self.absent_state = {argument: self._absent[n] for n, argument in traced.state if n in self._absent}
+
+    def shardings(self, results: list[NamedSharding]) -> list[NamedSharding]:
+        """Returns the shardings of results, from those of their buffers."""
+        for one in self._broadcasts:
+            for n in one.outputs:
+                results[n] = one.sharding
+        return results
+
+    @property
+    def broadcast_results(self) -> tuple[int, ...]:
+        """The results that are broadcast to all processes."""
+        return tuple(n for one in self._broadcasts for n in one.outputs)
+
+    def complete(self, outputs: list[Any]) -> list[Any]:
+        """Returns the results of a step, with placeholders for non-addressable ones and with those broadcast."""
+        for n, absent in self._absent.items():
+            outputs[n] = absent
+        if self._broadcasts:
+            backpressure.drain(outputs[n] for n in self._here)
+        for one in self._broadcasts:
+            for n, array in zip(one.outputs, one([outputs[n] for n in one.outputs]), strict=True):
+                outputs[n] = array
+        return outputs
+
+
+class Broadcast:
+    """Broadcasts small results of one submesh to all processes.
+
+    Attributes:
+      outputs: their numbers.
+      sharding: of the broadcast results: over the submesh, and a device of each other process.
+    """
+
+    def __init__(
+        self, outputs: Sequence[int], types: Sequence[tuple[tuple[int, ...], Any]], own: Sequence[Any],
+        devices: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Args:
+        types: shape and dtype of each result.
+        own: the devices of the submesh.
+        devices: all.
+        """
+        self.outputs = tuple(outputs)
+        own_of: dict[int, list[Any]] = {}
+        for device in own:
+            own_of.setdefault(device.process_index, []).append(device)
+        for device in devices:
+            own_of.setdefault(device.process_index, [device])
+        members = [device for process in sorted(own_of) for device in own_of[process]]
+        self._root = members.index(own[0])
+        mesh = Mesh(np.array(members), (_AXIS,), axis_types=(AxisType.Auto,))
+        self.sharding = NamedSharding(mesh, PartitionSpec())
+        self._avals = [_jax.aval_of(*kind) for kind in types]
+        mine = own_of[jax.process_index()]
+        # The blocks of a process that has none of the results.
+        self._zeros = [] if mine[0] in own else [[jax.device_put(np.zeros(*kind), mine[0])] for kind in types]
+        self._call: Any = None
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the results as all processes have them, before they are computed."""
+        if self._call is None:
+            self._call = self._compile()
+        blocks = self._zeros or map(_jax.blocks_of, arrays)
+        return self._call(*[_jax.assembled(a, self.sharding, b) for a, b in zip(self._avals, blocks, strict=True)])
+
+    @_jax.without_mesh()
+    def _compile(self) -> Any:
+        """The program: each process gives its block, and all take that of the submesh."""
+
+        def local(*blocks: Any) -> list[Any]:
+            return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]
+
+        spec, count = PartitionSpec(), len(self._avals)
+        region = jax.shard_map(
+            local, mesh=self.sharding.mesh, in_specs=(spec,) * count, out_specs=[spec] * count, check_vma=False
+        )
+        types = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self.sharding) for one in self._avals]
+        lowered = jax.jit(region, out_shardings=[self.sharding] * count).lower(*types)
+        return compile_lowered(lowered, self.sharding.device_set)
+
+
+def _is_small(one: Buffer) -> bool:
+    if jnp.issubdtype(one.dtype, jax.dtypes.extended) or any(one.layout.dims):
+        return False
+    return math.prod(one.shape) * one.dtype.itemsize <= MAX_BROADCAST_BYTES

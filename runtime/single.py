@@ -1,0 +1,110 @@
+"""The back-end for one mesh: the step is one executable, called once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.graph import Lit, Traced
+from alpa_lite.report import log_messages, progress
+from alpa_lite.runtime import callbacks, global_array, placement, state_aliasing
+from alpa_lite.runtime.binding import Buffers
+from alpa_lite.runtime.compile import Call, FlatFunction, picker
+from alpa_lite.runtime.step import Executable, LoadOptions
+
+logger = logging.getLogger(__name__)
+
+
+class SingleExecutable(Executable):
+    """A planned step on one mesh. Its buffers are its arguments, then its constants, by their numbers."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        function: Callable[..., Sequence[Any]],
+        mesh: Mesh,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec],
+        options: LoadOptions | None = None,
+        *,
+        calls_back: bool = False,
+    ) -> None:
+        """Prepares the executable; it is compiled by the first call, or by `compiled()`.
+
+        Args:
+          traced: the step.
+          function: from the flat arguments, then the graph's constants, to the flat outputs, all global arrays.
+          mesh: the devices.
+          in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
+          out_specs: a spec for each output.
+          options: how the step is put on devices.
+          calls_back: whether the step calls functions of the user on the host, which may raise.
+        """
+        self.mesh, self._options = mesh, options or LoadOptions()
+        block, values, count = traced.graph.block, traced.graph.values, len(traced.arguments)
+        specs = [*in_specs[:count], *(in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants))]
+        shardings: dict[Any, NamedSharding] = {}  # equal ones are one object: executables compare identities first
+
+        def typed(aval: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec() if 0 in aval.shape else spec  # as executables return what has no elements
+            sharding = shardings.setdefault(spec, NamedSharding(mesh, spec))
+            return jax.ShapeDtypeStruct(
+                aval.shape, aval.dtype, sharding=sharding, weak_type=bool(getattr(aval, "weak_type", 0))
+            )
+
+        inputs = [typed(values[number].aval, spec) for number, spec in zip(block.inputs, specs, strict=True)]
+        outputs = [atom.aval if isinstance(atom, Lit) else values[atom].aval for atom in block.outputs]
+        results = list(map(typed, outputs, out_specs))
+        self._in_shardings = [one.sharding for one in inputs]
+        self._out_shardings = [one.sharding for one in results]
+        donated = state_aliasing.donated_arguments(traced, in_specs, out_specs, self._options.donate)
+        in_place = {n: n for n in state_aliasing.donated_arguments(traced, in_specs, out_specs, "auto")}
+        if not in_place.keys() >= set(donated):  # another donated argument may share a buffer: each call has to look
+            in_place = {}
+        inputs_of = [(n,) for n in range(count)]
+        buffers = Buffers(
+            inputs_of, self._in_shardings.__getitem__, frozenset(donated), in_place, takes_uncommitted=True
+        )
+        calls_back = calls_back and mesh.size > 1
+        weak = [output.weak for output in traced.outputs]
+        self._function = FlatFunction(
+            traced.name, function, mesh, inputs, results, donated, weak, calls_back, callbacks.Failures()
+        )
+        self._pick_donated, self._pick_kept = picker(donated), picker(self._function.kept)
+        self._constants: list[Any] = []
+        self._call: Call | None = None
+        super().__init__(traced, buffers, self._options)
+
+    def lowered(self) -> Iterator[jax.stages.Lowered]:
+        """The step lowered for its mesh, whose devices may be those of a topology that is described alone."""
+        yield self._function.lower()
+
+    def _compile(self) -> tuple[Any, ...]:
+        start, name = time.perf_counter(), self._traced.name
+        with progress.planning(f"compiling {name}") as report:
+            report.count("executables compiled", 0, 1)
+            count = len(self._traced.arguments)
+            constants: list[Any] = placement.copies(self._traced.graph.constants, self._in_shardings[count:])
+            compiled, self._call = self._function.compile(self._options.compiler_options)
+        logger.info(log_messages.compiled(name, 1, time.perf_counter() - start))
+        if self._function.calls_back:
+            constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
+        self._constants = constants
+        return (compiled,)
+
+    def _start(self, leaves: Sequence[Any]) -> list[Any]:
+        return [*leaves, *self._constants]
+
+    def _execute(self, buffers: list[Any]) -> list[Any]:
+        assert self._call is not None
+        return list(self._call(self._pick_donated(buffers), self._pick_kept(buffers)))
+
+    @property
+    def _program_shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        return self._in_shardings[: len(self._traced.arguments)], list(self._out_shardings)

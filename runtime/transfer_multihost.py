@@ -1,0 +1,285 @@
+"""Transfers between devices of several processes: `ppermute` over all devices that take part.
+
+`jax.device_put` between meshes of different processes needs a side channel that backends may lack; a permutation over
+the union of both meshes is an ordinary program. All processes with devices at either end enter it, and no others, in
+the one order of the plan (`processes.ordering`).
+
+Every device of the union gives a block and gets one, since all run one program: a device that sends nothing gives a
+block of zeros, which is made once and kept; what a device gets that receives nothing is dropped at once. The pieces
+travel in rounds (`programs.rounds`). An array of the union is a list of blocks along dim 0, so that arrays of either
+end become arrays of the union, and back, without a copy: 4 us for each, where a transfer takes hundreds. (An array
+without dims has no such dim: it is called replicated, which nobody relies on.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.passes.local.types import in_bytes
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs.rounds import Part, Round, rounds
+from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
+from alpa_lite.runtime import backpressure
+from alpa_lite.runtime.compile import compile_lowered
+from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.transfer import compile_reshard
+
+_AXIS = "union"
+
+
+@dataclass(frozen=True)
+class TransferSpec:
+    """The route of one array.
+
+    Attributes:
+      shape, dtype: of the global array, which is not an array of random keys.
+      given, taken: the shape of a block at the source, and at the destination.
+      rounds: the permutations.
+      landing: the sharding at the destination.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    landing: NamedSharding
+
+
+class PermuteTransfer:
+    """Moves arrays between two sets of devices, as planned. Holds no arrays but zeros.
+
+    Attributes:
+      lands_here: whether this process has a device of the destination.
+    """
+
+    def __init__(
+        self, specs: Sequence[TransferSpec], sources: Sequence[Any], union: Sequence[Any],
+        zeros: dict[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Compiles the program of the union.
+
+        Args:
+          specs: of each array.
+          sources: the devices of all arrays, in the order of their sharding.
+          union: these and the devices of the destination, in one order for all processes.
+          zeros: blocks of zeros by shape, dtype and device, which those of one program share; takes what is new.
+        """
+        here = jax.process_index()
+        mine = [device for device in union if device.process_index == here]
+        held = [device for device in sources if device.process_index == here]
+        goals = [device for device in np.array(specs[0].landing.mesh.devices).flat if device.process_index == here]
+        self.lands_here = bool(goals)
+        self._gives = [held.index(device) if device in held else -1 for device in mine]
+        self._takes = [mine.index(device) for device in goals]
+        known = {} if zeros is None else zeros
+        self._zeros = [[_zeros(spec, d, known) for d in mine if d not in held] for spec in specs]
+        mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
+        sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
+        landed = [_type_of_union(mesh, spec.taken, spec.dtype) for spec in specs]
+        self._sent = [(_jax.aval_of(one.shape, one.dtype), one.sharding) for one in sent]
+        self._landed = [(_jax.aval_of(spec.shape, spec.dtype), spec.landing) for spec in specs]
+
+        def move(*blocks: Any) -> list[Any]:
+            pairs = zip(specs, blocks, strict=True)
+            return [in_bytes(lambda block, spec=spec: _permute(spec, block, mesh.size), block) for spec, block in pairs]
+
+        region = jax.shard_map(
+            move, mesh=mesh, check_vma=False,
+            in_specs=tuple(one.sharding.spec for one in sent), out_specs=[one.sharding.spec for one in landed],
+        )  # fmt: skip
+        jitted = jax.jit(region, out_shardings=[one.sharding for one in landed])
+        with _jax.without_mesh():
+            compiled = compile_lowered(jitted.lower(*sent), union)
+        self._call = backpressure.throttle(compiled, union, unread=True)
+        # A process that sends nothing gives the same each time.
+        self._same = None if held else [self._of_union(n, []) for n in range(len(specs))]
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arrays at the destination; None for each in a process that has no device there.
+
+        Args:
+          arrays: as planned; where this process has no device of the source, anything.
+        """
+        given = self._same or [self._of_union(n, _jax.blocks_of(array)) for n, array in enumerate(arrays)]
+        moved = self._call(*given)
+        if not self.lands_here:
+            return [None] * len(moved)
+        blocks = map(_jax.blocks_of, moved)
+        return [
+            _jax.assembled(aval, sharding, [own[n] for n in self._takes])
+            for (aval, sharding), own in zip(self._landed, blocks, strict=True)
+        ]
+
+    def _of_union(self, number: int, blocks: Sequence[Any]) -> Any:
+        """An array of the union with these blocks, and zeros where this process has none."""
+        zeros = iter(self._zeros[number])
+        return _jax.assembled(*self._sent[number], [blocks[n] if n >= 0 else next(zeros) for n in self._gives])
+
+
+def _type_of_union(mesh: Mesh, block: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array over a mesh whose blocks have this shape."""
+    shape = (mesh.size * block[0], *block[1:]) if block else ()
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*(_AXIS,) * bool(block))))
+
+
+def _zeros(spec: TransferSpec, device: Any, known: dict[Any, Any]) -> Any:
+    """The block of a device that has nothing to send."""
+    key = spec.given, str(spec.dtype), device
+    if key not in known:
+        known[key] = jax.device_put(np.zeros(spec.given, spec.dtype), device)
+    return known[key]
+
+
+def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
+    """The block that each of `size` devices gets."""
+    receivers = {hop.destination for one in spec.rounds for hop in one.hops}
+
+    def of_this_device(values: dict[int, Any], other: Any, dtype: Any) -> Any:
+        """Its entry of a table of all devices."""
+        table = np.stack([np.asarray(values.get(n, other), dtype) for n in range(size)])
+        return jnp.asarray(table)[lax.axis_index(_AXIS)]
+
+    def starts(of: dict[int, tuple[int, ...]], rank: int) -> list[Any]:
+        """The start of a device's piece; of a device that has none, 0."""
+        if len(set(of.values())) == 1:
+            return list(next(iter(of.values())))
+        mine = of_this_device(of, (0,) * rank, np.int32)
+        return [mine[dim] for dim in range(rank)]
+
+    def select(devices: set[int], new: Any, old: Any) -> Any:
+        return jnp.where(of_this_device(dict.fromkeys(devices, True), False, np.bool_), new, old)
+
+    out = None
+    for one in spec.rounds:
+        piece = block
+        if one.shape != spec.given:
+            piece = lax.dynamic_slice(block, starts({h.source: h.taken for h in one.hops}, len(spec.given)), one.shape)
+        piece = lax.ppermute(piece, _AXIS, one.pairs)
+        if one.shape == spec.taken:  # whole blocks: each receiver gets one, in this round or in another
+            out = piece if out is None else select({h.destination for h in one.hops}, piece, out)
+            continue
+        old = jnp.zeros(spec.taken, block.dtype) if out is None else out
+        new = lax.dynamic_update_slice(old, piece, starts({h.destination: h.put for h in one.hops}, len(spec.taken)))
+        receive = {hop.destination for hop in one.hops}
+        out = new if receive == receivers else select(receive, new, old)
+    return jnp.zeros(spec.taken, block.dtype) if out is None else out
+
+
+def spec_between(
+    shape: tuple[int, ...], dtype: Any, source: NamedSharding, landing: NamedSharding, union: Sequence[Any],
+    parts: Sequence[Part] | None = None,
+) -> TransferSpec:  # fmt: skip
+    """Returns the route of an array from one sharding to another.
+
+    Args:
+      union: as for `PermuteTransfer`.
+      parts: the pieces, if they are planned; by default each comes from a device of the receiver's process if that has
+        it, else from the holder that has sent least.
+    """
+    have, need = _blocks(source, shape), _blocks(landing, shape)
+    number = {device: n for n, device in enumerate(union)}
+    if parts is None:
+        parts = _parts(have, need, number)
+    given, taken = source.shard_shape(shape), landing.shard_shape(shape)
+    found = rounds(parts, {number[d]: r for d, r in have.items()}, {number[d]: r for d, r in need.items()})
+    return TransferSpec(tuple(shape), dtype, given, taken, found, landing)
+
+
+def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Ranges]:
+    """The block of each device."""
+    return {
+        device: tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+def _parts(have: dict[Any, Ranges], need: dict[Any, Ranges], number: dict[Any, int]) -> list[Part]:
+    holders: dict[Ranges, list[Any]] = {}
+    for device, block in have.items():
+        holders.setdefault(block, []).append(device)
+    sent = dict.fromkeys(have, 0)
+    out = []
+    for device, wanted in need.items():
+        for block, owners in holders.items():
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, wanted, strict=True))
+            if any(low >= high for low, high in common):
+                continue
+            source = min(owners, key=lambda o: (o.process_index != device.process_index, sent[o], number[o]))
+            sent[source] += 1
+            out.append(Part(number[source], number[device], common))
+    return out
+
+
+class CrossProcessTransfer:
+    """The arrays of one edge of the pipeline, from their submesh to one of other processes. As `transfer.Transfer`.
+
+    One more program on the destination's submesh takes the arrays on from the layouts in which they landed. Arrays of
+    random keys travel as the integers that they are made of.
+    """
+
+    def __init__(
+        self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None
+    ) -> None:
+        """Compiles what the plans need. Every process with devices at either end makes one, and no other.
+
+        Args:
+          plans: one for each array, all between the same two submeshes.
+          devices: the devices of the cluster, by number.
+          zeros: as for `PermuteTransfer`.
+        """
+        source, destination = plans[0].src_mesh, plans[0].dst_mesh
+        numbers = sorted({*source.devices, *destination.devices})
+        union = [devices[n] for n in numbers]
+        start = mesh_of(source.mesh, [devices[n] for n in source.devices])
+        end = mesh_of(destination.mesh, [devices[n] for n in destination.devices])
+        self._keys = {n: plan.dtype for n, plan in enumerate(plans) if _is_key(plan.dtype)}
+        specs = []
+        for plan in plans:
+            shape, dtype, more = plan.shape, plan.dtype, ()
+            if _is_key(dtype):
+                _, integers = _jax.key_kind(dtype)
+                shape, dtype, more = (*shape, *integers), np.dtype(np.uint32), tuple((0, n) for n in integers)
+            parts = [
+                Part(numbers.index(p.source), numbers.index(p.destination), (*p.ranges, *more)) for p in plan.pieces
+            ]
+            ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
+            specs.append(spec_between(shape, dtype, *ends, union, parts))
+        self._permute = PermuteTransfer(specs, list(start.devices.flat), union, zeros)
+        self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
+        self._resharded = [n for n, plan in enumerate(plans) if plan.steps]
+        self._reshard: Any = None
+        if self._resharded and self._permute.lands_here:
+            self._reshard = compile_reshard([plans[n] for n in self._resharded], end)
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arrays on the destination's submesh, each in its `dst` layout; None where they do not land.
+
+        Args:
+          arrays: as planned; where this process has no device of the source, anything.
+        """
+        if self._keys and self._starts_here:
+            arrays = [jax.random.key_data(array) if n in self._keys else array for n, array in enumerate(arrays)]
+        moved = self._permute(arrays)
+        if not self._permute.lands_here:
+            return moved
+        out = list(moved)
+        for n, dtype in self._keys.items():
+            out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
+        if self._reshard is not None:
+            for n, array in zip(self._resharded, self._reshard(*[out[n] for n in self._resharded]), strict=True):
+                out[n] = array
+        return out
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
