@@ -22,15 +22,13 @@ import orbax.checkpoint as ocp
 CHUNK_BYTES = 32 * 2**20
 """Maximum size of a chunk."""
 
-_WRITTEN_REPLICA = 0
-
 
 class Block(NamedTuple):
     """A block of an array, with the attributes of `jax.Shard` that Orbax reads."""
 
     index: tuple[slice, ...]
     data: jax.Array
-    replica_id: int = _WRITTEN_REPLICA
+    replica_id: int = 0
 
 
 def owned_blocks(array: jax.Array, name: str) -> Iterator[Block]:
@@ -45,11 +43,9 @@ class OwnedArray:
     """An array as seen by Orbax's handler: its shards are the blocks that this process writes."""
 
     def __init__(self, array: jax.Array, name: str) -> None:
-        self._array = array
+        self.shape, self.dtype, self.sharding = array.shape, array.dtype, array.sharding
+        self.ndim, self.size, self.itemsize = array.ndim, array.size, array.itemsize
         self.addressable_shards = list(owned_blocks(array, name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._array, name)
 
 
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -57,8 +53,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
     def __init__(self) -> None:
         super().__init__(
-            primary_host=None,  # every process writes the zarr metadata of its own arrays
-            replica_id=_WRITTEN_REPLICA,
+            primary_host=None,  # every process writes the zarr metadata of its arrays
             use_replica_parallel=False,
             enable_write_sharding_file=False,
         )
@@ -67,8 +62,13 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Copies the blocks of this process to the host, and starts to write them in a thread."""
         arrays = [OwnedArray(value, info.name) for value, info in zip(values, infos, strict=True)]
         owned = [(array, info) for array, info in zip(arrays, infos, strict=True) if array.addressable_shards]
+        if not owned:
+            return []
         save_args = [ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)] * len(owned)
-        return await super().serialize(*zip(*owned, strict=True), save_args) if owned else []  # type: ignore[misc]
+        futures = await super().serialize(*zip(*owned, strict=True), save_args)  # type: ignore[misc]
+        for array in arrays:
+            array.addressable_shards.clear()  # Orbax holds it until all is written
+        return futures
 
 
 def pytree_handler() -> ocp.PyTreeCheckpointHandler:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
@@ -26,7 +27,6 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.paths import keys as keys_of_path
 from alpa_lite.paths import tokens
-from alpa_lite.runtime import presence
 
 SCALARS = (bool, int, float)
 """Types that are stored as numbers and restored as Python ones."""
@@ -56,16 +56,14 @@ class Leaves:
 
     def orbax_tree(self) -> Any:
         """The pytree for Orbax: the same containers, with NNX objects as nested dicts."""
-        is_object = nnx_modules.is_node()
-        groups: dict[tuple[Any, ...], list[tuple[tuple[str, ...], Any]]] = {}
+        groups: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
         for path, value in zip(nnx_modules.leaf_paths(self.tree, with_constants=True), self.values, strict=True):
-            groups.setdefault(path.keys, []).append((_inner_keys(path), value))
+            groups.setdefault(path.keys, {})[_inner_keys(path)] = value
 
-        def convert(path: tuple[Any, ...], leaf: Any) -> Any:
-            group = groups.get(tuple(path), [])
-            return _nest(group) if is_object(leaf) else group[0][1]
+        def nest(path: tuple[Any, ...], _: Any) -> Any:
+            return ocp.utils.from_flat_dict(groups.get(tuple(path), {}))
 
-        return jax.tree_util.tree_map_with_path(convert, self.tree, is_leaf=is_object)
+        return jax.tree_util.tree_map_with_path(nest, self.tree, is_leaf=nnx_modules.is_node())
 
 
 def flatten(tree: Any) -> Leaves:
@@ -90,35 +88,10 @@ def _inner_keys(path: LeafPath) -> tuple[str, ...]:
     return keys_of_path("".join(part for i, part in enumerate(parts) if part != ".value" or parts.index(part) != i))
 
 
-def _nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> Any:
-    """The leaves of an NNX object as nested dicts; a Variable by itself is its array."""
-    out: dict[str, Any] = {}
-    for keys, value in leaves:
-        if not keys:
-            return value
-        parent = out
-        for key in keys[:-1]:
-            parent = parent.setdefault(key, {})
-        parent[keys[-1]] = value
-    return out
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed random keys, or the type of one."""
+def key_kind(leaf: Any) -> str | None:
+    """The name of the implementation of typed random keys, or of their type; None of other leaves."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def key_implementation(leaf: Any) -> str | None:
-    """The name of the implementation of typed random keys; None of other leaves."""
-    return _jax.key_kind(leaf.dtype)[0] if is_key(leaf) else None
-
-
-def _key_data(keys: Any) -> jax.Array:
-    """The integers of typed random keys, which may be non-addressable."""
-    if presence.is_here(keys.sharding):
-        return _jax.data_of_keys(keys)
-    return presence.absent((*keys.shape, *_jax.key_kind(keys.dtype)[1]), np.dtype("uint32"), keys.sharding)
+    return _jax.key_kind(dtype)[0] if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) else None
 
 
 def to_storable(leaves: Leaves) -> tuple[Leaves, dict[str, Any]]:
@@ -133,8 +106,8 @@ def to_storable(leaves: Leaves) -> tuple[Leaves, dict[str, Any]]:
             raise CheckpointError(f"{path} is a {type(value).__name__}; a checkpoint holds arrays, numbers and strings")
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(f"{path} was donated to an earlier call, or deleted; save what the call returned")
-        if (kind := key_implementation(value)) is not None:
-            keys[path], value = kind, _key_data(value)
+        if kind := key_kind(value):
+            keys[path], value = kind, _jax.data_of_keys(value)
         if isinstance(value, np.bool_):
             value = np.asarray(value)
         if isinstance(value, jax.Array | np.ndarray) and not value.size:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from alpa_lite import _jax
 from alpa_lite.checkpoint import files
-from alpa_lite.checkpoint.leaves import SCALARS, SEPARATOR, flatten, is_key, key_implementation
+from alpa_lite.checkpoint.leaves import SCALARS, SEPARATOR, flatten, key_kind
 from alpa_lite.checkpoint.metadata import read_metadata
 from alpa_lite.errors import CheckpointError
 from alpa_lite.passes.tracing import calls
@@ -88,7 +88,7 @@ class Template:
         """The leaves that differ from those of a checkpoint, in words."""
         out = []
         for path, like in zip(self._leaves.paths, self._leaves.values, strict=True):
-            key, own_key = stored_keys.get(path), key_implementation(like)
+            key, own_key = stored_keys.get(path), key_kind(like)
             if path not in stored:
                 out.append(f"{path} is not in it")
             elif not _match(stored[path], self._types[path]):
@@ -108,9 +108,10 @@ def _requested_type(leaf: Any, sharding: Any) -> LeafType:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     found = sharding if sharding is not None else getattr(leaf, "sharding", None)
     sharding = found if isinstance(found, Sharding) else _default_sharding()
-    if not is_key(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct((*leaf.shape, *_jax.key_kind(leaf.dtype)[1]), np.uint32, sharding=sharding)
+    shape, dtype = leaf.shape, leaf.dtype
+    if key_kind(leaf):
+        shape, dtype = (*shape, *_jax.key_kind(dtype)[1]), np.uint32
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _default_sharding() -> Sharding:
@@ -163,7 +164,7 @@ def _convert(value: Any, like: Any, leaf_type: LeafType) -> Any:
         if sharding is None:
             return host if isinstance(like, np.ndarray) else type(like)(host.item())
         value = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
-    return _jax.keys_of_data(value, like.dtype) if is_key(like) and not is_key(value) else value
+    return _jax.keys_of_data(value, like.dtype) if key_kind(like) and not key_kind(value) else value
 
 
 def _join(lines: Sequence[str]) -> str:
