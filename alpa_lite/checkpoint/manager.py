@@ -67,8 +67,8 @@ def restore(
 
     Args:
       path: a folder that `save` or Orbax wrote; or that of a `CheckpointManager`, of which the last good one is read.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s: the structure, shapes and dtypes. NNX objects are created
-        anew.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s: the structure, shapes and dtypes. NNX objects in the result
+        are new ones.
       shardings: a pytree of shardings, such as `step.shardings(...).arguments[0]`, or a `Plan`; by default those of
         `like`.
       step: of the checkpoint in the folder of a manager.
