@@ -11,6 +11,7 @@ device would be read whole by every process.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,8 +34,9 @@ class Block(NamedTuple):
 
 def owned_blocks(array: jax.Array, name: str) -> Iterator[Block]:
     """The blocks of an array that this process writes, still on their devices."""
+    block_size = math.prod(array.sharding.shard_shape(array.shape))
+    replicas = len(array.sharding.device_set) * block_size // array.size
     for shard in array.addressable_shards:
-        replicas = len(array.sharding.device_set) * shard.data.size // array.size
         if shard.replica_id == zlib.crc32(f"{name}{shard.index}".encode()) % replicas:
             yield Block(shard.index, shard.data)
 
@@ -61,6 +63,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     async def serialize(self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copies the blocks of this process to the host, and starts to write them in a thread."""
         arrays = [OwnedArray(value, info.name) for value, info in zip(values, infos, strict=True)]
+        infos = [info.replace(byte_limiter=None) for info in infos]  # all arrays are written in one transaction
         owned = [(array, info) for array, info in zip(arrays, infos, strict=True) if array.addressable_shards]
         if not owned:
             return []
