@@ -4,12 +4,12 @@
 # make test covers every module; make slow runs what takes longer, make thorough more cases of that, and make test-all all.
 # PYTHON=python3.12 make test    uses another interpreter, in a virtual environment of its own
 # CONSTRAINTS=file               pins versions (see .ci/constraints-3.11.txt)
-# WORKERS=4                      test processes; each loads JAX
+# WORKERS=4                      test processes, by default one a core and at most 4; each loads JAX
 # TESTS="tests/test_cost.py -x"  arguments for pytest
 
 PYTHON ?= python3
 CONSTRAINTS ?=
-WORKERS ?= 2
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 TESTS ?=
 
 INTERPRETER := $(shell .ci/find-python '$(PYTHON)')

@@ -29,9 +29,10 @@ from alpa_lite.options import Method, Off, Options, PlanOptions, StepOptions
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
-from alpa_lite.processes.agreement import agreed_cluster, program_digest
-from alpa_lite.processes.alarm import alarm
-from alpa_lite.processes.turns import Turn
+from alpa_lite.processes.divergence import ProgramPoint
+from alpa_lite.processes.failure_propagation import monitor
+from alpa_lite.processes.plan_broadcast import common_cluster
+from alpa_lite.processes.step_description import program_digest
 from alpa_lite.report import timeline
 from alpa_lite.runtime import loading, unplanned, watchdog
 from alpa_lite.runtime.births import Birth
@@ -221,21 +222,21 @@ class ParallelStep(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step. Plans first if the arguments have a new signature, and places arrays as planned."""
-        call = alarm.turns.call()
+        call = monitor.call_log.begin_call()
         try:
-            if not watchdog.watching:
+            if not watchdog.active:
                 return self._run(args, kwargs, call)
-            with watchdog.watching[-1].step(getattr(self._fun, "__name__", "the step")) as doing:
+            with watchdog.active[-1].step(getattr(self._fun, "__name__", "the step")) as activity:
                 results = self._run(args, kwargs, call)
-                doing.returned(results)
+                activity.record_results(results)
                 return results
         except Exception as error:
-            alarm.raised(call.number, getattr(self._fun, "__name__", "the step"), error)
+            monitor.report_raised(call.number, getattr(self._fun, "__name__", "the step"), error)
             raise
         finally:
-            alarm.turns.leave()
+            monitor.call_log.end()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Turn) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: ProgramPoint) -> Any:
         current = self._current
         if current is not None:
             try:
@@ -249,12 +250,13 @@ class ParallelStep(Generic[P, R]):
             name = getattr(self._fun, "__name__", "the step")
             logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
             return self._fun(*args, **kwargs)
-        alarm.is_new(call)
+        monitor.call_log.record_new_arguments(call)
         self._first = self._first or call.number
         # Other threads may call the step, too: what is `_current` by now is not asked again.
         with self._entry(args, kwargs) as entry:
             self._current = current = self._loaded(entry, args, kwargs)
-            alarm.runs(call, self._first, entry.digest)
+            if monitor.is_running:
+                monitor.call_log.record_program(call, self._first, entry.digest())
         return current(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -502,7 +504,7 @@ class ParallelStep(Generic[P, R]):
                 self._planned.move_to_end(used)
             while len(self._planned) > SIGNATURES:
                 self._planned.popitem(last=False)
-        with entry.lock, watchdog.doing(f"planning or loading {getattr(self._fun, '__name__', 'the step')}"):
+        with entry.lock, watchdog.activity(f"planning or loading {getattr(self._fun, '__name__', 'the step')}"):
             try:
                 yield entry
             finally:
@@ -655,7 +657,7 @@ def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=1)
 def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
     """The cluster of the devices that are here, described once for as long as they are the same."""
-    return agreed_cluster(Cluster.local(devices))
+    return common_cluster(Cluster.local(devices))
 
 
 def _cluster(options: Options) -> Cluster:

@@ -24,7 +24,7 @@ from alpa_lite.api import ParallelStep
 from alpa_lite.errors import OptionError
 from alpa_lite.options import Off
 from alpa_lite.paths import shown
-from alpa_lite.processes import operations
+from alpa_lite.processes.channel import Collective
 from alpa_lite.runtime import comparing
 from alpa_lite.runtime.operations import Difference
 
@@ -129,7 +129,8 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     limit = comparing.coarsest(compiled.source) if rtol is None else rtol
     pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))
     here = [comparing.error(b, a) for _, a, b in pairs]
-    worst = [max(errors) for errors in zip(*operations.gathered(here, "alpa_lite.check"), strict=True)]
+    everywhere = Collective("check", "alpa_lite.check").gather("errors", lambda: here)
+    worst = [max(errors) for errors in zip(*everywhere, strict=True)]
     leaves = tuple(
         LeafError(
             path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=error,

@@ -19,13 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, collecting, frames, kept, owned, plan_cache, schedules
+from alpa_lite import _jax, kept, owned, plan_cache, schedules
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.gc_pause import reduced_gc
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
+from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.plans import comparing, replay, weighing
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
 from alpa_lite.passes.search.analysis import Analyses
@@ -40,9 +42,10 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import PlanCache
-from alpa_lite.processes import agreement
-from alpa_lite.report import sentences, units
+from alpa_lite.processes.plan_broadcast import PlanBroadcast
+from alpa_lite.report import log_messages, units
 from alpa_lite.runner import Passes, passes
+from alpa_lite.stack_chunk import with_large_stack_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Compiled:
         return self.staged.traced
 
 
-@frames.in_one_piece
+@with_large_stack_chunk
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
     pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for", shared: bool = False,
@@ -91,11 +94,11 @@ def compile_step(
     cluster = replace(cluster, overlap=cluster.overlap or options.overlap)
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     asked = PlanRequest(options, cluster, trace, pins, like)
-    others = agreement.together(name) if shared else agreement.Alone()
-    with collecting.seldom(), _jax.without_mesh(), others.told(), passes(name, options.dump_dir) as run:
+    others = PlanBroadcast(name, shared)
+    with reduced_gc(), _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", asked.trace)
         check_regions(traced.graph, cluster.num_devices)
-        said = [] if options.ignore_annotations else tracing.annotated(traced, args, kwargs)
+        said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
         said = [one for one in said if not (one.array and kept.is_given(asked))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
@@ -114,7 +117,7 @@ def compile_step(
     _check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
-        logger.info(sentences.planned(name, plan, why))
+        logger.info(log_messages.planned(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
 
@@ -206,16 +209,17 @@ def tracer(
         constrain=dict(options.constrain), out_shardings=options.out_shardings,
         annotations=not options.ignore_annotations,
     )  # fmt: skip
-    return tracing.under(_jax.context_mesh(), trace)
+    under_mesh = tracing.trace_under(_jax.context_mesh(), trace)
+    return lambda *args, **kwargs: reduce_residuals(under_mesh(*args, **kwargs))
 
 
-@frames.in_one_piece
+@with_large_stack_chunk
 def trace_again(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:
     """A planned step traced for other arguments."""
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
-    with collecting.seldom(), _jax.without_mesh():
+    with reduced_gc(), _jax.without_mesh():
         return trace()
 
 

@@ -86,11 +86,15 @@ class Spending:
         return self.seconds + self.links + self.latency
 
     @property
-    def bound(self) -> str:
-        """What bounds them: "FLOPs", "bytes", "links" or "latency", that of collectives and of kernels."""
+    def terms(self) -> dict[str, float]:
+        """The seconds of each resource; latency is that of collectives and of kernels."""
         waiting = self.latency + self.starts
-        terms = {"FLOPs": self.flops, "bytes": self.bytes, "links": self.links, "latency": waiting}
-        return max(terms, key=lambda name: terms[name])
+        return {"FLOPs": self.flops, "bytes": self.bytes, "links": self.links, "latency": waiting}
+
+    @property
+    def bound(self) -> str:
+        """What bounds them: the longest of `terms`."""
+        return max(self.terms, key=self.terms.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,14 @@ def encode(value: Any) -> Any:
 
 
 def encode_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON values, by name; those with metadata `saved=False` are left out."""
-    return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.metadata.get("saved", True)}
+    """The fields of a dataclass as JSON values, by name; those with metadata `saved=False` are left out.
+
+    So are those with metadata `optional=True` that are None.
+    """
+    fields = [f for f in dataclasses.fields(value) if f.metadata.get("saved", True)]
+    named = {f.name: getattr(value, f.name) for f in fields}
+    absent = {f.name for f in fields if f.metadata.get("optional") and named[f.name] is None}
+    return {name: encode(item) for name, item in named.items() if name not in absent}
 
 
 def decode_fields(cls: type[T], data: object, where: str = "") -> T:
@@ -71,7 +77,8 @@ def decode_fields(cls: type[T], data: object, where: str = "") -> T:
     """
     record = _expect(data, dict, "an object", where)
     hints = _hints(cls)
-    fields = [f.name for f in dataclasses.fields(cls) if f.metadata.get("saved", True)]  # type: ignore[arg-type]
+    saved = [f for f in dataclasses.fields(cls) if f.metadata.get("saved", True)]  # type: ignore[arg-type]
+    fields = [f.name for f in saved if f.name in record or not f.metadata.get("optional")]
     for name in [*(f for f in fields if f not in record), *(key for key in record if key not in fields)]:
         state = "missing" if name in fields else "unknown"
         raise DecodeError(f"{where or cls.__name__}: field {name!r} is {state}")

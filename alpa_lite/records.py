@@ -30,6 +30,7 @@ class Collective:
       count: executions per step, with loop trip counts multiplied in.
       stage: the pipeline stage.
       where: the user's source line or name scope, and the value that moves.
+      route: of a transfer, the submeshes that it goes from and to.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Collective:
     count: int
     stage: int
     where: str
+    route: tuple[int, int] | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alpa_lite import launching
+from alpa_lite.processes import local_launch
 from benchmarks import kept_rows
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ class Killed:
 def job(folder: Path, processes: int, devices: int, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes of a run; each writes its output to `N.log` in the folder. Those that are left are killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    address = f"{launching.HOST}:{launching.free_port(None)}"
+    address = f"{local_launch.HOST}:{local_launch.find_free_port()}"
     base = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", JAX_COMPILATION_CACHE_DIR=str(folder / PROGRAMS))
     base |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     command = [sys.executable, "-u", str(SCRIPT), "--folder", str(folder), *SMALL, *arguments]
@@ -80,7 +80,7 @@ def job(folder: Path, processes: int, devices: int, *arguments: str) -> Iterator
     running = []
     try:
         for number in range(processes):
-            env = launching.environment(base, number, processes, devices, "cpu", address)
+            env = local_launch.make_environment(base, number, processes, devices, "cpu", address)
             with (folder / f"{number}.log").open("wb") as log:
                 running.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         yield running

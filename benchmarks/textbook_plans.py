@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_lite import _jax, collecting, compiler
+from alpa_lite import _jax, compiler
 from alpa_lite.api import make_options
 from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.gc_pause import reduced_gc
 from alpa_lite.passes import factors
 from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import wishes
@@ -28,7 +29,7 @@ class Textbook:
         checked = make_options({**options, "cluster": cluster})
         trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
         self.asked = PlanRequest(checked, cluster, trace)
-        with collecting.seldom(), _jax.without_mesh():
+        with reduced_gc(), _jax.without_mesh():
             traced = trace()
             self.step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
 
@@ -41,6 +42,6 @@ class Textbook:
         options = replace(self.asked.options, method=method, effort=effort)
         wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
         asked = replace(self.asked, options=options, wishes=wished)
-        with collecting.seldom(), _jax.without_mesh(), passes("textbook", None) as run:
+        with reduced_gc(), _jax.without_mesh(), passes("textbook", None) as run:
             staged = search_plan(run, self.step, asked).staged
         return staged.seconds, staged.program.num_microbatches

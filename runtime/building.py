@@ -34,7 +34,7 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Program, Run, Send
-from alpa_lite.report import progress, sentences
+from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, compiling, meshes, pacing, placement, presence, relabelling
 from alpa_lite.runtime.across import MoverAcross
 from alpa_lite.runtime.meshes import mesh_of
@@ -146,7 +146,7 @@ class Builder:
         movers: dict[Any, Mover | MoverAcross] = {}
         others = {*program.outputs, *(buffer for transfer in program.transfers for buffer in transfer.sent)}
         labels: dict[int, Sequence[Any]] = {}  # of the arrays of each transfer to other processes
-        for mesh, position in ordering.issued(program, processes) if several else program.order:
+        for mesh, position in ordering.issue_order(program, processes) if several else program.order:
             item = program.lists[mesh][position]
             match item:
                 case Run() if self.here[mesh]:
@@ -208,7 +208,7 @@ class Builder:
             for done, number in enumerate(mine):
                 report.count("executables compiled", done, len(mine))
                 made[number] = self._compile(number, first_run[number])
-        logger.info(sentences.compiled(self._traced.name, len(mine), time.perf_counter() - start))
+        logger.info(log_messages.compiled(self._traced.name, len(mine), time.perf_counter() - start))
         return made
 
     def _mover(

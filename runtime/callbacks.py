@@ -28,7 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
-from alpa_lite.processes.alarm import alarm
+from alpa_lite.processes.failure_propagation import monitor
 from alpa_lite.runtime import compiling
 
 MARKER = f"{ExecutionError.__name__}: "
@@ -172,7 +172,7 @@ class _Located:
             located = ExecutionError(f"{self._name}{part}: a callback raised {type(error).__name__}: {error}{line}")
             located.__cause__ = error
             if microbatch >= 0:
-                alarm.ends(located)  # stages in other processes wait for what this one makes
+                monitor.report_end(located)  # stages in other processes wait for what this one makes
             if self._failures is None:
                 raise located from error
             self._failures.note(self._name, microbatch, located)

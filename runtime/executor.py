@@ -46,7 +46,7 @@ from alpa_lite.graph import Lit, Traced
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.arguments import argument_leaves
 from alpa_lite.passes.tracing.calls import is_weak
-from alpa_lite.report import progress, sentences
+from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, compiling, donation, invalid, moves, ownership, pacing, placement, presence
 from alpa_lite.runtime.donation import Donate
 from alpa_lite.runtime.frozen import Copies, Frozen
@@ -229,7 +229,7 @@ class Executable:
             report.count("executables compiled", 0, 1)
             constants = placement.copies(self._traced.graph.constants, self._constant_shardings)
             compiled = compiling.compiled(self.lowered(), self.mesh.devices.flat, self._compiler_options)
-        logger.info(sentences.compiled(self._name, 1, time.perf_counter() - start))
+        logger.info(log_messages.compiled(self._name, 1, time.perf_counter() - start))
         if self._failures is not None:
             self._look = self._looking(self._failures)
         self._constants = tuple(constants)

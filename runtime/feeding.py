@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.processes.alarm import alarm
+from alpa_lite.processes.failure_propagation import monitor
 
 _END = object()
 
@@ -77,7 +77,7 @@ class Prefetch(Iterator[Any]):
         """
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=size)
         self._closed = threading.Event()
-        work = (items, place, self._queue, self._closed, alarm.turns.prefetch())
+        work = (items, place, self._queue, self._closed, monitor.call_log.begin_prefetch())
         # The thread must not hold this object, or it would never be dropped.
         produce = _jax.carry_settings(_produce)
         self._thread = threading.Thread(target=produce, args=work, name="alpa_lite prefetch", daemon=True)
@@ -133,13 +133,13 @@ def _produce(
         for number, item in enumerate(source, 1):
             if closed.is_set():
                 return
-            put(alarm.turns.batch(series, number, place, item))
+            put(monitor.call_log.place_batch(series, number, place, item))
     except BaseException as error:  # also what ends the thread is the caller's to see
         put(_END, error)
     else:
         put(_END)
     finally:
-        alarm.turns.over(series)
+        monitor.call_log.end_prefetch(series)
         close = getattr(source, "close", None)
         if close is not None and closed.is_set():
             close()

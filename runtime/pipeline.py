@@ -470,7 +470,7 @@ class PipelineExecutable:
         leaves = self._apart(leaves, ours or (lambda _: True), last=ours is None)
         env = self._placed(leaves, ours)
         leaves.clear()
-        self._dispatch(env, self._followed() if watchdog.watching else None)
+        self._dispatch(env, self._tracker() if watchdog.active else None)
         outputs = self._outputs(env)
         if self._stacked is not None:
             outputs = self._stacked.together(outputs, pattern.results)
@@ -489,9 +489,9 @@ class PipelineExecutable:
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
         return outputs if self._elsewhere is None else self._elsewhere.complete(outputs)
 
-    def _followed(self) -> Watch | None:
-        """What tells a watchdog which instruction is under way."""
-        return watchdog.following(
+    def _tracker(self) -> Watch | None:
+        """Returns the watchdog's tracker of the instructions."""
+        return watchdog.track_instructions(
             lambda number: describe(self._program, self._items[number]), [step[3] for step in self._steps]
         )
 

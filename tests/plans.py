@@ -317,8 +317,8 @@ def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
     ]
     moved = 4 * 1024 * WIDTH * 2
     for a, b in [(s, s + 1) for s in range(3)] + [(s + 1, s) for s in range(3)]:
-        where = f"submesh {a} to {b}, 1 buffers per micro-batch"
-        entries.append((Collective("transfer", (), moved, count, a, where), count * 1e-4))
+        where = f"submesh {a} to {b}, 1 buffer per micro-batch"
+        entries.append((Collective("transfer", (), moved, count, a, where, (a, b)), count * 1e-4))
     plan = gpt_plan()
     return dataclasses.replace(
         plan,

@@ -14,7 +14,7 @@ from alpa_lite import models, verifying
 from alpa_lite.cli import app
 from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
 from alpa_lite.report import compiled
-from alpa_lite.report.tables import plain
+from alpa_lite.report.console import plain
 from alpa_lite.steps import NamedStep
 
 runner = CliRunner()

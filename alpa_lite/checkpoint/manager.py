@@ -14,11 +14,11 @@ from etils import epath
 
 from alpa_lite.checkpoint import files
 from alpa_lite.checkpoint.metadata import Metadata, read_metadata
-from alpa_lite.checkpoint.saving import Save, start_operation
+from alpa_lite.checkpoint.saving import Save, create_collective
 from alpa_lite.checkpoint.template import OtherModelError, Template
 from alpa_lite.errors import CheckpointError, OptionError
 from alpa_lite.plan import Plan
-from alpa_lite.processes.operations import said
+from alpa_lite.processes.channel import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class CheckpointManager:
 
     def _on_first(self, description: str, function: Callable[[], Any]) -> Any:
         """The result of a function that process 0 calls, on all processes."""
-        return start_operation(f"{description} in {self.folder}", self._timeout).first("result", function)
+        return create_collective(f"{description} in {self.folder}", self._timeout).broadcast("result", function)
 
     def _remove_old(self) -> None:
         """Removes the oldest checkpoints, and what incomplete saves left."""
@@ -232,9 +232,9 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
     Raises:
       CheckpointError: it holds the state of another model; or it cannot be read, though its checksums are right.
     """
-    operation = start_operation(f"restoring {folder}", timeout)
+    collective = create_collective(f"restoring {folder}", timeout)
     if verify:
-        damage = operation.every("damage", lambda: files.find_damage(folder, operation.process, operation.count))
+        damage = collective.gather("damage", lambda: files.find_damage(folder, collective.process, collective.count))
         if any(damage):
             return next(filter(None, damage))
     found: list[Any] = []
@@ -245,10 +245,10 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
         except OtherModelError:
             raise
         except Exception as error:
-            return said(error)
+            return describe_error(error)
         return ""
 
-    failed = next(filter(None, operation.every("read", read)), "")
+    failed = next(filter(None, collective.gather("read", read)), "")
     if failed and verify and (folder / files.CHECKSUMS).exists():
         raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}")
     return failed or (found[0], found[1])

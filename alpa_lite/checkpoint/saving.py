@@ -29,7 +29,7 @@ from alpa_lite.checkpoint.handler import pytree_handler
 from alpa_lite.checkpoint.leaves import flatten, to_storable
 from alpa_lite.checkpoint.metadata import Metadata
 from alpa_lite.errors import CheckpointError
-from alpa_lite.processes.operations import Operation, said
+from alpa_lite.processes.channel import Collective, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ _VISIBILITY_SECONDS = 60.0
 """Time limit for files of other processes to become visible to process 0."""
 
 
-def start_operation(description: str, timeout: float) -> Operation:
-    """An operation of all processes on a checkpoint, which wait for each other for `timeout` seconds."""
+def create_collective(activity: str, timeout: float) -> Collective:
+    """Returns a collective on a checkpoint, named by `activity` in errors; processes wait `timeout` seconds."""
     remedy = "it has ended, or is not at the same checkpoint; timeout= waits longer"
-    return Operation("checkpoint", description, timeout, error=CheckpointError, remedy=remedy)
+    return Collective("checkpoint", activity, seconds=timeout, error=CheckpointError, remedy=remedy)
 
 
 class Save:
@@ -71,8 +71,8 @@ class Save:
         self._temporary = path_class.from_final(final)
         self._folder: epath.Path = self._temporary.get()
         self._handler = pytree_handler()
-        self._operation = start_operation(f"saving {final}", timeout)
-        self._operation.first("folder", lambda: self._create_folder(replace))
+        self._collective = create_collective(f"saving {final}", timeout)
+        self._collective.broadcast("folder", lambda: self._create_folder(replace))
         pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         args = ocp.args.PyTreeSave(leaves.orbax_tree())
         writing = pool.submit(lambda: asyncio.run(self._handler.async_save(self._folder / files.STATE, args=args)))
@@ -102,14 +102,13 @@ class Save:
         """Waits for the files of all processes; process 0 commits them."""
         started = time.monotonic()
         try:
-            checksums = self._operation.every("files", lambda: self._wait_for_files(writing))
-            self._operation.forget_earlier()
-            self._operation.first("outcome", lambda: self._commit(checksums))
+            checksums = self._collective.gather("files", lambda: self._wait_for_files(writing))
+            self._collective.broadcast("outcome", lambda: self._commit(checksums))
         except BaseException as error:
-            if self._operation.process == 0:
+            if self._collective.process == 0:
                 with contextlib.suppress(OSError):  # others may still write; the next save removes the rest
                     files.remove(self._folder)
-            text = said(error)
+            text = describe_error(error)
             full = any(message in text for message in _FULL)
             room = ", since there is no room left; what was saved before is as it was; make room, or keep fewer" * full
             failure = CheckpointError(f"{self.final} could not be saved{room}: {text}")
@@ -126,7 +125,7 @@ class Save:
         except TimeoutError as error:
             message = f"the files were not written within {self._timeout:g} s; timeout= waits longer"
             raise CheckpointError(message) from error
-        store = f"{files.STATE}/ocdbt.process_{self._operation.process}"
+        store = f"{files.STATE}/ocdbt.process_{self._collective.process}"
         return files.compute_checksums(self._folder, files.list_files(self._folder / store, f"{store}/"))
 
     def _commit(self, checksums: Sequence[files.Checksums]) -> None:

@@ -96,10 +96,10 @@ def launch(
     The script calls jax.distributed.initialize() or alpa_lite.initialize(), which find the other processes. Each line
     of output has the number of its process in front. If one process fails, the others are ended.
     """
-    from alpa_lite import launching
+    from alpa_lite.processes import local_launch
 
     raise typer.Exit(
-        launching.launch(
+        local_launch.launch(
             script, processes=processes, devices_per_process=devices_per_process, platform=platform, port=port,
             grace=grace,
         )

@@ -1,8 +1,11 @@
-"""One program on many processes: what they agree on and tell each other.
+"""One program on many processes: starting and joining them, planning together, and ending together.
 
-`jax.distributed.initialize` has joined the processes; nothing here launches them, elects one or listens to their
-hearts. Process 0 plans and the others take its plan (`agreement`), over the key-value store of JAX's coordination
-service (`store`), over which they also save and check together (`operations`). Which process enters which collective
-when is a pure function of the plan (`ordering`). One that raises alone ends the others (`alarm`), and one that plans
-alone does not wait for them (`turns`).
+- `effects`: changes of the process that uses the library, which it can decline.
+- `channel`: all messages between processes, as collectives and boards.
+- `initialization`: joining the processes of a job; `launcher` detects one that has not joined.
+- `local_launch`: starting processes on this machine.
+- `plan_broadcast`: planning in process 0 for all; `step_description` compares what they trace.
+- `divergence`: the log of calls, by which other arguments of another process are noticed.
+- `failure_propagation`: the end of processes that would wait for one that failed.
+- `ordering`: the order in which processes enter joint tasks, a function of the plan.
 """

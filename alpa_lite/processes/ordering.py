@@ -1,13 +1,13 @@
-"""In which order each process enters what it does together with others, and a proof that none waits for ever.
+"""The order in which processes enter joint tasks, and a proof that no process waits for ever.
 
-A *meeting* is a task of a pipeline that devices of several processes take part in: a run on a submesh that spans
+A *rendezvous* is a task of a pipeline in which devices of several processes take part: a run on a submesh that spans
 processes, or a transfer between submeshes of different processes. Every device works on its tasks in the order in which
-its process issues them, and at a meeting it waits for all others that take part. So a step ends if and only if there is
-one total order of all meetings that every process keeps. All processes issue by `issued`, which is a function of the
-program and of who owns its devices; `check` proves what follows from that for whatever sequences it is given.
+its process issues them, and at a rendezvous it waits for all others that take part. So a step ends if and only if there
+is one total order of all rendezvous that every process keeps. All processes issue by `issue_order`, a function of the
+program and of the owners of its devices; `check_order` proves that given sequences end.
 
 At a transfer both ends wait. Early in the order, the receiver waits for the sender with work at hand; late, the sender
-waits. `issued` lets a transfer take place when its receiver wants it, and sooner where all would wait.
+waits. `issue_order` starts a transfer when its receiver wants it, and sooner where all would wait.
 """
 
 from __future__ import annotations
@@ -25,146 +25,147 @@ Task = tuple[int, int]
 K = TypeVar("K")
 
 
-def owners(program: Program, process_of: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """The processes of each submesh.
+class _Walk:
+    """Positions and predicted clocks in the lists of a program.
 
-    Args:
-      process_of: the process of each device, by number.
+    Attributes:
+      order: the tasks that are issued.
+      clocks: seconds at which each submesh has done what is issued.
     """
-    return tuple(frozenset(process_of[device] for device in one.devices) for one in program.submeshes)
 
+    def __init__(self, program: Program, processes: Sequence[frozenset[int]]) -> None:
+        self._program = program
+        self._joint = [len(processes[one.source] | processes[one.destination]) > 1 for one in program.transfers]
+        self._positions = [0] * len(program.lists)
+        self._sent: dict[int, float] = {}  # transfers that were started, and when they end
+        self.clocks = [0.0] * len(program.lists)
+        self.order: list[Task] = []
 
-def issued(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]:
-    """One order of all instructions that keeps every list's own: what all processes issue, each its part.
+    def head(self, mesh: int) -> Instruction | None:
+        """Returns the next instruction of a submesh; None at the end of its list."""
+        items, position = self._program.lists[mesh], self._positions[mesh]
+        return items[position] if position < len(items) else None
 
-    Walks the lists with a clock each, by predicted seconds, the list that is behind first. A transfer between processes
-    takes place when its receiver has come to its `Receive`; where no list can go on, that with the lowest number does.
-
-    Raises:
-      PlanError: the lists wait for each other.
-    """
-    where = owners(program, process_of)
-    together = [len(where[one.source] | where[one.destination]) > 1 for one in program.transfers]
-    positions, clocks = [0] * len(program.lists), [0.0] * len(program.lists)
-    sent: dict[int, float] = {}  # transfers that have taken place, and when they end
-    out: list[Task] = []
-
-    def head(mesh: int) -> Instruction | None:
-        items = program.lists[mesh]
-        return items[positions[mesh]] if positions[mesh] < len(items) else None
-
-    def goes_on(mesh: int) -> bool:
-        match head(mesh):
+    def can_issue(self, mesh: int) -> bool:
+        """Returns whether the next instruction of a submesh can be issued without waiting for another list."""
+        match self.head(mesh):
             case None:
                 return False
             case Receive(transfer=number):
-                return number in sent
-            case Send(transfer=number) if together[number]:
-                return head(program.transfers[number].destination) == Receive(number)
+                return number in self._sent
+            case Send(transfer=number) if self._joint[number]:
+                return self.head(self._program.transfers[number].destination) == Receive(number)
             case _:
                 return True
 
-    def issue(mesh: int) -> None:
-        out.append((mesh, positions[mesh]))
-        match head(mesh):
+    def issue(self, mesh: int) -> set[int]:
+        """Issues the next instruction of a submesh. Returns the submeshes that may be able to go on by that."""
+        program, clocks, item = self._program, self.clocks, self.head(mesh)
+        self.order.append((mesh, self._positions[mesh]))
+        self._positions[mesh] += 1
+        unblocked = {mesh}
+        match item:
             case Run(executable=number):
                 clocks[mesh] += program.executables[number].seconds
             case Send(transfer=number):
                 transfer = program.transfers[number]
-                start = max(clocks[mesh], clocks[transfer.destination]) if together[number] else clocks[mesh]
-                clocks[mesh] = start
-                sent[number] = start + transfer.seconds
+                if self._joint[number]:
+                    clocks[mesh] = max(clocks[mesh], clocks[transfer.destination])
+                self._sent[number] = clocks[mesh] + transfer.seconds
+                unblocked.add(transfer.destination)
             case Receive(transfer=number):
-                clocks[mesh] = max(clocks[mesh], sent[number])
-        positions[mesh] += 1
+                clocks[mesh] = max(clocks[mesh], self._sent[number])
+        if isinstance(wanted := self.head(mesh), Receive):
+            unblocked.add(program.transfers[wanted.transfer].source)
+        return unblocked
 
-    meshes = range(len(program.lists))
-    candidates = [(0.0, mesh) for mesh in meshes]  # a heap; who cannot go on leaves it, and comes back when it may
+
+def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]:
+    """Returns one order of all instructions that keeps the order of every list. Each process issues its part of it.
+
+    Walks the lists with a clock each, by predicted seconds, the list that is behind first. A transfer between processes
+    starts when its receiver has come to its `Receive`; where no list can go on, that with the lowest number does.
+
+    Args:
+      process_of: the process of each device, by number.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    walk, meshes = _Walk(program, _processes_of_meshes(program, process_of)), range(len(program.lists))
+    candidates = [(0.0, mesh) for mesh in meshes]  # a heap; a submesh that is blocked leaves it
     while True:
         if candidates:
             clock, mesh = heapq.heappop(candidates)
-            if clock < clocks[mesh] or not goes_on(mesh):
+            if clock < walk.clocks[mesh] or not walk.can_issue(mesh):
                 continue
         else:
-            waiting = {mesh: item.transfer for mesh in meshes if isinstance(item := head(mesh), Send)}
-            if not waiting:
+            sends = [(item.transfer, mesh) for mesh in meshes if isinstance(item := walk.head(mesh), Send)]
+            if not sends:
                 break
-            mesh = min(waiting, key=lambda one: waiting[one])
-        item = head(mesh)
-        issue(mesh)
-        may = {mesh}
-        if isinstance(item, Send):
-            may.add(program.transfers[item.transfer].destination)
-        if isinstance(wanted := head(mesh), Receive):
-            may.add(program.transfers[wanted.transfer].source)
-        for one in may:
-            heapq.heappush(candidates, (clocks[one], one))
-    stuck = [mesh for mesh in meshes if head(mesh) is not None]
+            mesh = min(sends)[1]
+        for one in walk.issue(mesh):
+            heapq.heappush(candidates, (walk.clocks[one], one))
+    stuck = [f"submesh {m} at {describe(program, item)}" for m in meshes if (item := walk.head(m)) is not None]
     if stuck:
-        places = ", ".join(f"submesh {m} at {describe(program, program.lists[m][positions[m]])}" for m in stuck)
-        raise PlanError(f"the lists of the program wait for each other: {places}")
-    return tuple(out)
+        raise PlanError(f"the lists of the program wait for each other: {', '.join(stuck)}")
+    return tuple(walk.order)
 
 
-def participants(program: Program, process_of: Sequence[int]) -> dict[Task, frozenset[int]]:
-    """The processes of each meeting, in the order in which they are issued."""
-    where = owners(program, process_of)
+def find_rendezvous(program: Program, process_of: Sequence[int]) -> dict[Task, frozenset[int]]:
+    """Returns the processes of each rendezvous, in the order in which they are issued."""
+    processes = _processes_of_meshes(program, process_of)
     out = {}
-    for mesh, position in issued(program, process_of):
+    for mesh, position in issue_order(program, process_of):
         item = program.lists[mesh][position]
-        who = where[mesh] if isinstance(item, Run | Send) else frozenset()
+        who = processes[mesh] if isinstance(item, Run | Send) else frozenset()
         if isinstance(item, Send):
-            who |= where[program.transfers[item.transfer].destination]
+            who |= processes[program.transfers[item.transfer].destination]
         if len(who) > 1:
             out[mesh, position] = who
     return out
 
 
-def sequences(meetings: Mapping[Task, frozenset[int]]) -> dict[int, list[Task]]:
-    """For each process the meetings that it enters, in the order in which it issues them; see `participants`."""
-    out: dict[int, list[Task]] = {process: [] for process in sorted({p for who in meetings.values() for p in who})}
-    for task, processes in meetings.items():
-        for process in processes:
-            out[process].append(task)
-    return out
+def order_by_process(rendezvous: Mapping[K, frozenset[int]]) -> dict[int, list[K]]:
+    """Returns for each process the rendezvous that it enters, in the order in which it issues them."""
+    processes = sorted(frozenset().union(*rendezvous.values()))
+    return {process: [task for task, who in rendezvous.items() if process in who] for process in processes}
 
 
-def check(
-    sequences: Mapping[int, Sequence[K]], participants: Mapping[K, frozenset[int]], said: Callable[[K], str] = str
+def check_order(
+    sequences: Mapping[int, Sequence[K]], participants: Mapping[K, frozenset[int]], name: Callable[[K], str] = str
 ) -> None:
-    """Raises PlanError unless every process enters its meetings, each once, and no process waits for ever.
+    """Raises PlanError unless every process enters its rendezvous, each once, and no process waits for ever.
 
-    Walks all sequences at once: a meeting takes place when all that take part have come to it.
+    Walks all sequences at once: a rendezvous takes place when all that take part have come to it.
 
     Args:
-      sequences: of each process.
-      participants: the processes of each meeting.
-      said: a meeting in words.
+      sequences: the rendezvous that each process enters, in its order.
+      participants: the processes of each rendezvous.
+      name: describes a rendezvous.
     """
     for process, sequence in sequences.items():
-        expected = {one for one, processes in participants.items() if process in processes}
+        expected = {one for one, who in participants.items() if process in who}
         wrong = expected.symmetric_difference(sequence)
         if wrong or len(sequence) != len(expected):
-            one = next(iter(wrong), next(iter(sequence), None))
-            what = "" if one is None else f", such as {said(one)}"
-            raise PlanError(f"process {process} enters {len(sequence)} meetings, and must enter {len(expected)}{what}")
-    positions = dict.fromkeys(sequences, 0)
-    waiting: dict[K, int] = {}  # how many have come to a meeting
+            example = f", such as {name(next(iter(wrong or sequence)))}"
+            raise PlanError(
+                f"process {process} enters {len(sequence)} rendezvous, and must enter {len(expected)}{example}"
+            )
+    positions, arrived = dict.fromkeys(sequences, 0), dict.fromkeys(participants, 0)
     ready = [process for process, sequence in sequences.items() if sequence]
     while ready:
         process = ready.pop()
-        meeting = sequences[process][positions[process]]
-        waiting[meeting] = waiting.get(meeting, 0) + 1
-        if waiting[meeting] < len(participants[meeting]):
-            continue
-        del waiting[meeting]
-        for other in participants[meeting]:
-            positions[other] += 1
-            if positions[other] < len(sequences[other]):
-                ready.append(other)
+        task = sequences[process][positions[process]]
+        arrived[task] += 1
+        if arrived[task] == len(participants[task]):
+            for other in participants[task]:
+                positions[other] += 1
+                if positions[other] < len(sequences[other]):
+                    ready.append(other)
     stuck = [process for process, sequence in sequences.items() if positions[process] < len(sequence)]
     if stuck:
-        places = ", ".join(f"process {p} at {said(sequences[p][positions[p]])}" for p in stuck[:4])
+        places = ", ".join(f"process {p} at {name(sequences[p][positions[p]])}" for p in stuck[:4])
         raise PlanError(f"{len(stuck)} processes would wait for each other for ever: {places}")
 
 
@@ -174,5 +175,11 @@ def check_program(program: Program, process_of: Sequence[int]) -> None:
     Args:
       process_of: the process of each device, by number.
     """
-    meetings = participants(program, process_of)
-    check(sequences(meetings), meetings, lambda task: describe(program, program.lists[task[0]][task[1]]))
+    rendezvous = find_rendezvous(program, process_of)
+    sequences = order_by_process(rendezvous)
+    check_order(sequences, rendezvous, lambda task: describe(program, program.lists[task[0]][task[1]]))
+
+
+def _processes_of_meshes(program: Program, process_of: Sequence[int]) -> list[frozenset[int]]:
+    """Returns the processes of each submesh."""
+    return [frozenset(process_of[device] for device in one.devices) for one in program.submeshes]

@@ -1,4 +1,4 @@
-"""The activations that wait for the backward pass, as text that can be compared line by line.
+"""The activations that wait for the backward pass, as text that can be compared line by line, and as a table.
 
 A line holds where an activation is made, by which operation, its type, its layout, and the bytes of one device's block.
 Layers that differ in numbers alone are one line. Lines are in the order of their texts, not of the program, so that
@@ -8,50 +8,58 @@ two plans of one step differ where their activations do.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 
 from alpa_lite.figures import Held
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import grouping, units
-
-_LINE = re.compile(r"(\S+:\d+ \(\S+\))?\s*(.*)")
+from alpa_lite.report.places import Place
+from alpa_lite.report.tables import Column, Row, Table
 
 
 def render(plan: Plan) -> str:
     """The activations of every stage with their sums; of a pipeline, those of one micro-batch."""
     parts = []
     for number, stage in enumerate(plan.stages):
-        rows = sorted(_row(same) for same in _alike(stage.held))
         size = sum(row.bytes * row.count for row in stage.held)
         of = f"stage {number}: " if len(plan.stages) > 1 else ""
         each = " of each micro-batch" if plan.num_microbatches > 1 else ""
         count = sum(row.count for row in stage.held)
         parts.append(f"{of}{count} activations{each} wait for the backward pass, {size:,} bytes per device")
-        parts += [f"  {row}" for row in rows]
+        parts += [f"  {line}" for line in sorted(map(_line, joined(stage.held)))]
     return "\n".join(parts)
 
 
-def _alike(rows: tuple[Held, ...]) -> list[list[Held]]:
-    """Activations that differ in the numbers of their scopes alone."""
+def table(plan: Plan) -> Table:
+    """The activations of all stages."""
+    rows = joined(row for stage in plan.stages for row in stage.held)
+    columns = (
+        Column("where", wide=True), Column("operation"), Column("type"), Column("layout"), Column("count", units.times),
+        Column("per device, each", units.nbytes), Column("all", units.nbytes),
+    )  # fmt: skip
+    cells = []
+    for row in rows:
+        kind = units.type_name(row.dtype, row.shape), units.spec(row.spec)
+        cells.append(Row((row.where, row.operation, *kind, row.count, row.bytes, row.bytes * row.count)))
+    return Table(columns, tuple(cells), order="all", searched="activations")
+
+
+def joined(rows: Iterable[Held]) -> list[Held]:
+    """Activations that differ in the numbers of their scopes alone as one."""
     found: dict[tuple, list[Held]] = {}
     for row in rows:
-        line, scope = place(row.where)
-        key = line, re.sub(r"\d+", "#", scope), row.operation, row.shape, row.dtype, row.spec, row.bytes
+        place = Place.of(row.where)
+        key = place.source, re.sub(r"\d+", "#", place.scope), row.operation, row.shape, row.dtype, row.spec, row.bytes
         found.setdefault(key, []).append(row)
-    return list(found.values())
+    out = []
+    for (line, *_), same in found.items():
+        scope = grouping.template([Place.of(row.where).scope for row in same])
+        out.append(replace(same[0], where=f"{line} {scope}", count=sum(row.count for row in same)))
+    return out
 
 
-def place(where: str) -> tuple[str, str]:
-    """The source line, and the name scope, of where something is."""
-    match = _LINE.fullmatch(where)
-    return (match[1] or "", match[2]) if match else ("", where)
-
-
-def _row(same: list[Held]) -> str:
-    first, count = same[0], sum(row.count for row in same)
-    line, _ = place(first.where)
-    scope = grouping.template([place(row.where)[1] for row in same])
-    times = f" x {count}" if count > 1 else ""
-    kind = units.type_name(first.dtype, first.shape)
-    return (
-        f"{line} {scope} | {first.operation}{times} | {kind} {units.spec(first.spec)} | {first.bytes:,} bytes".strip()
-    )
+def _line(row: Held) -> str:
+    times = f" {units.times(row.count)}" if row.count > 1 else ""
+    kind = units.type_name(row.dtype, row.shape)
+    return f"{row.where} | {row.operation}{times} | {kind} {units.spec(row.spec)} | {row.bytes:,} bytes".strip()

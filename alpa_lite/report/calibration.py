@@ -1,14 +1,18 @@
-"""What a calibration found, as text: for each fit its parameters and how far off it is (`alpa-lite calibrate`)."""
+"""The result of a calibration as text: for each fit its parameters and its errors (`alpa-lite calibrate`)."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.storing import Calibration
-from alpa_lite.report import units
-from alpa_lite.report.tables import add, section, table
+from alpa_lite.report import console, units
+from alpa_lite.report.tables import Column, Row, Section, Table
+
+_SHARE = partial(units.percent, whole=1.0)
 
 
 def renderable(found: Calibration) -> Group:
@@ -19,13 +23,15 @@ def renderable(found: Calibration) -> Group:
         f" in {units.seconds(found.seconds)} (JAX {found.jax}): {len(found.samples)} of {found.wanted} measurements",
         style="not bold",
     )
-    rows = table("figure", "found", "samples", "median error", "worst error", right=(2, 3, 4))
-    for fit in found.fits:
-        add(rows, fit.name, _said(fit), str(fit.count), units.percent(fit.error, 1.0), units.percent(fit.worst, 1.0))
-    return Group(head, section("Fits", rows))
+    columns = (
+        Column("figure"), Column("found"), Column("samples", str), Column("median error", _SHARE),
+        Column("worst error", _SHARE),
+    )  # fmt: skip
+    rows = tuple(Row((fit.name, _parameters(fit), fit.count, fit.error, fit.worst)) for fit in found.fits)
+    return console.render([head, Section("fits", "Fits", (Table(columns, rows),))])
 
 
-def _said(fit: Fit) -> str:
+def _parameters(fit: Fit) -> str:
     """The parameters of a fit in words."""
     values = fit.parameters
     if "first" in values:

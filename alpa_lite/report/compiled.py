@@ -1,15 +1,15 @@
-"""What a target's compiler made of a plan, as text: collectives and memory beside the plan's (`alpa-lite verify`)."""
+"""The program of a target's compiler beside the plan, as text: collectives and memory (`alpa-lite verify`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.report import units
-from alpa_lite.report.tables import add, section, table
+from alpa_lite.report import console, units
+from alpa_lite.report.tables import Block, Column, Row, Section, Table
 
 _MAX_LINES = 20
 
@@ -21,34 +21,33 @@ def renderable(found: Mapping[str, Any]) -> Group:
     head.append(
         f" ({found['target']}, {found['compiler']}, JAX {found['jax']}) in {units.seconds(seconds)}", style="not bold"
     )
-    parts: list[RenderableType] = [head, section("Collectives of one run of each executable", _collectives(found))]
-    for heading, key in (("Compiler rewrites", "rewrites"), ("Differences", "differences")):
-        if found[key]:
-            parts.append(section(heading, *_some(found[key])))
-    if found["memory"]:
-        parts.append(section("Memory per device", _memory(found["memory"])))
-    parts.append(section("Verdict", *_verdict(found)))
-    return Group(*parts)
+    parts: dict[str, Sequence[Block]] = {
+        "Collectives of one run of each executable": [_collectives(found["collectives"])],
+        "Compiler rewrites": _first(found["rewrites"]),
+        "Differences": _first(found["differences"]),
+        "Memory per device": [_memory(found["memory"])] if found["memory"] else [],
+        "Verdict": _verdict(found),
+    }
+    return console.render([head, *(Section("", heading, tuple(body)) for heading, body in parts.items() if body)])
 
 
-def _collectives(found: Mapping[str, Any]) -> RenderableType:
-    rows = found["collectives"]
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
     if not rows:
-        return Text("none planned, and none to compare with")
-    out = table("collective", "axes", "payload", "planned", "found", right=(2, 3, 4))
-    for row in rows:
-        add(out, row["kind"], row["axes"], units.nbytes(row["bytes"]), str(row["planned"]), str(row["found"]))
-    return out
+        return "none planned, and none to compare with"
+    numbers = Column("payload", units.nbytes), Column("planned", str), Column("found", str)
+    names = "kind", "axes", "bytes", "planned", "found"
+    body = (Row(tuple(row[name] for name in names)) for row in rows)
+    return Table((Column("collective"), Column("axes"), *numbers), tuple(body))
 
 
-def _memory(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    out = table("executable", "predicted", "compiler", "ratio", "arguments", "temporaries", "code", right=range(1, 7))
+def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    sizes = [Column(name, units.nbytes) for name in ("predicted", "compiler", "arguments", "temporaries", "code")]
+    columns = Column("executable"), *sizes[:2], Column("ratio", str), *sizes[2:]
+    body = []
     for row in rows:
         ratio = f"{row['predicted'] / row['compiler']:.2f}" if row["compiler"] else "-"
-        sizes = (units.nbytes(row[name]) for name in ("predicted", "compiler"))
-        rest = (units.nbytes(row[name]) for name in ("arguments", "temporaries", "code"))
-        add(out, row["executable"], *sizes, ratio, *rest)
-    return out
+        body.append(Row(tuple(ratio if column.name == "ratio" else row[column.name] for column in columns)))
+    return Table(columns, tuple(body))
 
 
 def _verdict(found: Mapping[str, Any]) -> list[str]:
@@ -63,15 +62,15 @@ def _verdict(found: Mapping[str, Any]) -> list[str]:
         lines.append("The compiler says nothing about memory.")
     else:
         worst = max(found["memory"], key=lambda row: row["compiler"])
-        what, end = ("temporaries of ", ".") if found["fits"] is None else ("", ": more than 15 % apart.")
+        part, end = ("temporaries of ", ".") if found["fits"] is None else ("", ": more than 15 % apart.")
         lines.append(
             f"Memory: the plan predicts {units.exact_bytes(worst['predicted'])} and the compiler needs "
-            f"{units.exact_bytes(worst['compiler'])} for {what}{worst['executable']}"
+            f"{units.exact_bytes(worst['compiler'])} for {part}{worst['executable']}"
             f"{', within 15 %.' if found['fits'] else end}"
         )
     return lines
 
 
-def _some(lines: Sequence[str]) -> list[str]:
+def _first(lines: Sequence[str]) -> list[str]:
     rest = len(lines) - _MAX_LINES
     return [*lines[:_MAX_LINES], *([f"and {rest} more"] if rest > 0 else [])]

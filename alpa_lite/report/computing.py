@@ -1,4 +1,4 @@
-"""Where the seconds of operations go: those that take most, by source line, and what bounds them.
+"""Operations by their seconds: those that take most, by source line, and the resource that bounds them.
 
 An operation computes for max(FLOPs / rate, bytes / bandwidth) seconds, and waits for its collectives: those that bring
 its operands into their layouts, and those that it issues. A collective takes alpha + bytes * beta, its latency and its
@@ -9,50 +9,39 @@ time on links (`alpa_lite.cost`). The largest of the four terms is what bounds t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
+from functools import partial
 
 from alpa_lite.figures import Spending
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
-from alpa_lite.report.tables import add, table
+from alpa_lite.report.places import Place
+from alpa_lite.report.tables import Cell, Column, Nested, Row, Table, limited
 
-LISTED = 10
-"""How many rows are printed."""
-
-BOUNDS: tuple[str, ...] = ("FLOPs", "bytes", "links", "latency")
-"""What may bound an operation."""
+_LISTED = 10
+_TERMS = ("flops", "bytes", "links", "latency", "starts")
 
 
 def heaviest(plan: Plan) -> list[Spending]:
-    """What operations take of an average device, those first that take most; a stage counts by its share of devices.
+    """Seconds of operations on an average device, the most expensive first; a stage counts by its share of devices.
 
-    A row is all operations of one name at one place that have the same bound, those of repeated layers together. What
-    the rows take adds up to the computing and the collectives of all stages.
+    A row is all operations of one name at one place that have the same bound, those of repeated layers together. The
+    rows add up to the computing and the collectives of all stages.
     """
-    devices = stages.sizes(plan)
     found: dict[tuple[str, str, str], Spending] = {}
-    for mesh, stage in zip(plan.division.submeshes, plan.stages, strict=True):
-        part = devices[mesh] / sum(devices)
+    for part, stage in zip(stages.shares(plan), plan.stages, strict=True):
         for spent in stage.spending:
             key = spent.operation, spent.where, "FLOPs" if spent.flops > spent.bytes else "bytes"
-            was = found.get(key) or Spending(spent.where, spent.operation)
-            found[key] = replace(
-                was, flops=was.flops + part * spent.flops, bytes=was.bytes + part * spent.bytes,
-                links=was.links + part * spent.links, latency=was.latency + part * spent.latency,
-                starts=was.starts + part * spent.starts,
-                count=was.count + spent.count,
-            )  # fmt: skip
+            was = found.get(key) or replace(spent, **dict.fromkeys(_TERMS, 0.0), count=0)
+            terms = {name: getattr(was, name) + part * getattr(spent, name) for name in _TERMS}
+            found[key] = replace(was, **terms, count=was.count + spent.count)
     return sorted(found.values(), key=lambda row: -row.total)
 
 
 def bounds(rows: Iterable[Spending]) -> dict[str, float]:
     """The seconds that each resource bounds: of computing those of the larger term; starts of kernels are latency."""
-    out: dict[str, float] = dict.fromkeys(BOUNDS, 0.0)
+    out = {"FLOPs": 0.0, "bytes": 0.0, "links": 0.0, "latency": 0.0}
     for row in rows:
         out["FLOPs" if row.flops > row.bytes else "bytes"] += row.seconds - row.starts
         out["links"] += row.links
@@ -69,42 +58,36 @@ def bounds_text(rows: Iterable[Spending]) -> str:
 
 def terms_text(row: Spending) -> str:
     """The terms, such as "FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
-    terms = zip(BOUNDS, (row.flops, row.bytes, row.links, row.latency + row.starts), strict=True)
-    return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms)
+    return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in row.terms.items())
 
 
 def count_text(row: Spending) -> str:
-    """How many there are, such as "x 24"."""
-    return f"x {row.count:,}" if row.count > 1 else ""
+    """The number of operations, such as "x 24"."""
+    return units.times(row.count) if row.count > 1 else ""
 
 
 def line_text(row: Spending) -> str:
     """The source line alone, and whether it is of the reverse pass."""
-    backward = "transpose" in row.where or "backward" in row.where
-    line = row.where if row.where.endswith(" of the step") else row.where.split(" ", 1)[0]
-    return f"{line}, backward" if backward else line
+    place = Place.of(row.where)
+    return f"{place.line or row.where}{', backward' * place.backward}"
 
 
-def renderable(rows: list[Spending]) -> RenderableType:
-    """The first of the rows as a table, and what all others take."""
+def operation_table(rows: Sequence[Spending]) -> Table:
+    """The operations; a terminal shows the first ones, and what all others take."""
     whole = sum(row.total for row in rows)
-    columns = ("operation", "", "time", "share", "bound by", "FLOPs", "bytes", "links", "latency")
-    out = table(*columns, right=(1, 2, 3, 5, 6, 7, 8), wide=0)
-    for row in rows[:LISTED]:
-        terms = (units.seconds(seconds) for seconds in (row.flops, row.bytes, row.links, row.latency + row.starts))
-        share = units.percent(row.total, whole)
-        name = Group(Text(row.operation), Padding(Text(row.where), (0, 0, 0, 2)))
-        add(out, name, count_text(row), units.seconds(row.total), share, row.bound, *terms)
-    rest = rows[LISTED:]
-    if rest:
-        seconds = sum(row.total for row in rest)
-        cells = units.seconds(seconds), units.percent(seconds, whole)
-        add(out, f"{len(rest)} more", "", *cells, "", *(units.seconds(s) for s in _summed(rest)))
-    return out
 
+    def cells(row: Spending) -> Row:
+        count = row.count if row.count > 1 else None
+        name = Nested(row.operation, (row.where,))
+        return Row((name, count, row.total, row.total, row.bound, *row.terms.values()))
 
-def _summed(rows: Iterable[Spending]) -> tuple[float, ...]:
-    """The terms of some rows together."""
-    return tuple(
-        map(sum, zip(*((row.flops, row.bytes, row.links, row.latency + row.starts) for row in rows), strict=True))
-    )
+    def rest(some: Sequence[Spending]) -> tuple[Cell, ...]:
+        seconds, terms = sum(row.total for row in some), zip(*(row.terms.values() for row in some), strict=True)
+        return f"{len(some)} more", None, seconds, seconds, "", *map(sum, terms)
+
+    columns = (
+        Column("operation", wide=True), Column("", units.times), Column("time", units.seconds),
+        Column("share", partial(units.percent, whole=whole)), Column("bound by"),
+        *(Column(name, units.seconds) for name in bounds(())),
+    )  # fmt: skip
+    return Table(columns, tuple(limited(rows, _LISTED, cells, rest)), order="time", searched="operations")

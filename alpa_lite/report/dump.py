@@ -17,7 +17,8 @@ def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
     """A function `write(name, value)` that writes one value into `directory`; it does nothing if that is None.
 
     Files are numbered in the order of writing. Numbers continue after the files in the directory, so that several plans
-    can share it. Values are only turned into text (`report.listing`) if they are written.
+    can share it. Values are only turned into text (`report.listing`) if they are written, and a part that an earlier
+    file has is named by that file.
 
     Args:
       directory: created if it does not exist.
@@ -30,12 +31,12 @@ def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
         return
     from alpa_lite.report import listing
 
-    folder = Path(directory)
+    folder, printed = Path(directory), listing.Listing()
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, value: Any) -> None:
         number = 1 + max((int(m.group(1)) for f in folder.iterdir() if (m := re.match(r"(\d+)_", f.name))), default=0)
         file = folder / f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.txt"
-        file.write_text(listing.text(value).rstrip("\n") + "\n", encoding="utf-8")
+        file.write_text(printed.text(value, file.stem).rstrip("\n") + "\n", encoding="utf-8")
 
     yield write

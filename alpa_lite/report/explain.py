@@ -1,6 +1,5 @@
-"""Why this sharding: the alternatives, the cost of the whole step with each, and what would have to change.
-
-What would have to change is worked out in `report.winning`.
+"""Reasons for a sharding: the alternatives, the cost of the whole step with each, and what would have to change
+(`report.break_even`).
 
 In a pipeline each stage was sharded as a separate step (`Stage.decisions`). Its seconds are then those of the stage,
 for all micro-batches one after another, and stages with identical explanations share one.
@@ -12,17 +11,17 @@ import difflib
 import re
 import string
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from alpa_lite import paths
 from alpa_lite.errors import PlanError
 from alpa_lite.figures import Spending
 from alpa_lite.records import Alternative, Decision, Leaf, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import computing, grouping, stages, tables, units, winning
+from alpa_lite.report import break_even, computing, console, grouping, stages, units
+from alpa_lite.report.sections import type_text
+from alpa_lite.report.tables import Block, Column, Nested, Row, Section, Table
 
 _LISTED = 20
 _RANGE = re.compile(r"\\\{(.*?)\\\}")
@@ -30,7 +29,7 @@ _STAGES = re.compile(r"(.*?)\s*\(stages? ([\d, -]+)\)\s*", re.DOTALL)
 
 
 def explain(plan: Plan, name: str) -> str:
-    """Why the named argument or operation is sharded as it is, in at most 100 columns.
+    """Explains the sharding of the named argument or operation, in at most 100 columns.
 
     One match is explained, and the others are listed after it. A name is tried as each of these in turn, and the first
     that matches anything decides:
@@ -64,9 +63,11 @@ def explain(plan: Plan, name: str) -> str:
     if not subjects:
         raise PlanError(_unknown(_sites(plan), name))
     first = min(subjects, key=_rank)
-    told = _identical(first, subjects)
-    rest = [subject for subject in subjects if subject not in told]
-    return tables.plain(Group(_told(told), *([_listing(name, rest)] if rest else [])))
+    same = _identical(first, subjects)
+    lines, *sections = _explanation(first)
+    rest = [subject for subject in subjects if subject not in same]
+    heading = Section("", f"{_title(same)}{_stages(same)}", lines.body)
+    return console.plain(console.render([heading, *sections, *([_others(name, rest)] if rest else [])]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +76,18 @@ class _Site:
 
     plan: Plan
     stage: Stage
-    examples: int | None  # in the batch
     number: int | None = None
 
 
 def _sites(plan: Plan) -> list[_Site]:
-    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
-    now = sizes.pop() if len(sizes) == 1 else None
     several = len(plan.stages) > 1
-    return [_Site(plan, stage, now, n if several else None) for n, stage in enumerate(plan.stages)]
+    return [_Site(plan, stage, n if several else None) for n, stage in enumerate(plan.stages)]
+
+
+def _examples(plan: Plan) -> int | None:
+    """The number of examples in the batch, where all of it agrees."""
+    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +108,19 @@ class _Subject:
     spending: Spending | None = None
 
     @property
-    def name(self) -> str:
-        """The name in print, without the stage."""
-        return _title([self])
+    def record(self) -> Decision | Replicated | Spending | None:
+        """The plan's record of it."""
+        return self.decision or self.replicated or self.spending
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the plan has no alternatives to it."""
+        return self.decision is None or self.decision.chosen is None or len(self.decision.alternatives) < 2
+
+    @property
+    def where(self) -> str:
+        """The source line and scope of an operation."""
+        return self.record.where if self.record else ""
 
 
 def _numbers(text: str) -> set[int]:
@@ -151,31 +165,24 @@ def _keys_without_indices(form: str) -> str:
 
 def _rank(subject: _Subject) -> tuple[bool, int, float]:
     """Less for the match to be explained; see `explain`."""
-    decision, record = subject.decision, subject.decision or subject.replicated or subject.spending
-    told = decision is not None and decision.chosen is not None and len(decision.alternatives) > 1
     if subject.leaf:
-        return not told, len(paths.tokens(subject.leaf.path)), 0.0
+        return subject.is_settled, len(paths.tokens(subject.leaf.path)), 0.0
+    record = subject.record
     seconds = record.total if isinstance(record, Spending) else record.seconds if record else 0.0
-    return not told, 0, -seconds
+    return subject.is_settled, 0, -seconds
 
 
 def _identical(first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
     """The matches in other stages that differ from `first` in numbers of their names alone, and it itself."""
 
-    def body(subject: _Subject) -> str:
-        return tables.plain(Group(*_full(subject)))
-
     def form(subject: _Subject) -> str:
         return re.sub(r"\d+", "#", subject.names[0])
 
-    own = body(first)
-    return [s for s in subjects if s is first or (form(s) == form(first) and body(s) == own)]
+    def text(subject: _Subject) -> str:
+        return console.plain(console.render(_explanation(subject)))
 
-
-def _told(subjects: list[_Subject]) -> RenderableType:
-    """The explanation that matches in several stages share."""
-    head, *rest = _full(subjects[0])
-    return Group(tables.section(f"{_title(subjects)}{_stages(subjects)}", head), *rest)
+    own = text(first)
+    return [s for s in subjects if s is first or (form(s) == form(first) and text(s) == own)]
 
 
 def _stages(subjects: list[_Subject]) -> str:
@@ -221,15 +228,10 @@ def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
     wanted = name.lower()
     spent = [_Subject((s.operation,), site, spending=s) for site in sites for s in site.stage.spending]
     for some in (operations, spent):
-        found = [s for s in some if wanted in f"{s.names[0]} {_where(s)}".lower()]
+        found = [s for s in some if wanted in f"{s.names[0]} {s.where}".lower()]
         if found:
             return found
     return []
-
-
-def _where(subject: _Subject) -> str:
-    record = subject.decision or subject.replicated or subject.spending
-    return record.where if record else ""
 
 
 def _unknown(sites: list[_Site], name: str) -> str:
@@ -251,7 +253,7 @@ def _unknown(sites: list[_Site], name: str) -> str:
     return f"no argument or operation of this plan is called {name!r}. {hint}"
 
 
-def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
+def _others(name: str, subjects: list[_Subject]) -> Section:
     """The subjects in one table; subjects for which it would show the same are one row."""
     rows = []
     for stage in dict.fromkeys(_stages([s]) for s in subjects if s.leaf):
@@ -259,15 +261,16 @@ def _listing(name: str, subjects: list[_Subject]) -> RenderableType:
         for row in grouping.group((path, _choice(s)) for path, s in own.items()):
             first = own[row.members[0]]
             rows.append((first, f"{row.path}{stage}", "", _choice(first)))
-    rows += [(s, f"{s.name}{_stages([s])}", _where(s), _choice(s)) for s in subjects if not s.leaf]
+    rows += [(s, f"{_title([s])}{_stages([s])}", s.where, _choice(s)) for s in subjects if not s.leaf]
     counts = Counter(row[1:] for row in sorted(rows, key=lambda row: _rank(row[0])))
-    out = tables.table("", "", wide=0)
-    for (title, where, choice), count in list(counts.items())[:_LISTED]:
-        lines = [title, *(f"  {line}" for line in (where, choice) if line)]
-        tables.add(out, "\n".join(lines), f"x {count}" if count > 1 else "")
+    body = [
+        Row((Nested(title, tuple(line for line in (where, choice) if line)), count if count > 1 else None))
+        for (title, where, choice), count in list(counts.items())[:_LISTED]
+    ]
     if len(counts) > _LISTED:
-        tables.add(out, f"and {len(counts) - _LISTED} more", "")
-    return tables.section(f"Other matches of {name.strip()!r} (give more of a name to have it explained)", out)
+        body.append(Row((f"and {len(counts) - _LISTED} more", None)))
+    heading = f"Other matches of {name.strip()!r} (give more of a name to have it explained)"
+    return Section("", heading, (Table((Column(wide=True), Column("", units.times)), tuple(body)),))
 
 
 def _choice(subject: _Subject) -> str:
@@ -292,98 +295,99 @@ def _assignment(decision: Decision) -> str:
     return "factor of size " + ", ".join(parts) if parts else "nothing sharded"
 
 
-def _full(subject: _Subject) -> list[RenderableType]:
+def _explanation(subject: _Subject) -> list[Section]:
     """The explanation: lines for below the name, and sections."""
-    lines: list[RenderableType] = []
     decision, stage = subject.decision, subject.site.stage
-    if subject.leaf:
-        leaf = subject.leaf
-        size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
-        lines.append(f"argument ({leaf.role}) {tables.type_text(leaf)}: {units.spec(leaf.spec)}; {size}")
-    elif decision:
-        lines.append(f"operation at {decision.where}: {_choice(subject)}")
-    elif subject.spending:
-        spent = subject.spending
-        share = units.percent(spent.total, stage.compute_seconds + stage.communication_seconds)
-        lines.append(f"operations at {spent.where}: {units.seconds(spent.total)} per step")
-        number = f"all {spent.count:,}" if spent.count > 1 else "all"
-        lines.append(
-            f"{share} of the computing and the collectives of the stage, {number} of this name at this place together"
-        )
-        lines.append(f"bound by {spent.bound}: {computing.terms_text(spent)}")
+    lines: list[Block] = [*_facts(subject)]
     if decision and decision.count > 1:
         kind = "arguments" if subject.leaf else "operations"
-        lines.append(
-            f"{decision.count} identical {kind} share this decision; figures are totals over all {decision.count}"
-        )
+        count = decision.count
+        lines.append(f"{count} identical {kind} share this decision; figures are totals over all {count}")
     if subject.replicated:
-        row = subject.replicated
-        size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
-        lines.append(f"not distributed: {row.reason}; at {row.where}; {size}")
-        return [_lines(lines)]
-    if decision is None or decision.chosen is None or len(decision.alternatives) < 2:
+        return [Section("", "", tuple(lines))]
+    if decision is None or decision.chosen is None or subject.is_settled:
         lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
-        return [_lines(lines)]
-    chosen = decision.chosen
-    verdicts = tables.table("", "", wide=1)
-    for letter, other in _lettered(decision):
-        if other is not chosen:
-            tables.add(
-                verdicts, letter, winning.verdict(subject.site.plan, stage, subject.site.examples, other, chosen)
-            )
-    lines.append(_bound(chosen))
+        return [Section("", "", tuple(lines))]
+    lines.append(_bound(decision.chosen))
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
     whole = "Step time if this choice is forced and the others re-optimised"
     scaled = "no other change to either step"
     if subject.site.number is not None:
         whole = "Stage time, micro-batches in sequence, if this choice is forced and the others re-optimised"
         scaled = "for the stage alone, no other change"
-    return [
-        _lines(lines),
-        tables.section(whole, _steps(decision)),
-        tables.section("Cost of this choice alone, others unchanged", _local(decision)),
-        tables.section(f"What would make another choice win ({scaled})", verdicts),
-    ]
+    sections = {
+        "": lines,
+        whole: [_steps(decision)],
+        "Cost of this choice alone, others unchanged": [_local(decision)],
+        f"What would make another choice win ({scaled})": [_verdicts(subject.site, decision, decision.chosen)],
+    }
+    return [Section("", heading, tuple(body)) for heading, body in sections.items()]
+
+
+def _facts(subject: _Subject) -> Iterator[str]:
+    """Type and bytes of a subject, or its place and seconds."""
+    leaf, stage = subject.leaf, subject.site.stage
+    if leaf:
+        size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
+        yield f"argument ({leaf.role}) {type_text(leaf)}: {units.spec(leaf.spec)}; {size}"
+        return
+    match subject.record:
+        case Decision():
+            yield f"operation at {subject.where}: {_choice(subject)}"
+        case Spending() as spent:
+            share = units.percent(spent.total, stage.compute_seconds + stage.communication_seconds)
+            number = f"all {spent.count:,}" if spent.count > 1 else "all"
+            yield f"operations at {spent.where}: {units.seconds(spent.total)} per step"
+            all_of_it = "of the computing and the collectives of the stage"
+            yield f"{share} {all_of_it}, {number} of this name at this place together"
+            yield f"bound by {spent.bound}: {computing.terms_text(spent)}"
+        case Replicated() as row:
+            size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
+            yield f"not distributed: {row.reason}; at {row.where}; {size}"
 
 
 def _bound(chosen: Alternative) -> str:
-    """What bounds the operations of a decision, and the terms."""
+    """The resource that bounds the operations of a decision, and the terms."""
     terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
-    said = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
-    return f"bound by {max(terms, key=lambda name: terms[name])}: {said} per step"
+    text = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
+    return f"bound by {max(terms, key=lambda name: terms[name])}: {text} per step"
 
 
-def _lines(lines: list[RenderableType]) -> RenderableType:
-    """Lines of text, taken as they are."""
-    return Group(*(Text(line) if isinstance(line, str) else line for line in lines))
-
-
-def _lettered(decision: Decision) -> list[tuple[str, Alternative]]:
-    """The alternatives, each with a letter; ">" marks the chosen one."""
+def _lettered(decision: Decision) -> list[tuple[str, Alternative, str]]:
+    """The alternatives, each with a letter and a style; ">" marks the chosen one."""
     letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
-    return [(">" if a is decision.chosen else next(letters), a) for a in decision.alternatives]
+    chosen = decision.chosen
+    return [(">", a, "bold") if a is chosen else (next(letters), a, "") for a in decision.alternatives]
 
 
-def _steps(decision: Decision) -> RenderableType:
+def _steps(decision: Decision) -> Table:
     """The whole step with each alternative."""
-    out = tables.table(
-        "", "layout", "step", "compute", "communication", "sent", "peak", "fits", right=(2, 3, 4, 5, 6), wide=1
-    )
-    for letter, a in _lettered(decision):
+    seconds = [Column(name, units.seconds) for name in ("step", "compute", "communication")]
+    sizes = [Column(name, units.nbytes) for name in ("sent", "peak")]
+    rows = []
+    for letter, a, style in _lettered(decision):
         step = a.step
-        costs = [units.seconds(s) for s in (step.seconds, step.compute_seconds, step.communication_seconds)]
-        sizes = [units.nbytes(size) for size in (step.bytes_sent, step.bytes_per_device)]
-        style = "bold" if a is decision.chosen else ""
-        tables.add(out, letter, a.layout, *costs, *sizes, "yes" if a.fits else "no", style=style)
-    return out
+        costs = step.seconds, step.compute_seconds, step.communication_seconds, step.bytes_sent, step.bytes_per_device
+        rows.append(Row((letter, a.layout, *costs, "yes" if a.fits else "no"), style))
+    return Table((Column(), Column("layout", wide=True), *seconds, *sizes, Column("fits")), tuple(rows))
 
 
-def _local(decision: Decision) -> RenderableType:
+def _local(decision: Decision) -> Table:
     """The cost of each alternative itself."""
-    out = tables.table("", "layout", "FLOPs", "bytes", "reduce", "reshard", "result", right=range(2, 7), wide=1)
-    for letter, a in _lettered(decision):
-        terms = a.flops_seconds, a.bytes_seconds, a.communication_seconds, a.transfer_seconds
-        costs = (units.seconds(s) for s in terms)
-        style = "bold" if a is decision.chosen else ""
-        tables.add(out, letter, a.layout, *costs, units.nbytes(a.bytes_per_device), style=style)
-    return out
+    seconds = [Column(name, units.seconds) for name in ("FLOPs", "bytes", "reduce", "reshard")]
+    rows = []
+    for letter, a, style in _lettered(decision):
+        costs = a.flops_seconds, a.bytes_seconds, a.communication_seconds, a.transfer_seconds, a.bytes_per_device
+        rows.append(Row((letter, a.layout, *costs), style))
+    return Table((Column(), Column("layout", wide=True), *seconds, Column("result", units.nbytes)), tuple(rows))
+
+
+def _verdicts(site: _Site, decision: Decision, chosen: Alternative) -> Table:
+    """The changes that would make each of the other alternatives win."""
+    examples = _examples(site.plan)
+    rows = (
+        Row((letter, break_even.verdict(site.plan, site.stage, examples, other, chosen)))
+        for letter, other, _ in _lettered(decision)
+        if other is not chosen
+    )
+    return Table((Column(), Column(wide=True)), tuple(rows))

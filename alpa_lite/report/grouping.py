@@ -60,7 +60,7 @@ def template(paths: list[str]) -> str:
 
 
 def heading(prefix: Iterable[str]) -> str:
-    """What the paths below a heading begin with; a long one is broken after a slash."""
+    """The beginning of the paths below a heading; a long one is broken after a slash."""
     lines = [""]
     for part in re.findall(r"[^/]*/?", shown(prefix)):
         if len(lines[-1]) + len(part.rstrip("/")) > _HEADING:

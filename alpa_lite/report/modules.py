@@ -1,17 +1,18 @@
-"""Where the seconds of a step go, by module: the Flax scope of an operation, or the function that it is written in."""
+"""Seconds of a step by module: the Flax scope of an operation, or the function that it is written in."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from functools import partial
 
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import stages
-from alpa_lite.report.activations import place
+from alpa_lite.report import stages, units
+from alpa_lite.report.places import Place
+from alpa_lite.report.tables import Bar, Column, Nested, Part, Row, Table
 
-_TRANSFORMS = re.compile(r"\b(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit|custom_jvp|custom_vjp|linearize)\(")
-_MARKS = ("forward", "backward", "rematted_computation", "checkpoint")
-_FUNCTION = re.compile(r"\((\S+)\)$")
+_MAX_OPERATIONS = 12
+COLOURS = {"forward": "blue", "backward and update": "green", "communication": "red"}
+"""The colour of each kind of time."""
 
 
 @dataclass(frozen=True)
@@ -38,42 +39,39 @@ class Module:
 
 def of(plan: Plan) -> list[Module]:
     """The modules of a plan, the most expensive first."""
-    devices = stages.sizes(plan)
-    share = [devices[mesh] / sum(devices) for mesh in plan.division.submeshes]
+    share = stages.shares(plan)
     times: dict[str, list[float]] = {}
     operations: dict[str, dict[str, float]] = {}
 
     def add(where: str, operation: str, seconds: float, kind: int | None) -> None:
-        name, backward = module(where)
-        row = times.setdefault(name, [0.0, 0.0, 0.0])
-        row[int(backward) if kind is None else kind] += seconds
-        mine = operations.setdefault(name, {})
-        mine[operation] = mine.get(operation, 0.0) + seconds
+        place = Place.of(where)
+        name = place.module
+        times.setdefault(name, [0.0, 0.0, 0.0])[int(not place.forward) if kind is None else kind] += seconds
+        own = operations.setdefault(name, {})
+        own[operation] = own.get(operation, 0.0) + seconds
 
     for part, stage in zip(share, plan.stages, strict=True):
         for spent in stage.spending:
             add(spent.where, spent.operation, part * spent.seconds, None)
-    if times:
-        for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
-            if collective.kind != "transfer":
-                add(collective.where, collective.kind, share[collective.stage] * seconds, 2)
-    rows = []
-    for name, (forward, backward, communication) in times.items():
-        mine = tuple(sorted(operations[name].items(), key=lambda item: -item[1]))
-        rows.append(Module(name, forward, backward, communication, mine))
+    for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
+        if times and collective.kind != "transfer":
+            add(collective.where, collective.kind, share[collective.stage] * seconds, 2)
+    rows = [
+        Module(name, forward, backward, communication, tuple(sorted(operations[name].items(), key=lambda x: -x[1])))
+        for name, (forward, backward, communication) in times.items()
+    ]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def module(where: str) -> tuple[str, bool]:
-    """The module of a place, and whether it is in the reverse pass or after it."""
-    line, scope = place(where)
-    words = scope.split(" ", 1)[0] if " -> " in scope else scope
-    forward = "jvp" in words or "forward" in words
-    backward = "transpose" in words or "backward" in words or not forward
-    name = _TRANSFORMS.sub("", words).replace(")", "")
-    # Scopes of JAX's own functions say less than the function that called them: `_where`, an einsum's subscripts.
-    parts = [p for p in name.split("/") if p and p not in _MARKS and not p.startswith("_") and "->" not in p]
-    if parts:
-        return re.sub(r"\d+", "#", "/".join(parts)), backward
-    function = _FUNCTION.search(line)
-    return (function[1] if function else line or "other"), backward
+def table(rows: list[Module], step_seconds: float) -> Table:
+    """The modules, with a bar each."""
+    longest = max(row.seconds for row in rows)
+    body = []
+    for row in rows:
+        seconds = zip(COLOURS.items(), (row.forward, row.backward, row.communication), strict=True)
+        parts = tuple(Part(f"{name}: {units.seconds(s)}", s, colour) for (name, colour), s in seconds)
+        bar = Bar(parts, longest, ", ".join(part.label for part in parts))
+        operations = tuple(f"{name}: {units.seconds(s)}" for name, s in row.operations[:_MAX_OPERATIONS])
+        body.append(Row((Nested(row.name, operations), bar, row.seconds, row.seconds)))
+    share = Column("share", partial(units.percent, whole=step_seconds))
+    return Table((Column("module", wide=True), Column(), Column("time", units.seconds), share), tuple(body))

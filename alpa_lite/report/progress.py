@@ -11,11 +11,12 @@ running cell in notebooks, where the last line stays, with the seconds it took. 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -32,8 +33,8 @@ Count = Callable[[str, int, int], None]
 
 Show = Callable[[str], None]
 
-_BAR = 20
-_EVERY = 0.1  # seconds between two looks at whether the line has changed
+_BAR_WIDTH = 20
+_REFRESH_SECONDS = 0.1  # between two looks at whether the line has changed
 
 
 class Report:
@@ -53,12 +54,12 @@ class Report:
         self._start = self._since = time.perf_counter()
 
     def stage(self, name: str) -> None:
-        """The stage of that name begins, and the one before it is over."""
+        """Begins the stage of that name, and ends the one before it."""
         self._close()
         self._name, self._since = name, time.perf_counter()
 
     def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
-        """Of `total` things that are to be done, `done` are; `what` names them, such as "mesh shapes solved".
+        """Shows that `done` of `total` things are done; `what` names them, such as "mesh shapes solved".
 
         A count ends with its stage, a `lasting` one when all are done; counts of stages do not replace it.
         """
@@ -74,10 +75,10 @@ class Report:
         if counted is None:
             return text
         what, done, total = counted
-        return f"{text}, {what} {done} of {total} {units.bar(done, max(total, 1), _BAR)}".rstrip()
+        return f"{text}, {what} {done} of {total} {units.bar(done, max(total, 1), _BAR_WIDTH)}".rstrip()
 
     def last_line(self) -> str:
-        """What stays in a notebook: the work, and how long it took."""
+        """The line that stays in a notebook: the work, and how long it took."""
         return f"{self.title}: {units.seconds(time.perf_counter() - self._start)}"
 
     def _close(self) -> None:
@@ -100,81 +101,59 @@ def planning(title: str = "planning", stream: TextIO | None = None, delay: float
     Yields:
       a `Report`, whose `stage(name)` is to be called as each stage begins, and `count` as parts of it are done.
     """
-    report = Report(title)
-    opened = _display(stream)
-    if opened is None:
-        try:
-            yield report
-        finally:
-            report._close()
-        return
-    over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(report, opened, delay, over), daemon=True)
-    watcher.start()
+    report, over = Report(title), threading.Event()
+    opened = _display(report, stream)
+    watcher = threading.Thread(target=_watch, args=(report, opened, delay, over), daemon=True) if opened else None
+    if watcher:
+        watcher.start()
     try:
         yield report
     finally:
         report._close()
         over.set()
-        watcher.join()
+        if watcher:
+            watcher.join()
 
 
-def _watch(
-    report: Report, opened: Callable[[Report], AbstractContextManager[Show]], delay: float, over: threading.Event
-) -> None:
+def _watch(report: Report, opened: AbstractContextManager[Show], delay: float, over: threading.Event) -> None:
     """Draws the line whenever it has changed until `over`; the work itself never waits for the terminal."""
     if over.wait(delay):
         return
-    with opened(report) as show:
+    with opened as show:
         shown = ""
         while True:
             line = report.line()
             if line != shown:
                 show(line)
                 shown = line
-            if over.wait(_EVERY):
+            if over.wait(_REFRESH_SECONDS):
                 return
 
 
-def _display(stream: TextIO | None) -> Callable[[Report], AbstractContextManager[Show]] | None:
-    """How to open the place where lines show; None where there is none."""
-    if stream is None:
-        handle = _notebook()
-        if handle is not None:
-            return lambda report: _in_notebook(handle, report)
-        stream = sys.stderr  # None under pythonw
-    if stream is None or not stream.isatty():
-        return None
-    console = Console(file=stream)
-    return lambda report: _in_terminal(console)
+def _display(report: Report, stream: TextIO | None) -> AbstractContextManager[Show] | None:
+    """The place where lines show, once it is entered: the notebook, or a terminal; None where there is neither."""
+    if stream is None and Console().is_jupyter:
+        with contextlib.suppress(ImportError):
+            from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+            return _in_notebook(display, report)
+    stream = stream or sys.stderr  # None under pythonw
+    return _in_terminal(Console(file=stream)) if stream and stream.isatty() else None
 
 
 @contextmanager
 def _in_terminal(console: Console) -> Iterator[Show]:
+    """A line that changes in place, and goes away."""
     with Live(Text(""), console=console, transient=True, auto_refresh=False) as live:
         yield lambda line: live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 @contextmanager
 def _in_notebook(display: Callable[..., Any], report: Report) -> Iterator[Show]:
-    """One output of the cell, changed in place."""
+    """One output of the cell, changed in place, where the shell can do that; it stays with the seconds of the work."""
     handle = display({"text/plain": report.line()}, raw=True, display_id=True)
-    if handle is None:  # a shell that cannot change what it has shown
-        with nullcontext():
-            yield lambda line: None
-        return
+    update = handle.update if handle else lambda data, raw: None
     try:
-        yield lambda line: handle.update({"text/plain": line}, raw=True)
+        yield lambda line: update({"text/plain": line}, raw=True)
     finally:
-        handle.update({"text/plain": report.last_line()}, raw=True)
-
-
-def _notebook() -> Callable[..., Any] | None:
-    """IPython's `display` where this is a notebook, which Rich finds out."""
-    if not Console().is_jupyter:
-        return None
-    try:
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return display
+        update({"text/plain": report.last_line()}, raw=True)

@@ -1,4 +1,4 @@
-"""A plan in brief: `print(plan)`. What was chosen, what it yields, and how other methods would do on the same devices.
+"""A plan in brief, `print(plan)`: the choice, its prediction, and other methods on the same devices.
 
     utilisation = FLOPs of the step's own products / (predicted seconds x devices x peak FLOP/s)
 
@@ -9,46 +9,44 @@ their operands' dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from alpa_lite import trust
 from alpa_lite.figures import Comparison
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.report import computing, stages, text, units, words
-from alpa_lite.report.tables import WIDTH, add, plain, section, table
+from alpa_lite.report import computing, console, stages, strategy_names, text, units
+from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
-_MOST_NOTES = 3
-_MOST_OPERATIONS = 3
-_MOST_SETS = 2
+_MAX_NOTES = 3
+_MAX_OPERATIONS = 3
+_MAX_SETS = 2
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 
 
 def render(plan: Plan) -> str:
     """The summary as plain text, at most a hundred columns wide."""
-    return plain(renderable(plan))
+    return console.plain(renderable(plan))
 
 
 def renderable(plan: Plan) -> Group:
     """The summary as a Rich renderable."""
-    parts: list[RenderableType] = [
-        text.header(plan),
-        section("Chosen", *(line for said in words.chosen(plan) for line in _wrapped(said))),
-        section("Predicted", _predicted(plan)),
-    ]
-    if plan.comparisons:
-        parts.append(section("Beside it, at the same prices", _comparisons(plan), *_cost_of_annotations(plan)))
-    remarks = [*plan.verification[:1], *plan.notes[:_MOST_NOTES]]
-    hidden = len(plan.notes) - _MOST_NOTES + max(0, len(plan.verification) - 1)
+    remarks = [*plan.verification[:1], *plan.notes[:_MAX_NOTES]]
+    hidden = len(plan.notes) - _MAX_NOTES + max(0, len(plan.verification) - 1)
     more = [f"and {hidden} more in details()"] if hidden > 0 else []
-    if remarks:
-        parts.append(section("Notes", *(_short(remark) for remark in remarks), *more))
-    parts.append(Text(f"\n{_MORE}", style="dim"))
-    return Group(*parts)
+    notes = [Section("notes", "Notes", (*map(_short, remarks), *more))] if remarks else []
+    return console.render((*text.header(plan), *sections(plan), *notes, Text(f"\n{_MORE}", style="dim")))
+
+
+def sections(plan: Plan) -> Iterator[Section]:
+    """The choice, the prediction, and other methods on the same devices."""
+    yield Section("overview", "Chosen", tuple(strategy_names.sentences(plan)))
+    yield Section("predicted", "Predicted", (_predicted(plan),))
+    if plan.comparisons:
+        yield Section("compared", "Beside it, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan)))
 
 
 def line(plan: Plan) -> str:
@@ -67,9 +65,7 @@ def line(plan: Plan) -> str:
 
 def peak(plan: Plan) -> int:
     """Bytes per device of the fullest submesh."""
-    if len(plan.stages) == 1:
-        return plan.stages[0].memory.total
-    return max(row.peak for row in stages.memory(plan))
+    return max(use.peak for use in stages.memory(plan))
 
 
 def batch(plan: Plan) -> tuple[int, int]:
@@ -93,48 +89,55 @@ def utilisation(plan: Plan) -> float:
     return plan.products.flops / possible if possible else 0.0
 
 
-def flops(value: float) -> str:
-    """FLOPs with three significant digits and a unit, such as "81.3 T"."""
-    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * scale:
-            return f"{units.digits(value / scale)} {unit}"
-    return f"{units.digits(value)} "
+def rates(plan: Plan) -> dict[str, str]:
+    """Examples and tokens a second, as far as they are known."""
+    counts = zip(("examples", "tokens"), batch(plan), strict=True)
+    step = plan.step_seconds
+    return {name: units.digits(count / step) for name, count in counts if count and step}
 
 
-def _predicted(plan: Plan) -> RenderableType:
-    out = table("", "", wide=1)
+def _predicted(plan: Plan) -> Table:
     spent = stages.spent(plan)
     parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
-    add(out, "step", f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}")
-    if said := stages.overlapped(plan):
-        add(out, "", said)
-    examples, tokens = batch(plan)
-    if examples and plan.step_seconds:
-        rates = [(examples, "examples")] + ([(tokens, "tokens")] if tokens else [])
-        said = (f"{units.digits(count / plan.step_seconds)} {name}/s" for count, name in rates)
-        add(out, "throughput", ", ".join(said))
-    if plan.products.flops:
-        formula = (
-            f"{flops(plan.products.flops)}FLOP of products / ({units.seconds(plan.step_seconds)} x "
-            f"{plan.num_devices} devices x {flops(plan.products.peak)}FLOP/s)"
-        )
-        add(out, "utilisation", f"{100 * utilisation(plan):.3g} % of the peak = {formula}")
-    size = peak(plan)
-    share = units.percent(size, plan.memory_per_device)
-    add(out, "memory", f"{units.nbytes(size)} per device, {share} of {units.nbytes(plan.memory_per_device)}")
-    add(out, "", _kinds(plan))
-    _operations(plan, out)
-    add(out, "rates", trust.origin(plan.cluster))
-    add(out, "", trust.agreement(plan.cluster))
-    if plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1:
-        add(out, "", "the CPU devices of a node are virtual: they share its cores")
-    what = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
-    searched = plan.solver.status not in ("replayed", "fixed")
-    add(out, "solver", f"{plan.solver.status}{f', {text.gap(plan.solver)}: {what}' * searched}")
-    for number, line in enumerate(_search(plan)):
-        add(out, "" if number else "search", line)
-    return out
+    fullest = max(stages.memory(plan), key=lambda use: use.peak)
+    size = fullest.peak
+    budget = f"{units.percent(size, plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
+    virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
+    solved = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
+    found = "" if plan.solver.status in ("replayed", "fixed") else f", {text.gap(plan.solver)}: {solved}"
+    facts = {
+        "step": [f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}", stages.overlapped(plan)],
+        "throughput": [", ".join(f"{rate} {name}/s" for name, rate in rates(plan).items())],
+        "utilisation": [_formula(plan)],
+        "memory": [
+            f"{units.nbytes(size)} per device, {budget}",
+            ", ".join(f"{name} {units.nbytes(used)}" for name, used in fullest.kinds),
+        ],
+        **_operations(plan),
+        "rates": [
+            trust.origin(plan.cluster),
+            trust.agreement(plan.cluster),
+            "the CPU devices of a node are virtual: they share its cores" if virtual else "",
+        ],
+        "solver": [f"{plan.solver.status}{found}"],
+        "search": _search(plan),
+    }
+    rows = []
+    for name, lines in facts.items():
+        said = [line for line in lines if line]
+        rows += [Row(("" if number else name, line)) for number, line in enumerate(said)]
+    return Table((Column(), Column(wide=True)), tuple(rows))
+
+
+def _formula(plan: Plan) -> str:
+    """The utilisation, and what it is worked out from."""
+    if not plan.products.flops:
+        return ""
+    return (
+        f"{100 * utilisation(plan):.3g} % of the peak = {units.flops(plan.products.flops)}FLOP of products / "
+        f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
+    )
 
 
 def _search(plan: Plan) -> list[str]:
@@ -158,46 +161,42 @@ def _search(plan: Plan) -> list[str]:
 
 def _named(names: Sequence[str]) -> str:
     """The first names, and the number of the others."""
-    rest = len(names) - _MOST_SETS
-    return "; ".join(names[:_MOST_SETS]) + (f"; and {rest} more" if rest > 0 else "")
+    rest = len(names) - _MAX_SETS
+    return "; ".join(names[:_MAX_SETS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _operations(plan: Plan, out: Table) -> None:
-    """What bounds the operations, and the heaviest of them."""
+def _operations(plan: Plan) -> dict[str, list[str]]:
+    """The resources that bound the operations, and the heaviest of these."""
     rows = computing.heaviest(plan)
     if not rows:
-        return
+        return {}
     whole = sum(row.total for row in rows)
-    add(out, "bound by", computing.bounds_text(rows))
-    for number, row in enumerate(rows[:_MOST_OPERATIONS]):
+    heaviest = []
+    for row in rows[:_MAX_OPERATIONS]:
         time = f"{units.seconds(row.total)}, {units.percent(row.total, whole)} ({row.bound})"
-        name = " ".join(part for part in (row.operation, computing.count_text(row)) if part)
-        add(out, "" if number else "heaviest", f"{name}: {time}, {computing.line_text(row)}")
+        name = f"{row.operation} {computing.count_text(row)}".strip()
+        heaviest.append(f"{name}: {time}, {computing.line_text(row)}")
+    return {"bound by": [computing.bounds_text(rows)], "heaviest": heaviest}
 
 
-def _kinds(plan: Plan) -> str:
-    """What the memory of the fullest device is for."""
-    if len(plan.stages) == 1:
-        kinds = plan.stages[0].memory.kinds
-    else:
-        kinds = max(stages.memory(plan), key=lambda row: row.peak).kinds
-    return ", ".join(f"{name} {units.nbytes(size)}" for name, size in kinds.items())
-
-
-def _comparisons(plan: Plan) -> RenderableType:
-    out = table("method", "mesh", "step", "per device", "", right=(2, 3), wide=4)
-    own = "pipeline" if plan.pipelined else "this plan"
-    shape = (plan.num_stages,) if plan.pipelined else plan.stages[0].mesh_shape
-    cells = units.seconds(plan.step_seconds), units.nbytes(peak(plan)), "chosen"
-    add(out, f"{own}{' (this plan)' * plan.pipelined}", shape_text(shape, plan.pipelined), *cells, style="bold")
+def _comparisons(plan: Plan) -> Table:
+    """This plan first, then the others as they come."""
+    own = "pipeline (this plan)" if plan.pipelined else "this plan"
+    shape = f"{plan.num_stages} stages" if plan.pipelined else units.shape(plan.stages[0].mesh_shape)
+    rows = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
     for row in plan.comparisons:
-        step = "" if row.step_seconds is None else units.seconds(row.step_seconds)
-        size = "" if row.bytes_per_device is None else units.nbytes(row.bytes_per_device)
-        add(out, row.name, shape_text(row.mesh_shape, row.name == "pipeline"), step, size, why_not(plan, row))
-    return out
+        shape = units.shape(row.mesh_shape)
+        if row.name == "pipeline":
+            shape = f"{row.mesh_shape[0]} stages" if row.mesh_shape else ""
+        rows.append(Row((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row))))
+    columns = (
+        Column("method"), Column("mesh"), Column("step", units.seconds), Column("per device", units.nbytes),
+        Column(wide=True),
+    )  # fmt: skip
+    return Table(columns, tuple(rows))
 
 
-def _cost_of_annotations(plan: Plan) -> list[RenderableType]:
+def _cost_of_annotations(plan: Plan) -> list[Block]:
     """A line where the step's own shardings make the plan slower than a baseline of the table."""
     rows = [
         (row.step_seconds, row.name)
@@ -208,19 +207,12 @@ def _cost_of_annotations(plan: Plan) -> list[RenderableType]:
     if "annotations" not in plan.ingredients or seconds >= plan.step_seconds:
         return []
     share = units.percent(plan.step_seconds - seconds, seconds)
-    said = f"shardings in the code make it {share} slower than {name}; ignore_annotations=True plans without them"
-    return [*_wrapped(said)]
-
-
-def shape_text(shape: tuple[int, ...], pipelined: bool) -> str:
-    """A mesh, such as "4x2", or the stages of a pipeline."""
-    if pipelined and not shape:
-        return ""
-    return f"{shape[0]} stages" if pipelined else "x".join([str(size) for size in shape if size > 1] or ["1"])
+    slower = f"shardings in the code make it {share} slower than {name}"
+    return [Sentence("", (slower, "ignore_annotations=True plans without them"), ";")]
 
 
 def why_not(plan: Plan, row: Comparison) -> str:
-    """Why a method was not chosen: by how much it does not fit, or is slower; or why there are no figures."""
+    """The reason for not choosing a method: how much it exceeds the memory or is slower, or why it has no figures."""
     if row.step_seconds is None:
         return row.reason or "not evaluated"
     parts = []
@@ -237,17 +229,4 @@ def why_not(plan: Plan, row: Comparison) -> str:
 
 
 def _short(remark: str) -> str:
-    return remark if len(remark) <= WIDTH - 2 else f"{remark[: WIDTH - 6]} ..."
-
-
-def _wrapped(said: str) -> list[str]:
-    """A line in lines that fit, broken after a semicolon."""
-    lines = [""]
-    for part in said.split("; "):
-        joined = f"{lines[-1]}; {part}" if lines[-1] else part
-        if len(joined) <= WIDTH - 2:
-            lines[-1] = joined
-        else:
-            lines[-1] += ";" if lines[-1] else ""
-            lines.append(f"  {part}")
-    return [line for line in lines if line]
+    return remark if len(remark) <= console.WIDTH - 2 else f"{remark[: console.WIDTH - 6]} ..."

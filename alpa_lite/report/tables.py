@@ -1,173 +1,211 @@
-"""The tables that reports are made of: primitives of a hundred columns, arguments with their shardings, collectives.
+"""Reports as values: sections of lines and tables, which `console` renders for a terminal and `page.html` as HTML.
 
-Identical things are one row: twelve layers whose weights have one sharding, or the same collective in each of them.
+A cell holds a value, such as seconds, and not its text: the column formats it, and a page sorts by it. A terminal shows
+less than a page: sections, columns and rows that only one of them shows say so (`only`).
 """
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from alpa_lite.paths import shown
-from alpa_lite.records import Collective, Leaf, Stage
 from alpa_lite.report import grouping, units
 
-WIDTH = 100
-BAR = 40
-_MAX_ROWS = 48  # argument rows before the smallest are folded into one line
+Only = Literal["", "terminal", "page"]
+"""The renderer that shows something; empty for both."""
 
-
-def plain(content: RenderableType, width: int = WIDTH) -> str:
-    """Anything that Rich prints, as plain text without colour and without trailing blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(content, highlight=False)
-    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
-
-
-def section(heading: str, *body: RenderableType) -> Group:
-    """A heading after an empty line, and `body` below it, indented. Texts in `body` are taken as they are."""
-    lines = (Text(part) if isinstance(part, str) else part for part in body)
-    return Group(Text(f"\n{heading}", style="bold"), Padding(Group(*lines), (0, 0, 0, 2)))
-
-
-def table(*columns: str, right: Sequence[int] = (), wide: int | None = None) -> Table:
-    """A table without lines; columns numbered in `right` hold numbers, and column `wide` may wrap."""
-    out = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=any(columns))
-    for number, name in enumerate(columns):
-        out.add_column(
-            name,
-            justify="right" if number in right else "left",
-            no_wrap=number != wide,
-            overflow="fold",
-        )
-    return out
-
-
-def add(out: Table, *cells: RenderableType, style: str = "") -> None:
-    """Adds a row. Texts are taken as they are: a layout such as "[data, None]" is not Rich's markup."""
-    out.add_row(*(Text(cell, style=style) if isinstance(cell, str) else cell for cell in cells))
-
-
-def bars(rows: Iterable[tuple[str, float, str]], whole: float) -> Table:
-    """Seconds as rows of (name, seconds, colour), each with its share of `whole`."""
-    out = table("", "", "", "", right=(1, 2))
-    for name, seconds, colour in rows:
-        text = Text(units.bar(seconds, whole, BAR), style=colour)
-        add(out, name, units.seconds(seconds), units.percent(seconds, whole), text)
-    return out
-
-
-def sharding_table(*stages: Stage) -> Table:
-    """The arguments of identical stages, identical ones as one row, below headings for the beginnings of their paths.
-
-    Counts and bytes are for one of the stages.
-    """
-    leaves = {leaf.path: leaf for stage in stages for leaf in stage.arguments}
-    rows = grouping.group(
-        (leaf.path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for stage in stages for leaf in stage.arguments
-    )
-    shares = _Shares(leaves, stages[0], len(stages))
-    visible, hidden = _largest(rows, shares)
-    out = table("argument", "", "type", "sharding", "per device", right=(1, 4), wide=0)
-    for part in grouping.sections(visible):
-        alone = len(part.rows) == 1
-        if not alone:
-            heading = grouping.heading(part.prefix)
-            total = units.nbytes(sum(shares.bytes(row) for row in part.rows))
-            add(out, heading, "", "", "", total, style="bold")
-        for row in part.rows:
-            name = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
-            add(out, *_leaf_cells(name, row, shares))
-    if hidden:
-        size = sum(shares.bytes(row) for row in hidden)
-        add(out, "smaller arguments", f"x {sum(shares.count(row) for row in hidden)}", "", "", units.nbytes(size))
-    return out
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Shares:
-    """The share of one stage in a row that stands for several identical stages."""
+class Styled:
+    """A text with a style, by its name in Rich and its class on a page."""
 
-    leaves: dict[str, Leaf]
-    stage: Stage
-    stages: int
-
-    def count(self, row: grouping.Row) -> int:
-        return -(-len(row.members) // self.stages)
-
-    def bytes(self, row: grouping.Row) -> int:
-        return sum(self.stage.bytes_per_device(self.leaves[path]) for path in row.members) // self.stages
+    text: str
+    style: str
 
 
-def _leaf_cells(name: str, row: grouping.Row, shares: _Shares) -> tuple[RenderableType, ...]:
-    leaf = shares.leaves[row.members[0]]
-    count = f"x {shares.count(row)}" if shares.count(row) > 1 else ""
-    sharding = units.spec(leaf.spec)
-    style = "dim" if sharding == "replicated" else "cyan"
-    return name, count, type_text(leaf), Text(sharding, style=style), units.nbytes(shares.bytes(row))
+@dataclass(frozen=True)
+class Branch:
+    """A path: whole on a page, and in a terminal its end, below a heading with its beginning."""
+
+    path: str
+    end: str
 
 
-def type_text(leaf: Leaf) -> str:
-    """Dtype and shape of a leaf, such as "f32[768,3072]"."""
-    return units.type_name(leaf.dtype, leaf.shape)
+@dataclass(frozen=True)
+class Nested:
+    """A text, with further lines below it."""
+
+    text: str
+    lines: tuple[str, ...]
 
 
-def _largest(rows: list[grouping.Row], shares: _Shares) -> tuple[list[grouping.Row], list[grouping.Row]]:
-    """The rows to show, in their order, and the smallest ones beyond the limit."""
-    if len(rows) <= _MAX_ROWS:
-        return rows, []
-    kept = {id(row) for row in sorted(rows, key=lambda row: -shares.bytes(row))[: _MAX_ROWS - 1]}
-    return [row for row in rows if id(row) in kept], [row for row in rows if id(row) not in kept]
+@dataclass(frozen=True)
+class Part:
+    """A piece of a bar, after a gap. Pages show `label` to who points at it, and `text` in it."""
+
+    label: str
+    size: float
+    colour: str
+    text: str = ""
+    gap: float = 0.0
 
 
-@dataclass
-class CollectiveRow:
-    """Identical collectives: the same kind, axes, bytes and place, except for layer numbers."""
+@dataclass(frozen=True)
+class Bar:
+    """Pieces of a whole, in a row."""
 
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    where: str
-    count: int
-    seconds: float
+    parts: tuple[Part, ...]
+    whole: float
+    label: str = ""
 
-
-def collective_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveRow]:
-    """Collectives with their seconds per step, identical ones as one row, the most expensive first."""
-    found: dict[tuple, list[tuple[Collective, float]]] = {}
-    for collective, seconds in items:
-        key = (collective.kind, collective.axes, collective.bytes, re.sub(r"\d+", "#", collective.where))
-        found.setdefault(key, []).append((collective, seconds))
-    rows = []
-    for (kind, axes, size, _), same in found.items():
-        where = grouping.template([c.where for c, _ in same])
-        rows.append(
-            CollectiveRow(kind, axes, size, where, sum(c.count for c, _ in same), sum(seconds for _, seconds in same))
-        )
-    return sorted(rows, key=lambda row: -row.seconds)
+    def share(self, size: float) -> str:
+        """A size in percent of the whole, as style sheets want it."""
+        return f"{min(100.0, 100 * size / self.whole) if self.whole > 0 else 0.0:.2f}".rstrip("0").rstrip(".")
 
 
-def collective_table(rows: Sequence[CollectiveRow], most: int) -> RenderableType:
-    """The `most` most expensive rows, and the sum of all."""
-    if not rows:
-        return Text("none")
-    out = table("kind", "axes", "size each", "count", "time", "where", right=(2, 3, 4), wide=5)
-    for row in rows[:most]:
-        cells = (units.nbytes(row.bytes), f"x {row.count}", units.seconds(row.seconds), row.where)
-        add(out, f"{row.kind}", units.axes(row.axes), *cells)
-    rest = rows[most:]
-    if rest:
-        count, seconds = sum(row.count for row in rest), sum(row.seconds for row in rest)
-        add(out, f"{len(rest)} more rows", "", "", f"x {count}", units.seconds(seconds), "")
-    size = sum(row.bytes * row.count for row in rows)
-    count, seconds = sum(row.count for row in rows), sum(row.seconds for row in rows)
-    add(out, "total", "", units.nbytes(size), f"x {count}", units.seconds(seconds), "", style="bold")
-    return out
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor that is cut into rows and columns of blocks."""
+
+    rows: int
+    columns: int
+    label: str
+
+
+Cell = str | int | float | None | Styled | Branch | Nested | Bar | Blocks
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: of numbers if it has a format.
+
+    Attributes:
+      wide: whether a terminal may wrap its cells.
+    """
+
+    name: str = ""
+    format: units.Format | None = None
+    wide: bool = False
+    only: Only = ""
+
+    def text(self, cell: Cell) -> Cell:
+        """The cell with its number as text."""
+        if cell is None:
+            return ""
+        return self.format(cell) if self.format and isinstance(cell, int | float) else cell
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell for each column; a `total` stays at the end of a page's table, however it is sorted."""
+
+    cells: tuple[Cell, ...]
+    style: str = ""
+    only: Only = ""
+    total: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows.
+
+    Attributes:
+      order: the name of the column by which pages sort, the largest first; empty for the order of a terminal.
+      searched: the plural of what rows are, where pages have a field to search in them.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    order: str = ""
+    searched: str = ""
+
+    def page_rows(self) -> list[Row]:
+        """The rows of a page in its order, totals apart."""
+        rows = [row for row in self.rows if row.only != "terminal" and not row.total]
+        names = [column.name for column in self.columns]
+        at = names.index(self.order) if self.order else -1
+        return sorted(rows, key=lambda row: -_number(row.cells[at])) if self.order else rows
+
+
+def _number(cell: Cell) -> float:
+    return float(cell) if isinstance(cell, int | float) else 0.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The devices of a mesh: (number, place) row by row. Terminals leave it out."""
+
+    title: str
+    columns: int
+    cells: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Legend:
+    """The colours of parts of bars. Terminals leave it out."""
+
+    entries: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A line that breaks between its parts alone."""
+
+    head: str
+    parts: tuple[str, ...] = ()
+    separator: str = ","
+    indent: int = 0
+
+
+Block = str | Sentence | Table | Grid | Legend | Text
+"""A part of a section. A text of Rich is a drawing for terminals, which pages leave out."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, and what stands below it.
+
+    Attributes:
+      name: on pages, for links; sections of one name have one link.
+    """
+
+    name: str
+    heading: str
+    body: tuple[Block, ...]
+    only: Only = ""
+
+
+def limited(
+    items: Sequence[T], most: int, row: Callable[[T], Row], rest: Callable[[Sequence[T]], tuple[Cell, ...]]
+) -> Iterator[Row]:
+    """A row for each item; a terminal shows the first ones, and the cells of `rest` for the others."""
+    for number, item in enumerate(items):
+        yield row(item) if number < most else replace(row(item), only="page")
+    if len(items) > most:
+        yield Row(rest(items[most:]), only="terminal")
+
+
+def tree(
+    rows: Iterable[grouping.Row],
+    cells: Callable[[grouping.Row], tuple[Cell, ...]],
+    heading: Callable[[list[grouping.Row]], tuple[Cell, ...]],
+) -> Iterator[Row]:
+    """A row for each group of paths; in a terminal below headings with the beginnings of paths.
+
+    Args:
+      cells: of a group, those after its path.
+      heading: of the groups below a heading, its cells after the beginning of their paths.
+    """
+    for part in grouping.sections(rows):
+        alone = len(part.rows) == 1
+        if not alone:
+            yield Row((grouping.heading(part.prefix), *heading(part.rows)), "bold", "terminal")
+        for row in part.rows:
+            end = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
+            yield Row((Branch(row.path, end), *cells(row)))

@@ -29,13 +29,14 @@ _WIDEST = 8  # columns of the shortest kind of task, however much room there is
 _IDLE = "·"
 _SHADES = {"forward": "░", "backward": "▓", "weight": "▒", "prologue": "-", "update": "-"}
 _LETTERS = {"prologue": "P", "update": "U"}  # for tasks that belong to no micro-batch
-_STYLES = {
+STYLES = {
     "forward": ("blue", "cyan"),
     "backward": ("green", "bright_green"),
     "weight": ("yellow", "bright_yellow"),
     "prologue": ("magenta", "magenta"),
     "update": ("magenta", "magenta"),
 }
+"""The colours of each kind of task; the second for every other stage of a submesh."""
 
 
 def write(path: str | os.PathLike[str], *timelines: Timeline) -> None:
@@ -66,8 +67,8 @@ def trace_events(*timelines: Timeline) -> dict:
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
-def _metadata(what: str, process: int, thread: int, **arguments: object) -> dict:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": arguments}
+def _metadata(kind: str, process: int, thread: int, **arguments: object) -> dict:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
 
 
 def _tracks(timeline: Timeline) -> list[tuple[str, list[Event]]]:
@@ -215,7 +216,7 @@ def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, 
         whole = start == begin and len(name) <= end - start
         cell = (name if whole else "").ljust(end - start, _SHADES[event.kind])
         odd = max(0, event.stage) // num_meshes % 2
-        out.append(cell, _STYLES[event.kind][odd])
+        out.append(cell, STYLES[event.kind][odd])
         at = end
     out.append(_IDLE * (high - at), "dim")
 
@@ -240,7 +241,7 @@ def _heading(what: Timeline | Schedule, timeline: Timeline) -> Text:
 def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
     """Appends a sample of each kind of cell that occurs, in lines of at most `width` columns."""
     kinds = {event.kind for event in tasks}
-    samples = [(_LETTERS.get(kind, shade), _STYLES[kind][0], kind) for kind, shade in _SHADES.items() if kind in kinds]
+    samples = [(_LETTERS.get(kind, shade), STYLES[kind][0], kind) for kind, shade in _SHADES.items() if kind in kinds]
     numbers = [("numbers", "", "are micro-batches")] if any(event.microbatch >= 0 for event in tasks) else []
     used = 0
     for cell, style, meaning in [*numbers, *samples, (_IDLE, "dim", "idle (total at the right)")]:
@@ -253,7 +254,7 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
 
 
 def _left_out(view: _View, tasks: list[Event]) -> str:
-    """What the gap hides: a share of the step, and the micro-batches that are not visible at all."""
+    """The share of the step that the gap hides, and the micro-batches that are not visible at all."""
     (_, left), (right, _) = view.windows
     seen = {event.microbatch for event in tasks if view.visible(event)}
     hidden = sorted({event.microbatch for event in tasks} - seen)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from jax.sharding import PartitionSpec
+
+Format = Callable[[Any], str]
+"""A number as text."""
 
 
 def seconds(value: float) -> str:
@@ -53,6 +57,25 @@ def digits(value: float) -> str:
     return f"{value:.2f}"
 
 
+def flops(value: float) -> str:
+    """FLOPs with three significant digits and a unit, such as "81.3 T"."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * scale:
+            return f"{digits(value / scale)} {unit}"
+    return f"{digits(value)} "
+
+
+def times(count: int) -> str:
+    """A number of identical things, such as "x 24"."""
+    return f"x {count:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things, such as "3 meshes"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("sh", "ch")) else "s"
+    return f"{count} {noun}{ending}"
+
+
 def percent(part: float, whole: float) -> str:
     """`part` of `whole` in percent; "<1 %" for a share that is small but not zero."""
     if whole <= 0:
@@ -92,6 +115,11 @@ def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> str:
     """A mesh, such as "data=4 model=2"."""
     axes = list(zip(axis_names, shape, strict=True))
     return " ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """The shape of a mesh without axes of one device, such as "4x2"."""
+    return "x".join([str(size) for size in sizes if size > 1] or ["1"])
 
 
 def axes(names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Which values of a step on one micro-batch are sums over its examples.
+"""Tags for the values of a step on one micro-batch: sums over its examples, or other aggregates of them.
 
 Independent micro-batches (`independent`) combine their results without a sum over the whole batch to compare with. A
 result may be added up only if it is a sum of terms of single examples; to add anything else (a maximum, the solution of
@@ -10,7 +10,9 @@ walk in program order gives each value a `Tag`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
 
 from alpa_lite.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
@@ -26,7 +28,6 @@ class Tag(enum.Enum):
 
     ZERO = "made of literal zeros"
     CONSTANT = "reached by no example"
-    COUNTER = "the number of the micro-batch, or made of it"
     EXAMPLES = "holds single examples, and depends on no aggregate of them"
     SUM = "a sum over examples"
     OTHER = "another aggregate of examples, or dependent on one"
@@ -62,8 +63,8 @@ class Aggregates:
             return Tag.ZERO if is_zero(atom, {}) else Tag.CONSTANT
         return self.tags[atom]
 
-    def walk(self, ops: Sequence[Op], *, may_add_once: bool = False) -> None:
-        """Tags the results of operations in program order; `may_add_once`: whether `once` is heeded among them."""
+    def tag(self, ops: Sequence[Op], *, may_add_once: bool = False) -> None:
+        """Tags the results of operations in program order; `may_add_once`: whether additions are noted in `once`."""
         for op in ops:
             given = [self.of(atom) for atom in op.operands]
             if may_add_once and op.name in primitives.ADDITIONS and set(given) == {Tag.SUM, Tag.CONSTANT}:
@@ -77,12 +78,9 @@ class Aggregates:
 
     def _result(self, op: Op, given: Sequence[Tag], value: int) -> Tag:
         if Tag.OTHER in given:
-            return Tag.OTHER
+            return Tag.SUM if self._counts(op, value) else Tag.OTHER
         if self._holds(value):
             return Tag.OTHER if Tag.SUM in given else Tag.EXAMPLES
-        if Tag.COUNTER in given:  # what is added once is a term of a sum
-            plain = _UNREACHED.issuperset({*given} - {Tag.COUNTER})
-            return Tag.OTHER if not plain else Tag.SUM if op.name == "select_n" else Tag.COUNTER
         if Tag.EXAMPLES in given:
             added_to = given[0] if op.name in primitives.SCATTER_ADDITIONS else Tag.ZERO
             is_sum = op.name in SUMMATIONS and (Tag.SUM not in given or added_to == Tag.SUM == given[0])
@@ -94,15 +92,20 @@ class Aggregates:
         is_same = op.name in primitives.RESHAPES and len(given) == 1
         return given[0] if is_same else Tag.CONSTANT
 
+    def _counts(self, op: Op, value: int) -> bool:
+        """Whether an operation counts examples, by whatever they are chosen: integers cannot be averaged."""
+        is_integer = jnp.issubdtype(self._values[value].dtype, jnp.integer)
+        return is_integer and op.name == "reduce_sum" and any(map(self._holds, op.reads)) and not self._holds(value)
+
     # -- control flow -------------------------------------------------------------------------------------------------
 
     def _block(self, block: Block, given: Sequence[Tag]) -> list[Tag]:
         self.tags.update(zip(block.inputs, given, strict=True))
-        self.walk(block.ops)
+        self.tag(block.ops)
         return [self.of(atom) for atom in block.outputs]
 
-    def _repeated(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
-        """The tags of what a loop carries at its end, and of what it stacks: a fixed point."""
+    def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
+        """The tags of the final carry of a loop, and of its stacked results: a fixed point."""
         held = list(carry)
         while True:
             out = self._block(body, [*consts, *held, *xs])
@@ -115,8 +118,8 @@ class Aggregates:
         view = ScanView(op)
         consts, carry, xs = view.taken(given)
         if not self._loops_over(op):
-            return self._repeated(view.body, consts, carry, xs)
-        found = self._repeated(view.body, consts, carry, xs)
+            return self._repeat(view.body, consts, carry, xs)
+        found = self._repeat(view.body, consts, carry, xs)
         for number, start in enumerate(carry):
             added = self.of(view.additions[number][1]) if number in view.additions else Tag.OTHER
             is_sum = start in (Tag.ZERO, Tag.SUM) and added == Tag.EXAMPLES
@@ -125,7 +128,7 @@ class Aggregates:
 
     def _while(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
         cond_consts, body_consts, carry = WhileView(op).taken(given)
-        found = self._repeated(op.bodies[1], body_consts, carry, ())
+        found = self._repeat(op.bodies[1], body_consts, carry, ())
         (goes_on,) = self._block(op.bodies[0], [*cond_consts, *found])
         return found if goes_on in _UNREACHED else [Tag.OTHER] * len(found)
 
@@ -148,8 +151,3 @@ def _join(first: Tag, second: Tag) -> Tag:
         (other,) = both - {Tag.ZERO}
         return other
     return Tag.EXAMPLES if both == {Tag.CONSTANT, Tag.EXAMPLES} else Tag.OTHER
-
-
-def tag_inputs(inputs: Sequence[int], examples: Mapping[int, object]) -> dict[int, Tag]:
-    """The tags of a block's inputs, of which some hold examples."""
-    return {value: Tag.EXAMPLES if value in examples else Tag.CONSTANT for value in inputs}

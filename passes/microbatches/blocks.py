@@ -1,7 +1,7 @@
 """Blocks inside of the loop over micro-batches: its body, and the bodies of control flow in it.
 
-A block is made by demand: every operation that `Analysis` put inside of the loop is emitted in program order, and what
-it reads is fetched in the state that its role asks for. A value from outside becomes a constant of the loop, or, cut,
+A block is made by demand: every operation that the analysis put inside of the loop is emitted in program order, and its
+operands are fetched in the states of its role. A value from outside becomes a constant of the loop, or, cut,
 one of its scanned inputs; where a value that is the same for all micro-batches is wanted cut and something computes it
 (positions, masks, random bits), its local form makes the block instead.
 """
@@ -26,6 +26,7 @@ from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
 from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.microbatches.building import Builder, Traceable
+from alpa_lite.passes.microbatches.cutting import PositionDependent
 from alpa_lite.passes.microbatches.states import (
     AFTER,
     INNER,
@@ -35,38 +36,57 @@ from alpa_lite.passes.microbatches.states import (
     Role,
     State,
     is_zero,
-    shifted,
-    sliced,
     state_of,
 )
-from alpa_lite.passes.microbatches.strides import Ordered
 
 
 class Scope:
-    """A block that is being built inside of the loop."""
+    """A block that is being built: the body of the loop, or a body of control flow in it, within its parent."""
 
-    def __init__(self, builder: Builder):
-        self.builder, self.analysis = builder, builder.analysis
+    def __init__(self, builder: Builder, parent: Scope | None = None):
+        self.builder, self.states, self.parent = builder, builder.states, parent
         self.ops: list[Op] = []
         self.env: dict[tuple[int, State], Atom] = {}
         self.consts: list[tuple[Atom, int]] = []  # (value of the enclosing block, input of this one)
         self.xs: list[tuple[Atom, int]] = []
         self._constants: dict[int, int] = {}
-        self._count: Atom | None = None
-
-    # What subclasses say of their inputs.
+        self._number: int | None = None
 
     def port(self, value: int, want: State) -> Atom | None:
-        """An input of the block in a wanted state; None if `value` is none, or one that a loop carries."""
+        """An input of the block in a wanted state; None if `value` is not one, or is carried by a loop."""
         raise NotImplementedError
 
-    def make_counter(self) -> Atom:
-        """The number of the micro-batch, as an input of the block."""
+    def counters(self) -> int:
+        """The numbers of the micro-batches: int32, one each."""
         raise NotImplementedError
 
-    def outer_constant(self, value: int) -> Atom:
-        """One of the new graph's constants in the enclosing block."""
-        raise NotImplementedError
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def const_input(self, outer: int) -> int:
+        """A new input that is the same in every iteration."""
+        inner = self.builder.fresh(outer)
+        self.consts.append((outer, inner))
+        return inner
+
+    def scanned_input(self, outer: int) -> int:
+        """A new input that is an iteration's part of a stacked value."""
+        inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
+        self.xs.append((outer, inner))
+        return inner
+
+    def counter(self) -> int:
+        """The number of the micro-batch, an int32 scalar."""
+        if self._number is None:
+            outer = self.parent.counter() if self.parent is not None else self.counters()
+            self._number = self.scanned_input(outer) if self.parent is None else self.const_input(outer)
+        return self._number
+
+    def constant(self, value: int) -> int:
+        """One of the new graph's constants."""
+        if value not in self._constants:
+            outer = value if self.parent is None else self.parent.constant(value)
+            self._constants[value] = self.const_input(outer)
+        return self._constants[value]
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
@@ -74,13 +94,18 @@ class Scope:
         """A value in a wanted state."""
         if isinstance(atom, Lit):
             return self._on_first(atom) if want == PARTIAL and not is_zero(atom, {}) else atom
+        want = self.builder.cuts.normalise(want)
         key = (atom, want)
         if key not in self.env:
             self.env[key] = self._make(atom, want)
         return self.env[key]
 
+    def define(self, value: int, state: State, atom: Atom) -> None:
+        """Notes that a value is available in a state."""
+        self.env[value, self.builder.cuts.normalise(state)] = atom
+
     def _make(self, value: int, want: State) -> Atom:
-        base = self.analysis.state[value]
+        base = self.builder.cuts.normalise(self.states.state[value])
         if want == PARTIAL and base != PARTIAL:
             return self._as_partial(value, base)
         if want == LOCAL and base.kind in ("whole", "inner"):
@@ -105,7 +130,7 @@ class Scope:
                 return self._only_in(parts - 1, found, self._source(value))
             return self.trace(lambda x: [lax.div(x, jnp.asarray(parts, x.dtype))], [found], self._source(value))
         found = self.fetch(value, base)
-        return found if is_zero(value, self.analysis.producers) else self._on_first(found, self._source(value))
+        return found if is_zero(value, self.states.producers) else self._on_first(found, self._source(value))
 
     def _on_first(self, atom: Atom, source: Any = None) -> Atom:
         return self._only_in(0, atom, source)
@@ -120,8 +145,8 @@ class Scope:
         return self.trace(run, [self.counter(), atom], source)
 
     def _whole(self, value: int, want: State) -> Atom:
-        """A value that this block computes from what is the same in all micro-batches."""
-        op, result = self.analysis.producers[value]
+        """A value that this block computes from values that are the same in all micro-batches."""
+        op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
         self._emit_whole(op)
@@ -131,7 +156,8 @@ class Scope:
         operands = [self.fetch(a, WHOLE) for a in op.operands]
         results = [self.builder.fresh(v) for v in op.results]
         self.ops.append(self.builder.moved(op, operands, results))
-        self.env.update({(v, WHOLE): r for v, r in zip(op.results, results, strict=True)})
+        for value, result in zip(op.results, results, strict=True):
+            self.define(value, WHOLE, result)
 
     def _block(self, value: int, want: State, base: State) -> Atom:
         """This micro-batch's block of a value that is the same in all of them."""
@@ -139,75 +165,55 @@ class Scope:
         if found is not None:
             return found
         assert base != LOCAL
-        dim, cuts, examples = want.dim, self.builder.cuts, self.builder.cuts.of(value, want)
 
-        def one(count: jax.Array, x: jax.Array) -> list[jax.Array]:
-            return [cuts.one(x, dim, examples, count)]
+        def one(number: jax.Array, x: jax.Array) -> list[jax.Array]:
+            return [self.builder.cuts.one(x, want, number)]
 
         return self.trace(one, [self.counter(), self.fetch(value, base)], self._source(value))
 
     def _local_block(self, value: int, want: State) -> Atom | None:
-        """The same by the local form of what makes the value; None if it has none."""
-        if value not in self.analysis.producers:
+        """The same by the local form of the operation that makes the value; None if it has none."""
+        if value not in self.states.producers:
             return None
         dim = want.dim
-        op, result = self.analysis.producers[value]
+        op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        made = None if want.segments else self.analysis.block_form(value, dim)
+        made = None if want.segments else self.states.block_form(value, dim)
         if made is None:
             return None
         op, form = made
-        if self.builder.strides is not None and not self._is_everywhere(op, value, dim):
+        if self.builder.strided and not self._is_everywhere(op, dim):
             return None
-        results = tuple(state_of(layout) for layout in form.results)
+        results = tuple(state_of(layout, want.examples) for layout in form.results)
         wanted = []
         for atom, layout in zip(op.operands, form.operands, strict=True):
-            state, given = state_of(layout), self.analysis.of(atom)
+            state, given = state_of(layout, want.examples), self.states.of(atom)
             if state == WHOLE and given in (INNER, LOCAL):
                 state = given
-            if state.kind == "sliced" and given != state and not self.analysis.can_block(atom, state.dim):
+            if state.kind == "sliced" and given[:3] != state[:3] and not self.states.can_block(atom, state.dim):
                 return None
             wanted.append(state)
         self._emit_form(op, Role("form", tuple(wanted), results, form))
-        return self.env[value, sliced(dim)]
+        return self.env[value, want]
 
-    def _is_everywhere(self, op: Op, value: int, dim: int) -> bool:
-        """Whether what makes a value does so for each example by itself, wherever that is in the batch.
+    def _is_everywhere(self, op: Op, dim: int) -> bool:
+        """Whether an operation computes each example by itself, wherever that is in the batch.
 
-        Raises Ordered for random draws: whole, they would be held for all micro-batches.
+        Raises PositionDependent for random draws: whole, they would be held for all micro-batches.
         """
-        strides = self.builder.strides
-        assert strides is not None
         if op.name == "broadcast_in_dim":
             return dim not in op.params["broadcast_dimensions"]
         if op.name not in primitives.ELEMENTWISE:
-            makers = self.analysis.producers
+            makers = self.states.producers
             made_of = reach([op], lambda o: [makers[v][0] for v in values_in(o.operands) if v in makers])
             if any(o.name in primitives.DRAWS for o in made_of):
-                raise Ordered
+                raise PositionDependent
             return False
-        for atom in op.operands:
-            if not isinstance(atom, Lit) and len(self.builder.shape_of(atom)):
-                strides.want(atom, dim, strides.of(value, sliced(dim)))
         return True
 
-    def counter(self) -> Atom:
-        """The number of the micro-batch, an int32 scalar."""
-        if self._count is None:
-            self._count = self.make_counter()
-        return self._count
-
-    def constant(self, value: int) -> Atom:
-        """One of the new graph's constants."""
-        if value not in self._constants:
-            inner = self.builder.fresh(value)
-            self._constants[value] = inner
-            self.consts.append((self.outer_constant(value), inner))
-        return self._constants[value]
-
     def trace(self, run: Traceable, operands: Sequence[Atom], source: Any, kind: Hashable = None) -> Atom:
-        """The one result of some operations, under a source line; `kind` as for `Builder.traced`."""
+        """The one result of some operations, under a source line; `kind` as for `Builder.append_ops`."""
 
         def under(*arrays: Any) -> Sequence[Any]:
             with _jax.under(source):
@@ -215,63 +221,55 @@ class Scope:
 
         call = run if source is None else under
         before = len(self.ops)
-        (found,) = self.builder.traced(call, operands, self.ops, self.constant, self.counter, kind)
+        (found,) = self.builder.append_ops(call, operands, self.ops, self, kind)
         if kind is not None and source is not None:  # the operations may have been traced under another source
             self.ops[before:] = [replace(op, source=source) for op in self.ops[before:]]
         return found
 
     def _source(self, value: int) -> Any:
-        return self.analysis.producers[value][0].source if value in self.analysis.producers else None
+        return self.states.producers[value][0].source if value in self.states.producers else None
 
     # -- operations -----------------------------------------------------------------------------------------------
 
     def emit(self, op: Op) -> None:
         """Emits one operation as it was decided."""
-        role = self.analysis.roles.get(op.index)
+        role = self.states.roles.get(op.index)
         if role is None:
             return
         match role.kind:
             case "whole":
-                self.emit_whole_effects(op)
+                if op.has_effects and self.parent is not None:  # it must run even if it is not read
+                    self._emit_whole(op)
             case "form":
                 self._emit_form(op, role)
-            case "copy":
+            case "copy" | "map":
                 operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
-                self.ops.append(self.builder.moved(op, operands, self._define(op, role)))
-            case "map":
-                operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
-                params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
+                params = None
+                if role.kind == "map":
+                    params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
                 self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
             case "barrier":
-                self.emit_barrier(op, role)
+                self._emit_barrier(op, role)
             case _:
                 self._emit_control(op, role)
 
-    def emit_whole_effects(self, op: Op) -> None:
-        """Emits an operation on whole values at once if it must run even if nobody reads it."""
-        if op.has_effects:
-            self._emit_whole(op)
-
-    def emit_barrier(self, op: Op, role: Role) -> None:
+    def _emit_barrier(self, op: Op, role: Role) -> None:
         """Emits the part of a barrier whose values are in the loop."""
-        kept = [i for i, s in enumerate(role.results) if self.holds(s)]
-        kept = [i for i in kept if not isinstance(op.operands[i], Lit)]
+        outside = (AFTER,) if self.parent is not None else (AFTER, WHOLE)
+        kept = [i for i, s in enumerate(role.results) if s not in outside and not isinstance(op.operands[i], Lit)]
         if not kept:
             return
         operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
-        results = [self.builder.local(op.results[i], role.results[i]) for i in kept]
+        results = [self.builder.new_part(op.results[i], role.results[i]) for i in kept]
         self.ops.append(self.builder.moved(op, operands, results))
-        self.env.update({(op.results[i], role.results[i]): r for i, r in zip(kept, results, strict=True)})
-
-    def holds(self, state: State) -> bool:
-        """Whether a value in this state is in the loop."""
-        return state != AFTER
+        for i, result in zip(kept, results, strict=True):
+            self.define(op.results[i], role.results[i], result)
 
     def _define(self, op: Op, role: Role) -> list[int]:
         results = []
         for value, state in zip(op.results, role.results, strict=True):
-            made = self.env[value, state] = self.builder.local(value, state)
-            results.append(made)
+            results.append(self.builder.new_part(value, state))
+            self.define(value, state, results[-1])
         return results
 
     def _emit_form(self, op: Op, role: Role) -> None:
@@ -288,15 +286,15 @@ class Scope:
         if op.name in primitives.DRAWS:  # many operations, the same in every layer
             kind = "draw", op.key, op.ctx, form.operands, form.results
         before = len(self.ops)
-        found = self.builder.traced(form.run, operands, self.ops, self.constant, self.counter, kind, once)
+        found = self.builder.append_ops(form.run, operands, self.ops, self, kind, once)
         if kind is not None:  # they may have been traced under another source
             self.ops[before:] = [replace(made, source=op.source) for made in self.ops[before:]]
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(self._scaled, [atom], op.source)
-            self.env[value, state] = atom
+                atom = self.trace(self._scale, [atom], op.source)
+            self.define(value, state, atom)
 
-    def _scaled(self, x: jax.Array) -> list[jax.Array]:
+    def _scale(self, x: jax.Array) -> list[jax.Array]:
         return [lax.mul(x, jnp.asarray(self.builder.parts, x.dtype))]
 
     def _emit_control(self, op: Op, role: Role) -> None:
@@ -331,7 +329,7 @@ class Scope:
         start = [self.fetch(a, s) for a, s in zip(carry, view.taken(role.operands).carry, strict=True)]
         blocks, consts = [], []
         for block, own, wanted in (
-            (cond, cond_consts, [self.analysis.of(cond.outputs[0])]),
+            (cond, cond_consts, [self.states.of(cond.outputs[0])]),
             (body, body_consts, role.inner),
         ):
             inner = Nested(self, block, [*own, *carry], ["const"] * len(own) + ["carry"] * len(carry))
@@ -365,16 +363,15 @@ class Nested(Scope):
     """A body of control flow inside of the loop. What it reads from outside comes in as it is asked for."""
 
     def __init__(self, parent: Scope, block: Block, atoms: Sequence[Atom], kinds: Sequence[str]):
-        super().__init__(parent.builder)
-        self.parent = parent
+        super().__init__(parent.builder, parent)
         self._ports = {v: (a, k) for v, a, k in zip(block.inputs, atoms, kinds, strict=True) if k != "carry"}
 
     def carry(self, inputs: Sequence[int], states: Sequence[State]) -> list[int]:
         """New inputs for what the loop carries."""
         out = []
         for value, state in zip(inputs, states, strict=True):
-            out.append(self.builder.local(value, state))
-            self.env[value, state] = out[-1]
+            out.append(self.builder.new_part(value, state))
+            self.define(value, state, out[-1])
         return out
 
     def run(self, block: Block, wanted: Sequence[State]) -> tuple[Atom, ...]:
@@ -388,24 +385,8 @@ class Nested(Scope):
         if value not in self._ports:
             return None
         atom, kind = self._ports[value]
-        if self.builder.strides is not None and want.kind == "sliced":
-            self.builder.strides.want(atom, want.dim + (kind != "const"), self.builder.strides.of(value, want))
-        outer = self.parent.fetch(atom, want if kind == "const" else shifted(want, 1))
+        assert self.parent is not None
+        outer = self.parent.fetch(atom, want if kind == "const" else want.shift(1))
         if isinstance(outer, Lit):
             return outer
-        shape = self.builder.values[outer].shape
-        inner = self.builder.shaped(outer, shape if kind == "const" else shape[1:])
-        (self.consts if kind == "const" else self.xs).append((outer, inner))
-        return inner
-
-    def make_counter(self) -> Atom:
-        """The enclosing block's, as a constant."""
-        outer = self.parent.counter()
-        assert isinstance(outer, int)
-        inner = self.builder.fresh(outer)
-        self.consts.append((outer, inner))
-        return inner
-
-    def outer_constant(self, value: int) -> Atom:
-        """The enclosing block's."""
-        return self.parent.constant(value)
+        return self.const_input(outer) if kind == "const" else self.scanned_input(outer)

@@ -3,7 +3,7 @@
     [operations on the whole batch]  one `scan` over micro-batches  [operations after it]
 
 The body of the scan is made by demand (`blocks`). Operations before and after the scan keep their value numbers
-(`outside`). The scan's results are
+(`prologue_epilogue`). The scan's results are
 
     partial   a carry that starts at zero and is added to; sums of 16-bit floats are carried in float32, since with
               b micro-batches a 16-bit running sum loses up to b/2 units in the last place
@@ -29,34 +29,37 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.building import Builder
-from alpa_lite.passes.microbatches.outside import Outside
-from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
-from alpa_lite.passes.microbatches.strides import Consecutive, Strides
+from alpa_lite.passes.microbatches.cutting import check_independent_of_position
+from alpa_lite.passes.microbatches.prologue_epilogue import PrologueEpilogue
+from alpa_lite.passes.microbatches.states import INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
+from alpa_lite.passes.microbatches.step_states import StepStates
 
 
-def emit(analysis: Analysis, strides: Strides | None = None) -> tuple[Graph, int]:
+def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     """The rewritten graph, and the index of its scan over micro-batches in the top block.
 
     Args:
-      strides: if micro-batches are of every m-th example.
+      states: of the step.
+      strided: micro-batches are of every m-th example.
 
     Raises:
       ValueError: if nothing that is live depends on the batch.
-      Ordered: `strides` is given, but the step tells examples apart by their position.
+      PositionDependent: with `strided`, if the step tells examples apart by their position.
     """
-    builder = Builder(analysis, strides)
-    outside = Outside(builder)
-    loop = _Loop(outside)
-    block = analysis.graph.block
+    if strided:
+        check_independent_of_position(states)
+    builder = Builder(states, strided)
+    around = PrologueEpilogue(builder)
+    loop = _Loop(around)
+    block = states.graph.block
     for op in block.ops:
         loop.emit(op)
-    outside.find_after(loop.export)
+    around.find_epilogue(loop.export)
     scan, post = loop.finish()
-    outputs = tuple(map(loop.exported, block.outputs))
-    ops = (*outside.before(), scan, *post, *outside.after(loop.exported))
+    outputs = tuple(map(loop.rename, block.outputs))
+    ops = (*around.prologue(), scan, *post, *around.epilogue(loop.rename))
     graph = builder.finish(Block(block.inputs, ops, outputs))
     if scan.index not in builder.place:
         raise ValueError("nothing that the step returns depends on its batch")
@@ -66,60 +69,41 @@ def emit(analysis: Analysis, strides: Strides | None = None) -> tuple[Graph, int
 class _Loop(Scope):
     """The body of the scan over micro-batches."""
 
-    def __init__(self, outside: Outside):
-        super().__init__(outside.builder)
-        self.outside = outside
+    def __init__(self, around: PrologueEpilogue):
+        super().__init__(around.builder)
+        self.around = around
         self._exports: dict[int, State] = {}
         self._renames: dict[int, int] = {}
 
     def port(self, value: int, want: State) -> Atom | None:
-        analysis = self.analysis
+        states = self.states
         if want == WHOLE:
             if self._is_source(value):
                 return None
-            return self._const(self.outside.need(value))
-        if want.kind == "sliced" and (analysis.outside(value) or analysis.state[value] == WHOLE):
-            found = self._local_block(value, want) if analysis.state[value] == WHOLE else None
-            return found if found is not None else self._scanned(self.outside.blocks(value, want))
+            return self.const_input(self.around.require(value))
+        if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
+            found = self._local_block(value, want) if states.state[value] == WHOLE else None
+            return found if found is not None else self.scanned_input(self.around.blocks(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
         """Whether a value is made from nothing, so that it need not come in from outside."""
-        if value not in self.analysis.producers:
+        if value not in self.states.producers:
             return False
-        op, _ = self.analysis.producers[value]
+        op, _ = self.states.producers[value]
         return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
-    def _const(self, outer: int) -> int:
-        inner = self.builder.fresh(outer)
-        self.consts.append((outer, inner))
-        return inner
-
-    def _scanned(self, outer: int) -> int:
-        inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
-        self.xs.append((outer, inner))
-        return inner
-
-    def make_counter(self) -> Atom:
-        return self._scanned(self.outside.counter())
-
-    def outer_constant(self, value: int) -> Atom:
-        return value
-
-    def emit_whole_effects(self, op: Op) -> None:
-        """Outside of the loop."""
-
-    def holds(self, state: State) -> bool:
-        return state not in (AFTER, WHOLE)
+    def counters(self) -> int:
+        return self.around.counters()
 
     # -- results --------------------------------------------------------------------------------------------------
 
     def export(self, value: int) -> None:
         """Makes the loop return a value."""
-        self._exports[value] = self.analysis.state[value]
+        self._exports[value] = self.builder.cuts.normalise(self.states.state[value])
 
-    def exported(self, atom: Atom) -> Atom:
-        """What stands for a value after the loop."""
+    def rename(self, atom: Atom) -> Atom:
+        """The name of a value after the loop."""
         return atom if isinstance(atom, Lit) else self._renames.get(atom, atom)
 
     def finish(self) -> tuple[Op, list[Op]]:
@@ -133,7 +117,7 @@ class _Loop(Scope):
                 result = self.builder.shaped(value, (self.builder.parts, *self.builder.shape_of(inner)))
                 stacked.append((value, state, inner, result))
             else:
-                carries.append((value, self._accumulated(value, state)))
+                carries.append((value, self._carry(value, state)))
         params = {"length": self.builder.parts, "reverse": False, "unroll": 1}
         empty = Op(self.builder.index(), primitives.scan_p, params, (), (), (), self._scan_source(), None)
         ys = [(inner, result) for _, _, inner, result in stacked]
@@ -141,22 +125,20 @@ class _Loop(Scope):
         for value, carry in carries:
             result, dtype = carry.end, self.builder.values[value].dtype
             if self.builder.values[result].dtype != dtype:
-                run = functools.partial(_converted, dtype=dtype)
-                result = self.outside.made(run, [result], post, ("back", dtype))
+                run = functools.partial(_convert, dtype=dtype)
+                result = self.around.trace(run, [result], post, ("back", dtype))
             self._renames[value] = result
         for value, state, _, result in stacked:
-            cuts, dim = self.builder.cuts, max(state.dim, 0)
-            examples = cuts.of(value, state)
-            run = functools.partial(_joined, cuts=cuts, dim=dim, examples=examples)
-            self._renames[value] = self.outside.made(run, [result], post, ("joined", dim, examples))
+            run = functools.partial(self._join, state=state)
+            self._renames[value] = self.around.trace(run, [result], post, ("joined", state))
         return scan, post
 
-    def _accumulated(self, value: int, state: State) -> Carried:
+    def _carry(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
-        wide = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) and state != INNER else dtype
+        wide = dtype if state == INNER else accumulator_dtype(dtype)
         zeros = "zeros", shape, wide
-        init = self.outside.trace(lambda: [lax.full(shape, 0, wide)], [], self.outside.prepared, zeros)
+        init = self.around.trace(lambda: [lax.full(shape, 0, wide)], [], self.around.prepared, zeros)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
@@ -173,17 +155,16 @@ class _Loop(Scope):
         total = self.trace(lambda a, x: [lax.add(a, x)], [start, summand], self._source(value), "add")
         return Carried(init, start, total, end)
 
+    def _join(self, x: jax.Array, state: State) -> list[jax.Array]:
+        return [self.builder.cuts.join(x, state)]
+
     def _scan_source(self) -> Any:
         """A source of its own, without a name stack: those of the operations inside are whole."""
-        for op in (*self.ops, *self.outside.block.ops):
+        for op in (*self.ops, *self.around.block.ops):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
         raise ValueError("nothing that the step returns depends on its batch")
 
 
-def _converted(x: jax.Array, dtype: Any) -> list[jax.Array]:
+def _convert(x: jax.Array, dtype: Any) -> list[jax.Array]:
     return [lax.convert_element_type(x, dtype)]
-
-
-def _joined(x: jax.Array, cuts: Consecutive | Strides, dim: int, examples: Any) -> list[jax.Array]:
-    return [cuts.joined(x, dim, examples)]

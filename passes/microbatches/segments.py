@@ -1,9 +1,9 @@
-"""Examples that come several times along one dim: `concatenate([x, augmented])`, `tile`, and what takes them apart.
+"""Examples that come several times along one dim: `concatenate([x, augmented])`, `tile`, and their inverses.
 
 Let a dim consist of segments, each of which has every example in order: [x_1 .. x_N, x'_1 .. x'_N]. Micro-batch t has
 block t of each segment, and not a block of the whole. A state notes the sizes of the segments (`State.segments`);
-operations that treat each row by itself do on these rows what they do on any others. Some operations make segments or
-take them apart, and keep all rows of an example in one micro-batch:
+operations that treat each row by itself treat these rows like any others. Some operations make segments or take them
+apart, and keep all rows of an example in one micro-batch:
 
     concatenate    segments one after the other
     tile           copies of the segments
@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.graph import Lit, Op, Value
@@ -26,14 +27,30 @@ from alpa_lite.passes.local.types import LocalForm, rebound
 from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced
 
 Segments = tuple[int, ...]
+_Found = tuple[list[State], list[State], dict[str, Any]]
+"""The wanted states of operands, those of results, and changed parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """An operation with the states and shapes of its operands; `first` is the first sliced state."""
+
+    op: Op
+    states: Sequence[State]
+    first: State
+    shapes: Sequence[tuple[int, ...]]
+    results: Sequence[tuple[int, ...]]
+    parts: int
+    known: Mapping[int, Segments]
+
+    @property
+    def segments(self) -> Segments:
+        """Those of the first operand."""
+        return self.first.segment_sizes(self.shapes[0][self.first.dim])
 
 
 def segmented_role(
-    op: Op,
-    states: Sequence[State],
-    values: Sequence[Value],
-    parts: int,
-    known: Mapping[int, Segments],
+    op: Op, states: Sequence[State], values: Sequence[Value], parts: int, known: Mapping[int, Segments]
 ) -> Role | None:
     """The role of an operation that makes segments or takes them apart; None for any other.
 
@@ -44,125 +61,125 @@ def segmented_role(
       parts: the number of micro-batches.
       known: size of a dim -> the segments that a dim of this size was found to have last.
     """
-    if op.name not in _MAKERS or any(isinstance(a, Lit) for a in op.operands[: None if op.name != "pad" else 1]):
+    if op.name not in _RULES or any(isinstance(a, Lit) for a in op.operands[: None if op.name != "pad" else 1]):
         return None
-    (first, *_) = [s for s in states if s.kind == "sliced"]
+    first = next(s for s in states if s.kind == "sliced")
     shapes = [values[a].shape if isinstance(a, int) else () for a in op.operands]
-    made = _MAKERS[op.name](op, first, states, shapes, [values[v].shape for v in op.results], parts, known)
-    if made is None:
+    case = _Case(op, states, first, shapes, [values[v].shape for v in op.results], parts, known)
+    found = _RULES[op.name](case)
+    if found is None:
         return None
-    wanted, results, changes = made
+    wanted, results, changes = found
     if any(want != given and given.kind not in ("whole", "inner") for want, given in zip(wanted, states, strict=True)):
         return None
     if any(size % parts for state in (*wanted, *results) for size in state.segments):
         return None
     form = rebound(op, LocalForm((), (), (), list), changes)  # the states stand for layouts
-    return Role("form", tuple(wanted), tuple(results), form, segmented=True)
+    consecutive = _count_examples(case, wanted, results)
+    return Role("form", tuple(wanted), tuple(results), form, consecutive=consecutive, segmented=True)
 
 
-_Made = tuple[list[State], list[State], dict[str, Any]]
-"""The wanted states of operands, those of results, and changed parameters."""
+def _count_examples(case: _Case, wanted: list[State], results: list[State]) -> bool:
+    """Notes in the states how many examples there are; returns whether micro-batches must be consecutive.
+
+    Every m-th example of each segment is that of the whole dim if all segments have as many rows an example.
+    """
+    cut = [(i, s, case.shapes[i][s.dim]) for i, s in enumerate(wanted) if s.kind == "sliced"]
+    rows = {size // s.examples for _, s, size in cut if s.examples > 0}
+    if len(rows) != 1 or any(s.examples == 0 and case.states[i].kind == "sliced" for i, s, _ in cut):
+        return True
+    (each,) = rows
+    consecutive = any(n % (each * case.parts) for _, s, size in cut for n in s.segment_sizes(size))
+    for i, state, size in cut:
+        wanted[i] = state._replace(examples=size // each)
+    in_segment = case.segments[0] // each  # examples
+    for i, state in enumerate(results):
+        size = case.results[i][state.dim]
+        if case.op.name == "reshape":
+            each = state.segment_sizes(size)[0] // in_segment
+        consecutive |= size % each != 0
+        results[i] = state._replace(examples=size // each)
+    return consecutive
 
 
-def segments_of(state: State, size: int) -> Segments:
-    """The segments of a dim of some size that is sliced so."""
-    return state.segments or (size,)
-
-
-def with_segments(dim: int, segments: Sequence[int]) -> State:
-    """The state of a value that is sliced along a dim of these segments."""
-    return State("sliced", dim, tuple(segments) if len(segments) > 1 else ())
-
-
-def _joined(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    dim = op.params["dimension"]
-    if first.dim != dim:
+def _concatenate(case: _Case) -> _Found | None:
+    dim, shapes = case.op.params["dimension"], case.shapes
+    wanted = [s if s.kind == "sliced" else sliced(dim) for s in case.states]
+    if any(s.dim != dim for s in wanted) or any(shape[dim] % case.parts for shape in shapes):
         return None
-    wanted = [s if s.kind == "sliced" else sliced(dim) for s in states]
-    if any(s.dim != dim for s in wanted) or any(shape[dim] % parts for shape in shapes):
+    found = [n for s, shape in zip(wanted, shapes, strict=True) for n in s.segment_sizes(shape[dim])]
+    return wanted, [sliced(dim, segments=found)], {}
+
+
+def _tile(case: _Case) -> _Found | None:
+    dim = case.first.dim
+    copies = case.op.params["reps"][dim]
+    if case.shapes[0][dim] % case.parts:
         return None
-    found = [n for s, shape in zip(wanted, shapes, strict=True) for n in segments_of(s, shape[dim])]
-    return wanted, [with_segments(dim, found)], {}
-
-
-def _tiled(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    own, copies = segments_of(first, shapes[0][first.dim]), op.params["reps"][first.dim]
-    return ([first], [with_segments(first.dim, own * copies)], {}) if shapes[0][first.dim] % parts == 0 else None
+    return [case.first], [sliced(dim, segments=case.segments * copies)], {}
 
 
 def _between(segments: Segments, start: int, stop: int) -> Segments | None:
-    """The segments from one place to another; None if these are not their ends."""
-    ends = [sum(segments[:i]) for i in range(len(segments) + 1)]
+    """The segments from one position to another; None if these are not their ends."""
+    ends = [0, *itertools.accumulate(segments)]
     return segments[ends.index(start) : ends.index(stop)] if start in ends and stop in ends else None
 
 
-def _taken(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    dim, start, stop = first.dim, list(op.params["start_indices"]), list(op.params["limit_indices"])
-    found = _between(segments_of(first, shapes[0][dim]), start[dim], stop[dim])
-    if not found or (op.params["strides"] or (1,) * len(start))[dim] != 1:
+def _slice(case: _Case) -> _Found | None:
+    dim, params = case.first.dim, case.op.params
+    start, stop = list(params["start_indices"]), list(params["limit_indices"])
+    found = _between(case.segments, start[dim], stop[dim])
+    if not found or (params["strides"] or (1,) * len(start))[dim] != 1:
         return None
-    start[dim], stop[dim] = start[dim] // parts, stop[dim] // parts
-    return [first], [with_segments(dim, found)], {"start_indices": tuple(start), "limit_indices": tuple(stop)}
+    start[dim], stop[dim] = start[dim] // case.parts, stop[dim] // case.parts
+    changes = {"start_indices": tuple(start), "limit_indices": tuple(stop)}
+    return [case.first], [sliced(dim, segments=found)], changes
 
 
-def _split(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    dim, sizes = op.params["axis"], op.params["sizes"]
-    if first.dim != dim:
+def _split(case: _Case) -> _Found | None:
+    dim, sizes = case.op.params["axis"], case.op.params["sizes"]
+    if case.first.dim != dim:
         return None
-    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    found = [_between(segments_of(first, shapes[0][dim]), *pair) for pair in itertools.pairwise(ends)]
+    found = [_between(case.segments, *pair) for pair in itertools.pairwise([0, *itertools.accumulate(sizes)])]
     if not all(found):
         return None
-    return [first], [with_segments(dim, one or ()) for one in found], {"sizes": tuple(n // parts for n in sizes)}
+    changes = {"sizes": tuple(n // case.parts for n in sizes)}
+    return [case.first], [sliced(dim, segments=one or ()) for one in found], changes
 
 
-def _padded(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    dim, config = first.dim, list(op.params["padding_config"])
-    low, high, interior = config[dim]
-    own, size = segments_of(first, shapes[0][dim]), results[0][dim]
-    if interior or min(low, high) < 0 or states[0] != first or not low + high:
+def _pad(case: _Case) -> _Found | None:
+    dim, config, own = case.first.dim, list(case.op.params["padding_config"]), case.segments
+    (low, high, interior), size = config[dim], case.results[0][dim]
+    if interior or min(low, high) < 0 or case.states[0] != case.first or not low + high:
         return None
-    whole = known.get(size, ())
+    whole = case.known.get(size, ())
     if _between(whole, low, size - high) != own:  # otherwise copies of the whole operand
         step = sum(own)
         whole = tuple(own) * (size // step) if low % step == high % step == 0 else (low, *own, high)
         whole = tuple(n for n in whole if n)
-    config[dim] = (low // parts, high // parts, 0)
-    if low % parts or high % parts:
+    config[dim] = (low // case.parts, high // case.parts, 0)
+    if low % case.parts or high % case.parts:
         return None
-    return [first, WHOLE], [with_segments(dim, whole)], {"padding_config": tuple(config)}
+    return [case.first, WHOLE], [sliced(dim, segments=whole)], {"padding_config": tuple(config)}
 
 
-def _reshaped(
-    op: Op, first: State, states: Sequence[State], shapes: Any, results: Any, parts: int, known: Any
-) -> _Made | None:
-    before, after, dim = shapes[0], results[0], first.dim
-    own = segments_of(first, before[dim])
-    if len(set(own)) > 1 or op.params["dimensions"] is not None:
+def _reshape(case: _Case) -> _Found | None:
+    before, after, dim, own = case.shapes[0], case.results[0], case.first.dim, case.segments
+    if len(set(own)) > 1 or case.op.params["dimensions"] is not None:
         return None
     copies, length = math.prod(before[:dim]) * len(own), own[0] * math.prod(before[dim + 1 :])
-    for place, size in enumerate(after):
-        ahead = math.prod(after[:place])
+    for position, size in enumerate(after):
+        ahead = math.prod(after[:position])
         if copies % ahead or size % (copies // ahead):
             continue
         count = copies // ahead
         each = size // count
-        if each * math.prod(after[place + 1 :]) == length and each % parts == 0 and each > 1:
-            local = tuple(n // parts if d == place else n for d, n in enumerate(after))
-            return [first], [with_segments(place, (each,) * count)], {"new_sizes": local, "sharding": None}
+        if each * math.prod(after[position + 1 :]) == length and each % case.parts == 0 and each > 1:
+            local = tuple(n // case.parts if d == position else n for d, n in enumerate(after))
+            return [case.first], [sliced(position, segments=(each,) * count)], {"new_sizes": local, "sharding": None}
     return None
 
 
-_MAKERS = {
-    "concatenate": _joined, "tile": _tiled, "slice": _taken, "split": _split, "pad": _padded, "reshape": _reshaped
+_RULES = {
+    "concatenate": _concatenate, "tile": _tile, "slice": _slice, "split": _split, "pad": _pad, "reshape": _reshape
 }  # fmt: skip

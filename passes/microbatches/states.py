@@ -1,12 +1,12 @@
-"""How each value of a step depends on the micro-batch: the vocabulary of `accumulation`, and linearity.
+"""States of values over micro-batches: the lattice of the data-flow analysis (`transfer`, `analysis`), and linearity.
 
 Micro-batching shards the batch over *time*: a mesh with one axis of `parts` positions, of which position t is the
-t-th turn of a loop. Each value is then in one of these states.
+t-th iteration of a loop. Each value is then in one of these states.
 
     whole     the same in every micro-batch, and computed outside of the loop
-    inner     the same in every micro-batch, and computed inside of it (it comes out of control flow that is inside)
+    inner     the same in every micro-batch, and computed inside of it (a result of control flow that is inside)
     sliced    micro-batch t has block t of dim `dim`
-    partial   the value is the sum over micro-batches of what each has
+    partial   the value is the sum over micro-batches of their terms
     local     belongs to one micro-batch alone and stands for the value of the whole batch (inexact)
     after     known only after all micro-batches
 
@@ -33,24 +33,42 @@ from alpa_lite.passes.local.types import LocalForm
 AXIS = "microbatch"
 """The name of the axis of time."""
 
+ANY_EXAMPLES = -1
+"""`State.examples` of a value that is computed whole: as many as the values that it is used with."""
+
 
 class State(NamedTuple):
-    """How a value depends on the micro-batch; `dim` is that of a sliced value, `segments` its sizes if it has several.
+    """How a value depends on the micro-batch.
 
     A tuple, since tables are looked up by it for each operand of each operation.
+
+    Attributes:
+      dim: of a sliced value, the dim that is cut.
+      segments: the sizes of the segments of that dim, if it has several (`segments`).
+      examples: the number of examples in that dim, each of as many consecutive elements; 0 if it does not consist of
+        whole examples, so that a micro-batch must have consecutive ones (`cutting`).
     """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
     dim: int = -1
     segments: tuple[int, ...] = ()
+    examples: int = 0
+
+    def segment_sizes(self, size: int) -> tuple[int, ...]:
+        """The segments of a dim of some size that is sliced so."""
+        return self.segments or (size,)
+
+    def shift(self, by: int) -> State:
+        """The state with its dim moved, as stacking or unstacking a leading dim does."""
+        return self._replace(dim=self.dim + by) if self.kind == "sliced" else self
 
 
 WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner", "partial", "local", "after"))
 
 
-def sliced(dim: int) -> State:
+def sliced(dim: int, examples: int = 0, segments: Sequence[int] = ()) -> State:
     """The state of a value of which micro-batch t has block t of `dim`."""
-    return State("sliced", dim)
+    return State("sliced", dim, tuple(segments) if len(segments) > 1 else (), examples)
 
 
 def spec_of(value: Value) -> jax.ShapeDtypeStruct:
@@ -58,23 +76,26 @@ def spec_of(value: Value) -> jax.ShapeDtypeStruct:
     return _jax.spec_of(value.aval)
 
 
-def state_of(layout: Layout) -> State:
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype in which a sum over micro-batches is carried.
+
+    It is float32 for 16-bit floats: with b micro-batches a 16-bit running sum loses up to b/2 units in the last place.
+    """
+    return np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) else dtype
+
+
+def state_of(layout: Layout, examples: int = 0) -> State:
     """The state that a layout on the axis of time means."""
     if layout.partial:
         return PARTIAL
     for dim, axes in enumerate(layout.dims):
         if axes:
-            return sliced(dim)
+            return sliced(dim, examples)
     return WHOLE
 
 
-def shifted(state: State, by: int) -> State:
-    """The state with its dim moved, as stacking or unstacking a leading dim does."""
-    return state._replace(dim=state.dim + by) if state.kind == "sliced" else state
-
-
 def join(first: State, second: State) -> State | None:
-    """The state in which a value can be had that is sometimes in the one and sometimes in the other."""
+    """The least state that covers both: of a value that is sometimes in one and sometimes in the other."""
     if first == second:
         return first
     kinds = {first.kind, second.kind}
@@ -83,12 +104,14 @@ def join(first: State, second: State) -> State | None:
     for one, other in ((first, second), (second, first)):
         if one.kind in ("whole", "inner") and other.kind in ("sliced", "partial", "local"):
             return other
+    if kinds == {"sliced"} and first[:3] == second[:3]:
+        return first._replace(examples=0)
     return PARTIAL if kinds == {"local", "partial"} else None
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """What becomes of one operation.
+    """The place of one operation in the rewritten step, and its form.
 
     Attributes:
       kind: "whole": it stays outside of the loop; "form": its local form; "copy": the operation itself, on values that
@@ -100,6 +123,7 @@ class Role:
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
       length: for "scan" and "map", the length in a micro-batch.
+      consecutive: whether a micro-batch must have consecutive examples.
       segmented: whether a form makes segments or takes them apart (`segments`).
     """
 
@@ -110,12 +134,13 @@ class Role:
     inner: tuple[State, ...] = ()
     scale: bool = False
     length: int = 0
+    consecutive: bool = False
     segmented: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Failure:
-    """Why an operation has no exact form in a micro-batch.
+    """The reason why an operation has no exact form in a micro-batch.
 
     Attributes:
       op: the operation, nested ones included.
@@ -152,9 +177,9 @@ def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bo
       values: of the graph.
     """
     count = len(partial)
-    if not all(_is_number(values[v].dtype) for v in op.results):
+    if not all(jnp.issubdtype(values[v].dtype, jnp.number) for v in op.results):
         return None
-    if op.name in primitives.LINEAR_IN_FIRST:
+    if op.name in primitives.LINEAR_IN_FIRST or _divides(op, values) or _converts(op, values):
         wanted = {0}
     elif op.name in primitives.LINEAR_IN_ALL:
         wanted = set(range(count))
@@ -164,8 +189,6 @@ def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bo
         wanted = set(range(1, count))
     elif op.name in primitives.LINEAR_IN_EACH:
         wanted = {partial.index(True)}
-    elif _divides(op, values) or _converts(op, values):
-        wanted = {0}
     else:
         return None
     if any(p and i not in wanted for i, p in enumerate(partial)):
@@ -182,14 +205,9 @@ def _converts(op: Op, values: Sequence[Value]) -> bool:
         return False
     source = op.operands[0]
     before = source.aval.dtype if isinstance(source, Lit) else values[source].dtype
-    after = values[op.results[0]].dtype
-    if not _is_number(before):
+    if not jnp.issubdtype(before, jnp.number):
         return False
-    return jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer)
-
-
-def _is_number(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number)
+    return jnp.issubdtype(values[op.results[0]].dtype, jnp.inexact) or jnp.issubdtype(before, jnp.integer)
 
 
 def is_intensive(op: Op) -> bool:

@@ -218,16 +218,17 @@ def _stage(
 
 def _transfers(program: Program) -> list[tuple[Collective, float]]:
     """What goes between submeshes, equal transfers joined. Bytes are those of one device of the receiver."""
-    found: dict[tuple[int, int, int, str], list[float]] = {}
+    found: dict[tuple[tuple[int, int], int, str], list[float]] = {}
     for transfer in program.transfers:
         size = sum(program.buffers[b].bytes for b in transfer.received)
         part = "per micro-batch" if transfer.microbatch >= 0 else "once per step"
-        where = f"submesh {transfer.source} to {transfer.destination}, {len(transfer.sent)} buffers {part}"
-        found.setdefault((transfer.source, transfer.destination, size, where), []).append(transfer.seconds)
+        route, buffers = (transfer.source, transfer.destination), units.plural(len(transfer.sent), "buffer")
+        where = f"submesh {transfer.source} to {transfer.destination}, {buffers} {part}"
+        found.setdefault((route, size, where), []).append(transfer.seconds)
     stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}
     return [
-        (Collective("transfer", (), size, len(seconds), stage_of.get(source, source), where), sum(seconds))
-        for (source, _, size, where), seconds in found.items()
+        (Collective("transfer", (), size, len(seconds), stage_of.get(route[0], route[0]), where, route), sum(seconds))
+        for (route, size, where), seconds in found.items()
     ]
 
 

@@ -111,7 +111,7 @@ class PipelineSearch:
     def counts(self) -> list[int]:
         """The numbers of micro-batches to choose from."""
         given, request = self.request.num_microbatches, self.request
-        return [given] if given else numbers.of_pipelines(
+        return [given] if given else numbers.candidate_numbers(
             self.step.traced, self.step.rules, request.cluster, request.pipeline
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParalle
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.fulfilling import described
 from alpa_lite.passes.sharding.kinds import state_kinds
-from alpa_lite.passes.tracing.annotations import Annotation, logical
+from alpa_lite.passes.tracing.annotations import Annotation, logical_mesh
 from alpa_lite.paths import shown, tokens
 from alpa_lite.pins import Wish, Wishes
 
@@ -134,7 +134,7 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[Lo
     """The distinct meshes that the user names, with their sources, the most binding first."""
     found: dict[LogicalMesh, str] = {}
     if context is not None:
-        found[logical(context)] = "the context (jax.set_mesh)"
+        found[logical_mesh(context)] = "the context (jax.set_mesh)"
     for op in traced.graph.ops():
         if op.name == CONSTRAINT and op.params["mesh"] is not None:
             mesh = LogicalMesh(*op.params["mesh"])

@@ -1,7 +1,7 @@
-"""What a step's arguments say of where they lie: arrays that arrive sharded, and the annotations of Flax.
+"""Placements that the arguments of a step come with: arrays that arrive sharded, and the annotations of Flax.
 
 array        a `jax.Array`, or a `jax.ShapeDtypeStruct` with a sharding, that a `NamedSharding` cuts into blocks. One
-             that every device holds whole says nothing.
+             that is replicated is no annotation.
 linen        a box of `nn.with_partitioning` (mesh axes) or of `nn.with_logical_partitioning` (logical names, which
              the rules of the box or of the context turn into mesh axes).
 NNX          the metadata of a Variable: `out_sharding`, or what Flax called it before: `sharding_names`, `sharding`.
@@ -12,11 +12,10 @@ An annotation comes before the sharding that its array arrives with.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
@@ -27,14 +26,14 @@ from alpa_lite.passes.tracing import nnx_modules
 
 @dataclass(frozen=True)
 class Annotation:
-    """What one flat argument says of itself.
+    """The placement that one flat argument asks for.
 
     Attributes:
       number: of the flat argument.
-      dims: for each dim the axes that shard it; None if they are not known, which `why` says.
+      dims: for each dim the axes that shard it; None if they are not known.
       mesh: the mesh that it names; None if it only names axes.
       array: whether the mesh is that of an array that arrives sharded.
-      why: in words.
+      why: its source in words, or why its dims are not known.
     """
 
     number: int
@@ -44,14 +43,18 @@ class Annotation:
     why: str
 
 
-def annotated(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Annotation, ...]:
-    """What the flat arguments of a call say, in their order; of several on one argument the one that counts."""
+def read_annotations(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Annotation, ...]:
+    """The annotations of the flat arguments of a call, in their order; of two on one argument the one that counts."""
     assert traced.calling is not None
+    meta = sys.modules.get("flax.core.meta")
+    boxes = () if meta is None else meta.Partitioned
+    leaves = nnx_modules.walk_leaves(traced.calling.traced(args, kwargs), lambda value: isinstance(value, boxes))
     out = []
-    for number, (leaf, said) in enumerate(_leaves(traced.calling.traced(args, kwargs))):
+    for number, (_, leaf, holder) in enumerate(leaves):
         rank = len(getattr(leaf, "shape", ()))
+        spec = _box(holder) if isinstance(holder, boxes) else _variable(holder)
         own = _array(number, rank, getattr(leaf, "sharding", None))
-        found = own if said is None else _said(number, rank, *said) or own
+        found = own if spec is None else _annotation(number, rank, *spec) or own
         if found is not None and found.mesh is None and own is not None:
             found = replace(found, mesh=own.mesh, array=True)
         if found is not None:
@@ -59,35 +62,17 @@ def annotated(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return tuple(out)
 
 
-def logical(mesh: Any) -> LogicalMesh:
+def logical_mesh(mesh: Any) -> LogicalMesh:
     """The shape and the names of a JAX mesh."""
     return LogicalMesh(tuple(mesh.axis_sizes), tuple(map(str, mesh.axis_names)))
 
 
-Said = tuple[str, Any, Any]
-"""In words who says something, the spec, and the mesh or None."""
+Spec = tuple[str, Any, Any]
+"""An annotation in words, its spec, and its mesh or None."""
 
 
-def _leaves(tree: Any) -> Iterator[tuple[Any, Said | None]]:
-    """The flat leaves of the traced arguments, each with its annotation."""
-    meta = sys.modules.get("flax.core.meta")
-    is_node = nnx_modules.is_node()
-
-    def is_leaf(value: Any) -> bool:
-        return is_node(value) or (meta is not None and isinstance(value, meta.Partitioned))
-
-    for item in jax.tree_util.tree_leaves(tree, is_leaf=is_leaf):
-        if is_node(item):
-            yield from _variables(item)
-        elif meta is not None and isinstance(item, meta.Partitioned):
-            said = _box(item)
-            yield from ((leaf, said) for leaf in jax.tree_util.tree_leaves(item))
-        else:
-            yield item, None
-
-
-def _box(box: Any) -> Said:
-    """What a box of linen says; names that are logical become mesh axes."""
+def _box(box: Any) -> Spec:
+    """The spec of a box of linen; logical names become mesh axes."""
     why = f"nn.{type(box).__name__}{tuple(box.names)}"
     if type(box).__name__ != "LogicallyPartitioned":
         return why, PartitionSpec(*box.names), box.mesh
@@ -99,30 +84,18 @@ def _box(box: Any) -> Said:
     return why, spmd.logical_to_mesh_axes(box.names, box.rules), box.mesh
 
 
-def _variables(node: Any) -> Iterator[tuple[Any, Said | None]]:
-    """The flat leaves of an NNX object, in the order of its split."""
-    from flax import nnx
-
-    with nnx.split_context() as context:
-        _, state = context.flatten(node)
-        for value in state.leaves:
-            variable = isinstance(value, nnx.Variable)
-            said = _metadata(value.get_metadata()) if variable else None
-            raw = value.get_raw_value() if variable else value
-            yield from ((leaf, said) for leaf in jax.tree_util.tree_leaves(raw))
-
-
-def _metadata(metadata: Mapping[str, Any]) -> Said | None:
+def _variable(value: Any) -> Spec | None:
+    """The spec in the metadata of an NNX variable."""
+    nnx = sys.modules.get("flax.nnx")
+    metadata = value.get_metadata() if nnx is not None and isinstance(value, nnx.Variable) else {}
     for name in ("out_sharding", "sharding_names", "sharding"):
-        said = metadata.get(name)
-        if said is None:
-            continue
-        if isinstance(said, NamedSharding):
-            return f"nnx.Variable {name}={said.spec}", said.spec, said.mesh
-        if isinstance(said, PartitionSpec | tuple | list):
+        spec = metadata.get(name)
+        if isinstance(spec, NamedSharding):
+            return f"nnx.Variable {name}={spec.spec}", spec.spec, spec.mesh
+        if isinstance(spec, PartitionSpec | tuple | list):
             rules = _rules(metadata.get("sharding_rules"))
-            entries = [_renamed(entry, rules) for entry in said]
-            return f"nnx.Variable {name}={tuple(said)}", PartitionSpec(*entries), metadata.get("mesh")
+            entries = [_renamed(entry, rules) for entry in spec]
+            return f"nnx.Variable {name}={tuple(spec)}", PartitionSpec(*entries), metadata.get("mesh")
     return None
 
 
@@ -139,12 +112,12 @@ def _renamed(entry: Any, rules: Mapping[Any, Any]) -> Any:
     return rules.get(entry, entry)
 
 
-def _said(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annotation | None:
+def _annotation(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annotation | None:
     """An annotation as dims, if it shards anything."""
     if spec is None or len(spec) > rank:
         return Annotation(number, None, None, False, why)
     dims = _jax.spec_dims(spec, rank)
-    named = None if mesh is None or mesh.empty else logical(mesh)
+    named = None if mesh is None or mesh.empty else logical_mesh(mesh)
     return Annotation(number, dims, named, False, why) if any(dims) else None
 
 
@@ -152,6 +125,6 @@ def _array(number: int, rank: int, sharding: Any) -> Annotation | None:
     """How an array is cut into blocks."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    mesh = logical(sharding.mesh)
+    mesh = logical_mesh(sharding.mesh)
     dims = tuple(tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in _jax.spec_dims(sharding.spec, rank))
     return Annotation(number, dims, mesh, True, f"an array that arrives as {sharding.spec}") if any(dims) else None

@@ -53,8 +53,8 @@ class _Attention:
         return jax.tree.leaves(self.fun(**given))
 
 
-def whole(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls JAX's function of attention, `fun`, as one operation. What is not as expected is called as it is."""
+def call_as_kernel(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls JAX's function of attention, `fun`, as one operation, or as it is with other arguments than expected."""
     try:
         given = inspect.signature(fun).bind(*args, **kwargs).arguments
     except TypeError:
@@ -67,7 +67,7 @@ def whole(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     ):
         return fun(*args, **kwargs)
     names = tuple(n for n in _OPERANDS if n in arrays)
-    made = _Attention(fun, names, tuple(sorted(static.items())))
+    function = _Attention(fun, names, tuple(sorted(static.items())))
     placed = static.get("is_causal") or static.get("local_window_size") is not None or "q_seqlen" in arrays
     results = [_QUERY, _QUERY[:-1]] if static.get("return_residual") else [_QUERY]
     rule = Notation(
@@ -79,5 +79,5 @@ def whole(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         rule = notation.expanded(rule, shapes, [shapes[0][: len(r)] for r in results], NAME)
     except RuleError:
         return fun(*args, **kwargs)
-    outs = kernels.call(Kernel(made, rule, NAME, trusted=True), operands)
+    outs = kernels.call(Kernel(function, rule, NAME, trusted=True), operands)
     return tuple(outs) if static.get("return_residual") else outs[0]

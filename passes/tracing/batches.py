@@ -1,9 +1,17 @@
-"""Which of a step's arguments are the batch; the docstring of `arguments` gives the rules."""
+"""The batch of a step, and the role of each of its arguments.
+
+A step without state is a function like any other: evaluation, prediction, gradients. Keys and scalars are never the
+batch, nor, where anything else could be, is an argument that comes back as it went in or that products read as a weight
+(`evidence`): these are *frozen*, and so are pytrees whose arrays share no leading dim. An argument with indices, or a
+bare array next to state, is data however it is read: the nodes of a graph are looked up, and an adjacency matrix is
+multiplied. All else is data. The batch is the data whose leading dim most arguments share (in a step without state
+first: that a result has); where none is shared, each is a batch of its own size (nodes, edges and graphs).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +34,12 @@ class Batch:
     note: str
     data: frozenset[int] = frozenset()
 
+    def role(self, inputs: Flat, number: int) -> str:
+        """The role of a flat argument that is not state, as `Argument.role` names it."""
+        if number in self.leaves:
+            return "batch"
+        return "frozen" if is_batch_like(inputs.types[number]) and number not in self.data else "other"
+
 
 def find_batch(
     inputs: Flat,
@@ -36,7 +50,7 @@ def find_batch(
     weights: frozenset[int],
     results: Collection[int],
 ) -> Batch:
-    """The batch of a step.
+    """Finds the batch of a step.
 
     Args:
       inputs: the leaves of the arguments.
@@ -48,37 +62,31 @@ def find_batch(
       results: the leading dims of results that are no gradients, which tell the batch of a step without state.
     """
     if named is not None:
-        units = [tree for tree in inputs.trees if tree.start in named and tree.leaves]
+        units = [tree for tree in inputs.trees if tree.leaves and tree.start in named and _leading(inputs, tree)]
         why = "named by batch_argnums or batch_argnames"
     else:
-        units = [unit for tree in inputs.trees for unit in _free_units(inputs, tree, 0, state | known)]
-        why = "the step neither returns nor updates {}"
-    units = [unit for unit in units if any(is_batch_like(*inputs.types[i]) for i in unit.leaves)]
-    if named is None:
+        trees = (part for tree in inputs.trees for part in _parts_without(inputs, tree, state | known))
+        units = [tree for tree in trees if _leading(inputs, tree)]
         units = [unit for unit in units if not handed.issuperset(unit.leaves)] or units
         units = [unit for unit in units if not _is_frozen(inputs, unit, weights, bool(state))] or units
         uniform = [unit for unit in units if len(_leading(inputs, unit)) == 1 or _has_indices(inputs, unit)]
         units = uniform or (units if state else [])
-    data = frozenset(i for unit in units for i in unit.leaves)
+        why = "the step neither returns nor updates {}"
     if not units:
-        return Batch(
-            frozenset(), "no argument was taken as the batch; batch_argnums=(i,) or batch_argnames=(name,) name it"
-        )
-    leading = [_leading(inputs, unit) for unit in units]
+        note = "no argument was taken as the batch; batch_argnums=(i,) or batch_argnames=(name,) name it"
+        return Batch(frozenset(), note)
+    data = frozenset(i for unit in units for i in unit.leaves)
     if named is None:
-        kept = _most_shared(leading, () if state else results)
-        units, leading = [units[k] for k in kept], [leading[k] for k in kept]
+        units = _most_shared(inputs, units, () if state else results)
+    leading = [_leading(inputs, unit) for unit in units]
     common = set(leading[0]).intersection(*leading[1:])
-    total = sum(leading, Counter())
-    if common:
-        sizes = [max(sorted(common), key=lambda dim: total[dim])] * len(units)
-    else:  # several batches, each of a size of its own
-        sizes = [max(sorted(counter), key=lambda dim: counter[dim]) for counter in leading]
+    total = [sum(leading, Counter[int]())] * len(units) if common else leading  # else each has a size of its own
+    sizes = [max(sorted(common or counter), key=counter.__getitem__) for counter in total]
     leaves = frozenset(
         i
         for unit, size in zip(units, sizes, strict=True)
         for i in unit.leaves
-        if is_batch_like(*inputs.types[i]) and inputs.types[i][0][0] == size
+        if is_batch_like(inputs.types[i]) and inputs.types[i][0][0] == size
     )
     dims = f"leading dim {sizes[0]}" if common else f"leading dims {', '.join(map(str, sizes))}"
     names = ", ".join(f"`{shown(common_path(inputs, unit))}`" for unit in units)
@@ -101,25 +109,25 @@ def _has_indices(inputs: Flat, unit: Tree) -> bool:
 
 
 def _leading(inputs: Flat, unit: Tree) -> Counter[int]:
-    """How many arrays of an argument have each leading dim."""
-    return Counter(inputs.types[i][0][0] for i in unit.leaves if is_batch_like(*inputs.types[i]))
+    """The leading dims of an argument, with the number of its arrays that have each."""
+    return Counter(inputs.types[i][0][0] for i in unit.leaves if is_batch_like(inputs.types[i]))
 
 
-def _most_shared(leading: Sequence[Counter[int]], results: Collection[int]) -> list[int]:
-    """Which arguments, by number, have a leading dim of `results`, else that which most share; all if none is."""
-    led = [k for k, counter in enumerate(leading) if not counter.keys().isdisjoint(results)]
+def _most_shared(inputs: Flat, units: Sequence[Tree], results: Collection[int]) -> list[Tree]:
+    """The arguments that have a leading dim of `results`, else that which most share; all if none is."""
+    leading = [(unit, _leading(inputs, unit).keys()) for unit in units]
+    led = [unit for unit, dims in leading if not dims.isdisjoint(results)]
     if led:
         return led
-    count = Counter(dim for counter in leading for dim in counter)
-    (dim, most), *others = count.most_common(2)
+    (dim, most), *others = Counter(dim for _, dims in leading for dim in dims).most_common(2)
     alone = most == 1 or (others and others[0][1] == most)
-    return [k for k, counter in enumerate(leading) if alone or dim in counter]
+    return [unit for unit, dims in leading if alone or dim in dims]
 
 
-def _free_units(inputs: Flat, tree: Tree, depth: int, state: frozenset[int]) -> list[Tree]:
-    """The largest parts of a tree without any state."""
-    if not any(i in state for i in tree.leaves):
-        return [tree]
-    if tree.is_bare:
-        return []
-    return [unit for child in inputs.children(tree, depth) for unit in _free_units(inputs, child, depth + 1, state)]
+def _parts_without(inputs: Flat, tree: Tree, taken: frozenset[int]) -> Iterator[Tree]:
+    """The largest parts of a tree without any leaf that is taken."""
+    if taken.isdisjoint(tree.leaves):
+        yield tree
+    else:
+        for child in inputs.children(tree):
+            yield from _parts_without(inputs, child, taken)

@@ -1,4 +1,4 @@
-"""How a step is called, and the signature of a call: what a plan is made for.
+"""The form of a call of a step, and its signature, which a plan is made for.
 
 A call f(*args, **kwargs) has a *form*: how many arguments are positional, the names of the keywords, and each static
 argument with its value. Its other arguments are flattened, NNX objects split (`nnx_modules`), into a *structure* and
@@ -39,7 +39,7 @@ LeafType = tuple[tuple[int, ...], Any, bool]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a plan is made for.
+    """The key of a plan.
 
     Attributes:
       form: the form of the call.

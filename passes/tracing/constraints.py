@@ -1,16 +1,17 @@
-"""Constraints on the outputs of scopes, which `constrain=` names: each becomes a `_jax.CONSTRAINT` in the graph.
+"""Constraints on outputs of the step and of its scopes: each becomes a `_jax.CONSTRAINT` in the graph.
 
-A scope is a path of names as Flax modules and `jax.named_scope` give them: `Net/h_0/mlp`. Its output is the last value
-that one of its forward operations makes, that another scope's forward operation or a result of the step reads, and that
-has as many dims as the spec has entries. If a scope is entered several times, that is the output of the last time. All
-that reads the value afterwards reads it as constrained.
+A scope, which `constrain=` names, is a path of names as Flax modules and `jax.named_scope` give them: `Net/h_0/mlp`.
+Its output is the last value that one of its forward operations makes, that another scope's forward operation or a
+result of the step reads, and that has as many dims as the spec has entries. If a scope is entered several times, that
+is the output of the last time. All that reads the value afterwards reads it as constrained.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +19,16 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Block, Graph, Lit, Op, Value
-from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.graph import Atom, Block, Graph, Op
+from alpa_lite.passes.ir import flow
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.pruning import renumbered
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
 
 Scope = tuple[str, ...]
 
 
-def constrained(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
+def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     """The graph with a constraint on the output of each scope that a glob names.
 
     Args:
@@ -36,22 +39,38 @@ def constrained(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     """
     if not specs:
         return graph
-    work = _Work(graph, specs)
+    work = _Constrainer(graph, specs)
     block = work.block(graph.block, (), True, len(graph.block.outputs))
     for glob, spec in specs.items():
         if glob not in work.used:
-            raise OptionError(_nothing(glob, spec, work))
-    return renumbered(replace(graph, values=tuple(work.values), block=block))
+            raise OptionError(_unused_message(glob, spec, work.seen))
+    return renumbered(replace(graph, values=tuple(work.rewriter.values), block=block))
 
 
-class _Work:
+def constrain_outputs(graph: Graph, constraints: Mapping[int, Mapping[str, Any]]) -> Graph:
+    """The graph with constraints on some outputs, by number: `dims`, `mesh` and `why` of each."""
+    rewriter, makers = Rewriter(graph), flow.producers(graph.block.ops)
+    ops, outputs = list(graph.block.ops), list(graph.block.outputs)
+    for number, params in constraints.items():
+        value = outputs[number]
+        if isinstance(value, int) and value in makers:
+            ops.append(_constraint(rewriter, params, value, makers[value]))
+            (outputs[number],) = ops[-1].results
+    block = replace(graph.block, ops=tuple(ops), outputs=tuple(outputs))
+    return renumbered(replace(graph, values=tuple(rewriter.values), block=block))
+
+
+def _constraint(rewriter: Rewriter, params: Mapping[str, Any], value: int, maker: Op) -> Op:
+    """The constraint on a value that an operation makes."""
+    return rewriter.op(_jax.CONSTRAINT, params, [value], [rewriter.fresh(value)], maker.source, ctx=maker.ctx)
+
+
+class _Constrainer:
     """One rewriting. `seen` are the scopes, `used` the globs that have been applied."""
 
     def __init__(self, graph: Graph, specs: Mapping[str, PartitionSpec]) -> None:
-        self.values: list[Value] = list(graph.values)
+        self.rewriter = Rewriter(graph)
         self.specs = specs
-        self.keys = graph.keys or Keys()
-        self.index = max((op.index for op in graph.ops()), default=0)
         self.seen: set[Scope] = set()
         self.used: set[str] = set()
 
@@ -64,68 +83,46 @@ class _Work:
             outputs may be what the backward pass reads.
         """
         scopes = [_scope_of(op, outer) for op in block.ops]
-        for scope in scopes:
-            self.seen.update(scope[:n] for n in range(1, len(scope) + 1))
-        found: dict[int, tuple[int, str]] = {}  # number of the op -> value, glob
-        for scope, glob in self.named(scopes) if is_forward else ():
-            output = self.output(block, scopes, scope, len(self.specs[glob]), first)
-            if output is not None:
-                found[output[0]] = output[1], glob
-        names: dict[int, int] = {}
+        known = {scope[:n] for scope in scopes for n in range(1, len(scope) + 1)}
+        self.seen |= known
+        found: dict[int, tuple[Op, str]] = {}  # value -> its maker, the glob
+        for glob, scope in itertools.product(self.specs, sorted(known)) if is_forward else ():
+            if fnmatch.fnmatchcase("/".join(scope), glob):
+                output = self.output(block, scopes, scope, len(self.specs[glob]), first)
+                found |= {value: (op, glob) for op, value in output}
+        names: dict[int, Atom] = {}
         ops: list[Op] = []
-        for number, (op, scope) in enumerate(zip(block.ops, scopes, strict=True)):
-            operands = tuple(names.get(a, a) if isinstance(a, int) else a for a in op.operands)
+        for op, scope in zip(block.ops, scopes, strict=True):
             forward = is_forward and _is_forward(op)
             bodies = tuple(self.block(body, scope, forward, _carried(op, body)) for body in op.bodies)
-            ops.append(replace(op, operands=operands, bodies=bodies))
-            if number in found:
-                value, glob = found[number]
-                made = self.constraint(op, value, glob)
-                names[value] = made.results[0]
-                ops.append(made)
-        outputs = tuple(names.get(a, a) if isinstance(a, int) else a for a in block.outputs)
-        return Block(block.inputs, tuple(ops), outputs)
-
-    def named(self, scopes: Sequence[Scope]) -> Iterator[tuple[Scope, str]]:
-        """The scopes of a block that globs name."""
-        known = {scope[:n] for scope in scopes for n in range(1, len(scope) + 1)}
-        for glob in self.specs:
-            for scope in sorted(known):
-                if fnmatch.fnmatchcase("/".join(scope), glob):
-                    yield scope, glob
+            ops.append(replace(renamed_op(op, names), bodies=bodies))
+            for value in op.results:
+                if value in found:
+                    ops.append(self.constraint(value, *found[value]))
+                    (names[value],) = ops[-1].results
+        return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
 
     def output(
         self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int
-    ) -> tuple[int, int] | None:
-        """(Number of the operation, value) of a scope's output; None if it has none of that rank in this block."""
+    ) -> list[tuple[Op, int]]:
+        """A scope's output, with the operation that makes it; none if it has none of that rank in this block."""
         inside = [s[: len(scope)] == scope for s in scopes]
-        forward = [_is_forward(op) for op in block.ops]
-        read = {
-            a for op, within, ahead in zip(block.ops, inside, forward, strict=True) if ahead and not within
-            for a in op.reads
-        }  # fmt: skip
-        outputs = [{a for a in some if not isinstance(a, Lit)} for some in (block.outputs[:first], block.outputs)]
-        for atoms in (read, *outputs):
-            for number in reversed(range(len(block.ops))):
-                if inside[number] and forward[number]:
-                    fitting = [
-                        v for v in block.ops[number].results if v in atoms and len(self.values[v].shape) >= max(rank, 1)
-                    ]
-                    if fitting:
-                        return number, fitting[0]
-        return None
+        forward = [(op, within) for op, within in zip(block.ops, inside, strict=True) if _is_forward(op)]
+        read = {value for op, within in forward if not within for value in op.reads}
+        for values in (read, *map(flow.values_in, (block.outputs[:first], block.outputs))):
+            for op, within in reversed(forward):
+                for value in op.results:
+                    if within and value in values and len(self.rewriter.values[value].shape) >= max(rank, 1):
+                        return [(op, value)]
+        return []
 
-    def constraint(self, op: Op, value: int, glob: str) -> Op:
-        """The constraint on a value that an operation makes."""
+    def constraint(self, value: int, maker: Op, glob: str) -> Op:
+        """The constraint that a glob puts on a value."""
         self.used.add(glob)
         spec = self.specs[glob]
-        dims = _jax.spec_dims(spec, len(self.values[value].shape))
-        params: dict[str, Any] = {"dims": dims, "mesh": None, "why": f"constrain[{glob!r}]={spec}"}
-        self.values.append(self.values[value])
-        self.index += 1
-        key = self.keys.key(self.keys.head(_jax.CONSTRAINT, params), [self.values[value]])
-        result = len(self.values) - 1
-        return Op(self.index, _jax.CONSTRAINT, params, (value,), (result,), (), op.source, key, op.ctx)
+        dims = _jax.spec_dims(spec, len(self.rewriter.values[value].shape))
+        params = {"dims": dims, "mesh": None, "why": f"constrain[{glob!r}]={spec}"}
+        return _constraint(self.rewriter, params, value, maker)
 
 
 def _scope_of(op: Op, outer: Scope) -> Scope:
@@ -136,16 +133,16 @@ def _scope_of(op: Op, outer: Scope) -> Scope:
 
 def _carried(op: Op, body: Block) -> int:
     """How many of a body's outputs are the carry of a scan; of another body, all."""
-    return int(op.params["num_carry"]) if op.name == "scan" else len(body.outputs)
+    return ScanView(op).num_carry if op.name == "scan" else len(body.outputs)
 
 
 def _is_forward(op: Op) -> bool:
     return _jax.derivative(op.source) != "transpose" and not _jax.is_computed_again(op.source)
 
 
-def _nothing(glob: str, spec: PartitionSpec, work: _Work) -> str:
+def _unused_message(glob: str, spec: PartitionSpec, seen: Iterable[Scope]) -> str:
     """The message for a glob that constrains nothing."""
-    known = sorted("/".join(scope) for scope in work.seen)
+    known = sorted(map("/".join, seen))
     if any(fnmatch.fnmatchcase(name, glob) for name in known):
         return f"constrain[{glob!r}]={spec}: no output of the scope has {len(spec)} dims or more; give fewer entries"
     if not known:

@@ -12,7 +12,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 
 
-def under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
+def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
     """The same tracing under the mesh of a context, its axes `Auto`, so that specs in the step find their axes.
 
     Args:

@@ -4,7 +4,7 @@ A jaxpr is a tree: equations such as `jit` and `custom_vjp_call` carry jaxprs of
 once and gives every value an integer, so it costs one dictionary look-up per operand, however deep the calls are
 nested. Nothing is traced again.
 
-What a call means for its body:
+Calls, and what becomes of their bodies:
 
     jit, closed_call, custom_vjp_call and their like (`CALL_BODY`)    the body itself
     remat               the body; if it was differentiated, its inputs go through one `optimization_barrier`, without
@@ -18,7 +18,7 @@ An ordered callback takes a token from the one before it as one more operand, an
 loops and branches with such callbacks carry a token. The order of effects is then that of values, whichever devices
 and programs later passes give them to.
 
-What says where a value lies becomes one `_jax.CONSTRAINT` for each operand, which later passes read.
+An operation that places its operands becomes one `_jax.CONSTRAINT` for each, which later passes read.
 
 Name stacks of the calls are put in front of those of the body, as JAX's own lowering does, so that named scopes
 survive.
@@ -32,16 +32,14 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from alpa_lite import _jax
 from alpa_lite.errors import TracingError
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.tracing import indices, manual_regions
+from alpa_lite.passes.tracing import equations
 from alpa_lite.passes.tracing.rows import with_batched_rows
 from alpa_lite.passes.tracing.trip_counts import with_counted_loops
 
@@ -79,7 +77,7 @@ def graph_of(
       literals.
       keys: writes the keys; a new one by default. For a part of another graph, that graph's.
       platform: "cpu", "cuda", "rocm" or "tpu", whose branches are taken; all are kept if it is not known.
-      annotations: whether what says where a value lies is heeded.
+      annotations: whether constraints on placements are heeded.
       fold_empty: whether arrays without elements become constants; else the operations that make them stay.
 
     Returns:
@@ -115,6 +113,7 @@ class _Builder:
         self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
         self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
         self._tokens: list[Atom] = [Lit(np.int32(0), TOKEN)]  # of each block being built, that of its last callback
+        self._stacks: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # joined; by the `id`s of what follows it
         self._ops = 0
 
     def value(self, aval: Any) -> int:
@@ -131,7 +130,7 @@ class _Builder:
         atom = self._constant_atoms.get(id(const))
         if atom is None:
             aval = jax.typeof(const)
-            if _is_plain_scalar(const, aval):
+            if equations.is_plain_scalar(const, aval):
                 atom = Lit(np.asarray(const), aval)
             else:
                 atom = self.value(aval)
@@ -155,40 +154,45 @@ class _Builder:
         """Appends the jaxpr's ops to `ops`, with `stack` in front of their name stacks, and returns its outputs."""
         env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, inputs, strict=True))
-        sources: dict[int, Any] = {}
         for eqn in jaxpr.eqns:
             operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
-            name = eqn.primitive.name
-            for i in indices.unread(eqn):
-                (operands[i],) = self.inline(indices.zeros(eqn.invars[i].aval), (), (), stack, ops)
-            expansion = _expansion(eqn)
-            if expansion is not None:
-                self._expansions.append(expansion)
-                results = self._inlined(expansion, eqn, operands, stack, ops)
-                if name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
-                    assert ops[-1].name == "while"
-                    ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
-            elif name in CALL_BODY and CALL_BODY[name] in eqn.params:
-                results = self._call(eqn, operands, stack, ops)
-            elif name == "cond" and (branch := self._branch(eqn.params)) is not None:
-                results = self._inlined(branch, eqn, operands[1:], stack, ops)
-            elif name in primitives.PLACEMENT and self._ignored(eqn):
-                results = operands
-            elif name in primitives.PLACEMENT and any(said := _jax.constraints_of(eqn)):
-                results = self._constraints(eqn, operands, said, stack, ops)
-            elif self._fold_empty and _is_empty(eqn):
-                results = self._empty(eqn.outvars)
-            elif (same := _operand(eqn, operands)) is not None:
-                results = [same]
-            elif _is_zero(eqn, operands):
-                results = self.inline(indices.zeros(eqn.outvars[0].aval), (), (), stack, ops)
-            elif name == "scan" and eqn.params["length"] == 0 and _are_arrays(eqn.outvars):
-                results = self._no_iterations(eqn, operands)
-            else:
-                results = [self.value(var.aval) for var in eqn.outvars]
-                self._append(eqn, operands, results, stack, sources, ops)
+            for i in equations.unread_indices(eqn):
+                (operands[i],) = self.inline(equations.zeros(eqn.invars[i].aval), (), (), stack, ops)
+            results = self._replacement(eqn, operands, stack, ops)
+            if results is None:
+                results = self._append(eqn, operands, stack, ops)
             env.update(zip(eqn.outvars, results, strict=True))
         return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+    def _replacement(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom] | None:
+        """The results of an equation for which other operations, or its operands, stand; None if it becomes one op."""
+        name, params = eqn.primitive.name, eqn.params
+        expansion = equations.expansion(eqn, graph_of)
+        if expansion is not None:
+            self._expansions.append(expansion)
+            results = self._inlined(expansion, eqn, operands, stack, ops)
+            if name == "while" and params["cond_jaxpr"].out_avals[0].shape:
+                assert ops[-1].name == "while"
+                ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
+            return results
+        if name in CALL_BODY and CALL_BODY[name] in params:
+            return self._call(eqn, operands, stack, ops)
+        if name == "cond" and (branch := self._branch(params)) is not None:
+            return self._inlined(branch, eqn, operands[1:], stack, ops)
+        if name in primitives.PLACEMENT and self._ignored(eqn):
+            return operands
+        if name in primitives.PLACEMENT and any(constraints := _jax.constraints_of(eqn)):
+            return self._constraints(eqn, operands, constraints, stack, ops)
+        if self._fold_empty and equations.is_empty(eqn):
+            return self._empty(eqn.outvars)
+        if (same := equations.same_operand(eqn, operands)) is not None:
+            return [same]
+        if equations.is_zero(eqn, operands):
+            return self.inline(equations.zeros(eqn.outvars[0].aval), (), (), stack, ops)
+        if name == "scan" and params["length"] == 0 and equations.are_arrays(eqn.outvars):
+            consts, carry = _jax.scan_counts(params)  # no compiler keeps a loop that never runs
+            return [*operands[consts : consts + carry], *self._empty(eqn.outvars[carry:])]
+        return None
 
     def _branch(self, params: Any) -> Any:
         """The branch of a condition that the platform decides; None if another does, or if it holds a kernel."""
@@ -197,13 +201,8 @@ class _Builder:
             return None
         for names, branch in zip(platforms, params["branches"], strict=True):
             if names is None or self._platform in names:
-                return None if _holds_kernel(branch) else branch
+                return None if equations.holds_kernel(branch) else branch
         return None
-
-    def _no_iterations(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
-        """The results of a loop that never runs, which no compiler keeps: what it starts with, and empty stacks."""
-        consts, carry = _jax.scan_counts(eqn.params)
-        return [*operands[consts : consts + carry], *self._empty(eqn.outvars[carry:])]
 
     def _empty(self, variables: Sequence[Any]) -> list[Atom]:
         """Arrays without elements."""
@@ -230,17 +229,13 @@ class _Builder:
         return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
 
     def _constraints(
-        self, eqn: Any, operands: list[Atom], said: Sequence[dict[str, Any] | None], stack: Any, ops: list[Op]
+        self, eqn: Any, operands: list[Atom], constraints: Sequence[dict[str, Any] | None], stack: Any, ops: list[Op]
     ) -> list[Atom]:
-        """The operands, each behind what the equation says of it."""
-        source = eqn.source_info.replace(name_stack=_jax.joined_stack(stack, eqn.source_info.name_stack))
+        """The operands, each behind its constraint of the equation, if it has one."""
         out = list(operands)
-        for i, params in enumerate(said):
+        for i, params in enumerate(constraints):
             if params is not None and isinstance(operands[i], int):
-                out[i] = result = self.value(eqn.outvars[i].aval)
-                key = self.keys.key(self.keys.head(_jax.CONSTRAINT, params), [self._described(operands[i])])
-                index = self._index()
-                ops.append(Op(index, _jax.CONSTRAINT, params, (operands[i],), (result,), (), source, key, eqn.ctx))
+                (out[i],) = self._op(_jax.CONSTRAINT, params, [operands[i]], [eqn.outvars[i]], eqn, stack, ops)
         return out
 
     def _barrier(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[Atom]:
@@ -250,30 +245,19 @@ class _Builder:
         held = [i for i, operand in enumerate(operands) if prevent[i] and isinstance(operand, int)]
         if not held:
             return operands
-        out = list(operands)
-        for i in held:
-            out[i] = self.value(eqn.invars[i].aval)
-        primitive = _jax.optimization_barrier_primitive()
-        before = [operands[i] for i in held]
-        key = self.keys.key(self.keys.head(primitive, {}), [self._described(atom) for atom in before])
-        source = eqn.source_info.replace(name_stack=_jax.joined_stack(stack, eqn.source_info.name_stack))
-        results = tuple(atom for i in held if isinstance(atom := out[i], int))
-        ops.append(Op(self._index(), primitive, {}, tuple(before), results, (), source, key, eqn.ctx))
-        return out
+        variables, before = [eqn.invars[i] for i in held], [operands[i] for i in held]
+        after = self._op(_jax.optimization_barrier_primitive(), {}, before, variables, eqn, stack, ops)
+        behind = dict(zip(held, after, strict=True))
+        return [behind.get(i, operand) for i, operand in enumerate(operands)]
 
-    def _append(
-        self, eqn: Any, operands: list[Atom], results: list[int], stack: Any, sources: dict[int, Any], ops: list[Op]
-    ) -> None:
-        """Appends the op of one equation that is not a call."""
+    def _append(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[int]:
+        """Appends the op of one equation that is not a call, and returns its results."""
         primitive, params, name = eqn.primitive, eqn.params, eqn.primitive.name
         bodies: tuple[Block, ...] = ()
         is_ordered = _jax.has_ordered_effects(eqn)
-        if name == "scan":
-            params, operands, bodies = self._scan(params, operands, is_ordered)
-        elif name == "while":
-            params, operands, bodies = self._while(params, operands, is_ordered)
-        elif name == "cond":
-            operands, bodies = self._cond(params, operands, is_ordered)
+        results = [self.value(var.aval) for var in eqn.outvars]
+        if name in primitives.CONTROL:
+            params, operands, bodies = self._control(name, params, operands, is_ordered)
         elif is_ordered:
             primitive, params = self._ordered(eqn)
             operands = [self._tokens[-1], *operands]
@@ -289,26 +273,32 @@ class _Builder:
             effects = _jax.observable_effects(eqn)
             self._heads[id(eqn)] = head, effects
         key = head if bodies else self.keys.key(head, [self._described(atom) for atom in operands])
+        source = self._source(eqn, stack)
+        values = tuple(operands), tuple(results)
+        ops.append(Op(self._index(), primitive, params, *values, bodies, source, key, eqn.ctx, effects))
+        return results[is_ordered:]
+
+    def _op(
+        self, primitive: Any, params: dict[str, Any], operands: Sequence[Atom], variables: Sequence[Any], eqn: Any,
+        stack: Any, ops: list[Op],
+    ) -> list[int]:  # fmt: skip
+        """Appends an op with results like some variables, in the place of an equation, and returns the results."""
+        results = [self.value(var.aval) for var in variables]
+        key = self.keys.key(self.keys.head(primitive, params), [self._described(atom) for atom in operands])
+        values, source = (tuple(operands), tuple(results)), self._source(eqn, stack)
+        ops.append(Op(self._index(), primitive, params, *values, (), source, key, eqn.ctx))
+        return results
+
+    def _source(self, eqn: Any, stack: Any) -> Any:
+        """The source of an equation with a stack in front of its names."""
         source = eqn.source_info
-        if stack.stack:
-            inner = source.name_stack
-            if id(inner) not in sources:
-                sources[id(inner)] = _jax.joined_stack(stack, inner)
-            source = source.replace(name_stack=sources[id(inner)])
-        ops.append(
-            Op(
-                self._index(),
-                primitive,
-                params,
-                tuple(operands),
-                tuple(results),
-                bodies,
-                source,
-                key,
-                eqn.ctx,
-                effects,
-            )
-        )
+        if not stack.stack:
+            return source
+        inner = source.name_stack
+        known = self._stacks.get((id(stack), id(inner)))
+        if known is None:
+            known = self._stacks[id(stack), id(inner)] = _jax.joined_stack(stack, inner), stack, inner
+        return source.replace(name_stack=known[0])
 
     def _ordered(self, eqn: Any) -> tuple[Any, dict[str, Any]]:
         """Primitive and parameters of an ordered callback with a token."""
@@ -321,49 +311,37 @@ class _Builder:
             )
         return found
 
-    def _scan(
-        self, params: Any, operands: list[Atom], is_ordered: bool
+    def _control(
+        self, name: str, params: Any, operands: list[Atom], is_ordered: bool
     ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
-        num_consts, num_carry = _jax.scan_counts(params)
+        """The parameters, operands and bodies of a loop or a condition; an ordered one carries a token."""
         tokens = [self._tokens[-1]] * is_ordered
-        bodies, hoisted = self._bodies([(params["jaxpr"], num_consts)], is_ordered)
+        if name == "scan":
+            consts, carry = _jax.scan_counts(params)
+            bodies, hoisted = self._bodies([params["jaxpr"]], consts, is_ordered)
+            kept = {key: params[key] for key in ("jaxpr", "length", "reverse", "unroll")}
+            kept |= {"num_consts": consts + len(hoisted), "num_carry": carry + len(tokens)}
+            return kept, [*hoisted, *operands[:consts], *tokens, *operands[consts:]], bodies
+        if name == "cond":
+            bodies, hoisted = self._bodies(params["branches"], 0, is_ordered)
+            return params, [operands[0], *hoisted, *tokens, *operands[1:]], bodies
+        conds, consts = params["cond_nconsts"], params["body_nconsts"]
+        cond, cond_hoisted = self._bodies([params["cond_jaxpr"]], conds, is_ordered, is_condition=True)
+        body, body_hoisted = self._bodies([params["body_jaxpr"]], consts, is_ordered)
         kept = {
-            "jaxpr": params["jaxpr"],
-            "length": params["length"],
-            "reverse": params["reverse"],
-            "unroll": params["unroll"],
-            "num_consts": num_consts + len(hoisted),
-            "num_carry": num_carry + len(tokens),
-        }
-        return kept, [*hoisted, *operands[:num_consts], *tokens, *operands[num_consts:]], bodies
-
-    def _while(
-        self, params: Any, operands: list[Atom], is_ordered: bool
-    ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
-        conds, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        tokens = [self._tokens[-1]] * is_ordered
-        cond, cond_hoisted = self._bodies([(params["cond_jaxpr"], conds)], is_ordered, is_condition=True)
-        body, body_hoisted = self._bodies([(params["body_jaxpr"], params["body_nconsts"])], is_ordered)
-        kept = dict(
-            params,
-            cond_nconsts=conds + len(cond_hoisted),
-            body_nconsts=params["body_nconsts"] + len(body_hoisted),
-        )
-        given = [*cond_hoisted, *operands[:conds], *body_hoisted, *operands[conds:consts], *tokens, *operands[consts:]]
-        return kept, given, (*cond, *body)
-
-    def _cond(self, params: Any, operands: list[Atom], is_ordered: bool) -> tuple[list[Atom], tuple[Block, ...]]:
-        tokens = [self._tokens[-1]] * is_ordered
-        bodies, hoisted = self._bodies([(branch, 0) for branch in params["branches"]], is_ordered)
-        return [operands[0], *hoisted, *tokens, *operands[1:]], bodies
+            **params, "cond_nconsts": conds + len(cond_hoisted), "body_nconsts": consts + len(body_hoisted)
+        }  # fmt: skip
+        first, second, carry = operands[:conds], operands[conds : conds + consts], operands[conds + consts :]
+        return kept, [*cond_hoisted, *first, *body_hoisted, *second, *tokens, *carry], (*cond, *body)
 
     def _bodies(
-        self, jaxprs: Sequence[tuple[Any, int]], is_ordered: bool, *, is_condition: bool = False
+        self, jaxprs: Sequence[Any], before: int, is_ordered: bool, *, is_condition: bool = False
     ) -> tuple[tuple[Block, ...], list[int]]:
         """The blocks of an op, all with the same inputs: the constants that any of them uses, then the jaxpr's own.
 
         Args:
-          jaxprs: each with the number of its inputs that a token comes behind.
+          jaxprs: one for each block.
+          before: the number of their inputs that a token comes behind.
           is_ordered: whether the blocks take a token, and give one as their first output.
           is_condition: whether they give none, since a condition has no effects (`_jax.expansion`).
 
@@ -371,7 +349,7 @@ class _Builder:
           The blocks, and those constants as seen from the block that holds the op.
         """
         parts = []
-        for closed, before in jaxprs:
+        for closed in jaxprs:
             jaxpr, consts = _jax.open_jaxpr(closed)
             self._scopes.append({})
             inputs = [self.value(var.aval) for var in jaxpr.invars]
@@ -397,62 +375,3 @@ class _Builder:
     def _index(self) -> int:
         self._ops += 1
         return self._ops - 1
-
-
-def _expansion(eqn: Any) -> Any:
-    """The jaxpr of simpler operations that an equation stands for, or None."""
-    if manual_regions.has_global_form(eqn):
-        return _jax.traced(eqn, manual_regions.global_form(eqn))
-    summed = manual_regions.summed(eqn)
-    return _jax.expansion(eqn) if summed is None else _jax.traced(eqn, summed)
-
-
-def _holds_kernel(jaxpr: Any) -> bool:
-    """Whether a jaxpr or one within it calls a function that is one operation."""
-    return any(
-        eqn.primitive.name in primitives.KERNELS or any(map(_holds_kernel, _jax.inner_jaxprs(eqn.params)))
-        for eqn in _jax.open_jaxpr(jaxpr)[0].eqns
-    )
-
-
-def _is_plain_scalar(const: Any, aval: Any) -> bool:
-    if np.ndim(const) != 0 or getattr(aval, "weak_type", False) or isinstance(const, Tracer):
-        return False
-    if not isinstance(const, np.ndarray | np.generic | jax.Array):
-        return False
-    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
-    """The operand that an operation returns as it is, whatever the others are; None of any other operation.
-
-    No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
-    each element, by which JAX chooses between an operand of the branches and the same again. JAX writes a conversion of
-    a dtype to itself where a value stops being weak.
-    """
-    name = eqn.primitive.name
-    if name == "stop_gradient":
-        return operands[0]
-    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-        return None if _jax.places_result(eqn) else operands[0]
-    if name == "select_n" and len(set(operands[1:])) == 1:
-        return operands[1]
-    return None
-
-
-def _is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
-    """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
-    if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
-        return False
-    return any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
-
-
-def _is_empty(eqn: Any) -> bool:
-    """Whether an equation computes no element and does nothing else: its operands need not be brought anywhere."""
-    shaped = bool(eqn.outvars) and _are_arrays(eqn.outvars) and not eqn.effects
-    return shaped and all(0 in var.aval.shape for var in eqn.outvars)
-
-
-def _are_arrays(variables: Sequence[Any]) -> bool:
-    """Whether all are arrays of plain dtypes, not random keys or references."""
-    return all(isinstance(getattr(var.aval, "dtype", None), np.dtype) for var in variables)

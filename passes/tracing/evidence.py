@@ -1,4 +1,4 @@
-"""What the operations of a step say about its arguments: which results are an argument's new value, which gradients.
+"""Evidence in the operations of a step for the roles of its arguments: updates, gradients, weights.
 
 A result that has the structure, shapes and dtypes of an argument may be its new value, but also its gradient
 (`jax.value_and_grad`), or a prediction for it. An update keeps something of what it updates: the old value goes into
@@ -11,36 +11,37 @@ an argument if a chain of such operations leads from the one to the other. A gra
 where JAX marks every operation; chains do not pass through those, so that the gradient of a penalty, 2 * w, is not
 carried from w. Products, reductions, draws and solvers end a chain.
 
-A frozen weight may have as many rows as the batch has examples. What tells them apart is the first forward operation
-that reads them otherwise than element by element: examples are looked up, or go side by side through products, while a
-weight is a table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
+A frozen weight may have as many rows as the batch has examples. They differ in the first forward operation that reads
+them otherwise than element by element: examples are looked up, or go side by side through products, while a weight is a
+table that is looked up in, a kernel, or gives the dim that a product sums over against a dim of features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import ScanView
-
-Origins = frozenset[int]
-"""The numbers of the arguments that a value is carried from."""
-
-NONE: Origins = frozenset()
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 
 class Evidence:
-    """What is known about the results of a graph, computed when it is first asked for."""
+    """The facts about the results of a graph, each computed when it is first read."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._inputs, self._outputs = graph.block.inputs, graph.block.outputs
+        self.origins = functools.cache(self._origins)
+        self._dependents = functools.cache(lambda number: flow.made_of(graph.block.ops, [graph.block.inputs[number]]))
 
-    def origins(self, output: int) -> Origins:
+    def _origins(self, output: int) -> frozenset[int]:
         """The arguments that an output keeps something of, element by element."""
-        return _origins(self._graph.block.outputs[output], self._found)
+        found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
+        return frozenset(number for number, value in enumerate(self._inputs) if value in found)
 
     def carried(self, output: int, argument: int) -> bool:
         """Whether an output keeps something of an argument, element by element."""
@@ -48,153 +49,116 @@ class Evidence:
 
     def unchanged(self, output: int, argument: int) -> bool:
         """Whether an output is an argument as it came."""
-        block = self._graph.block
-        return block.outputs[output] == block.inputs[argument]
+        return self._outputs[output] == self._inputs[argument]
 
     def hands_through(self, output: int) -> bool:
         """Whether an output is some argument as it came."""
-        return self._graph.block.outputs[output] in self._graph.block.inputs
+        return self._outputs[output] in self._inputs
 
     def learnt(self, output: int) -> bool:
         """Whether an output depends on a reverse pass."""
-        atom = self._graph.block.outputs[output]
-        return isinstance(atom, int) and atom in self._learnt
+        return self._outputs[output] in self._learnt
 
     def depends(self, output: int, argument: int) -> bool:
         """Whether an output reads an argument, directly or through other operations.
 
         All results of an operation are taken to read all its operands.
         """
-        block = self._graph.block
-        return block.outputs[output] in flow.made_of(block.ops, [block.inputs[argument]])
+        return self._outputs[output] in self._dependents(argument)
 
     @cached_property
-    def weights(self) -> Origins:
+    def weights(self) -> frozenset[int]:
         """The arguments that forward operations read as weights: their dim 0 holds no examples.
 
         Followed are elementwise operations, broadcasts and transpositions, and constants of scans.
         """
-        found: set[int] = set()
-        leading = {value: (number, 0) for number, value in enumerate(self._graph.block.inputs) if self._shape(value)}
-        self._read_as_weights(self._graph.block, leading, found)
-        return frozenset(found)
+        rows = {value: (number, 0) for number, value in enumerate(self._inputs) if self._shape(value)}
+        return frozenset(self._read_as_weights(self._graph.block, rows))
 
-    def _read_as_weights(self, block: Block, leading: dict[int, tuple[int, int]], found: set[int]) -> None:
-        """Adds the arguments that a block reads as weights.
-
-        Args:
-          leading: value -> (argument, the dim of the value that is dim 0 of the argument).
-        """
+    def _read_as_weights(self, block: Block, rows: dict[int, tuple[int, int]]) -> Iterator[int]:
+        """The arguments that a block reads as weights; `rows`: value -> (argument, the dim that is its dim 0)."""
         for op in block.ops:
-            held = [leading.get(atom) if isinstance(atom, int) else None for atom in op.operands]
-            if not any(held) or _is_reverse(op):
+            held = [rows.get(atom) if isinstance(atom, int) else None for atom in op.operands]
+            known = [have for have in held if have]
+            if not known or _jax.is_reverse(op.source):
                 continue
-            if op.name == "dot_general":
-                contracted, _ = op.params["dimension_numbers"]
-                for side, (dims, others) in enumerate((contracted, contracted[::-1])):
-                    have, against = held[side], held[1 - side]
-                    examples = {0, against[1]} if against else {0}  # x.T @ y sums over those of both
-                    if have and any(d == have[1] and o not in examples for d, o in zip(dims, others, strict=True)):
-                        found.add(have[0])
-            elif op.name == "gather" and held[0]:
-                if held[0][1] in op.params["dimension_numbers"].start_index_map:
-                    found.add(held[0][0])
-            elif op.name == "conv_general_dilated" and held[1]:
-                found.add(held[1][0])
-            elif op.name == "scan":
+            yield from _weights_of(op, held)
+            if op.name == "scan":
                 view = ScanView(op)
                 inner = zip(view.inputs.consts, view.taken(held).consts, strict=True)
-                self._read_as_weights(view.body, {value: have for value, have in inner if have}, found)
+                yield from self._read_as_weights(view.body, {value: have for value, have in inner if have})
             elif op.name in primitives.ELEMENTWISE or op.name in ("transpose", "broadcast_in_dim"):
-                (first, *_) = [have for have in held if have]
-                dim = first[1]
+                number, dim = known[0]
                 if op.name == "transpose":
                     dim = list(op.params["permutation"]).index(dim)
                 elif op.name == "broadcast_in_dim":
                     dim = op.params["broadcast_dimensions"][dim]
-                leading.update((result, (first[0], dim)) for result in op.results if self._shape(result))
-
-    @cached_property
-    def _found(self) -> dict[int, Origins]:
-        found = {value: frozenset({number}) for number, value in enumerate(self._graph.block.inputs)}
-        self._walk(self._graph.block, found)
-        return found
+                rows.update((result, (number, dim)) for result in op.results if self._shape(result))
 
     @cached_property
     def _learnt(self) -> set[int]:
         block = self._graph.block
-        marked = [op for op in block.ops if _is_reverse(op) or any(map(_is_reverse, _nested(op)))]
+        marked = [op for op in block.ops if any(_jax.is_reverse(inner.source) for inner in (op, *_nested(op)))]
         return flow.made_of(block.ops, [value for op in marked for value in op.results])
 
-    def _walk(self, block: Block, found: dict[int, Origins]) -> None:
-        """Adds the origins of what a block makes to those of its inputs."""
-        for op in block.ops:
-            if any(_origins(atom, found) for atom in op.operands):
-                found.update(zip(op.results, self._results(op, found), strict=True))
+    @cached_property
+    def _carriers(self) -> dict[int, tuple[int, ...]]:
+        """Value -> the values that it keeps something of: those of operations, and of bodies what they run on."""
+        found: dict[int, list[Atom]] = {}
+        for op in self._graph.ops():
+            if not _jax.is_reverse(op.source):
+                for value, atom in _runs(op) if op.bodies else self._kept(op):
+                    found.setdefault(value, []).append(atom)
+        return {value: flow.values_in(atoms) for value, atoms in found.items()}
 
-    def _results(self, op: Op, found: dict[int, Origins]) -> Sequence[Origins]:
-        """The origins of each result of an operation."""
-        if _is_reverse(op):
-            return [NONE] * len(op.results)
-        given = [_origins(atom, found) for atom in op.operands]
-        if op.name == "scan":
-            return self._scan(ScanView(op), given)
-        if op.name == "while":
-            conds = op.params["cond_nconsts"]
-            consts, carry = given[conds : conds + op.params["body_nconsts"]], given[conds + op.params["body_nconsts"] :]
-            return self._repeated(op.bodies[1], consts, carry, [])[0]
-        if op.name == "cond":
-            branches = [self._body(branch, given[1:]) for branch in op.bodies]
-            return [NONE.union(*parts) for parts in zip(*branches, strict=True)]
+    def _kept(self, op: Op) -> Iterable[tuple[int, Atom]]:
+        """The results of an operation without bodies, with the operands that they keep something of."""
         if op.name in primitives.PAIRWISE:
-            return given
+            return zip(op.results, op.operands, strict=True)
         if op.name in primitives.REARRANGED:
-            return [NONE.union(*given)] * len(op.results)
+            return itertools.product(op.results, op.operands)
         if op.name in primitives.SCATTERS:
-            return [given[0]]
+            return zip(op.results, op.operands[:1], strict=True)
         if op.name in primitives.ELEMENTWISE or op.name in primitives.KERNELS:
-            shape = [self._shape(atom) for atom in op.operands]
-            return [
-                NONE.union(*(g for g, s in zip(given, shape, strict=True) if s == self._shape(result)))
-                for result in op.results
-            ]
-        return [NONE] * len(op.results)
-
-    def _scan(self, view: ScanView, given: Sequence[Origins]) -> list[Origins]:
-        parts = view.taken(given)
-        carry, stacked = self._repeated(view.body, parts.consts, parts.carry, parts.xs)
-        return [*carry, *stacked]
-
-    def _repeated(
-        self, body: Block, consts: Sequence[Origins], carry: Sequence[Origins], xs: Sequence[Origins]
-    ) -> tuple[list[Origins], list[Origins]]:
-        """The origins of what a loop carries and stacks at its end: those of its start, until nothing is added."""
-        held = list(carry)
-        while True:
-            out = self._body(body, [*consts, *held, *xs])
-            grown = [a | b for a, b in zip(held, out, strict=False)]
-            if grown == held:
-                # A loop that overwrites what it carries keeps nothing of it, if it runs at all.
-                return out[: len(held)], out[len(held) :]
-            held = grown
-
-    def _body(self, block: Block, given: Iterable[Origins]) -> list[Origins]:
-        found = dict(zip(block.inputs, given, strict=True))
-        self._walk(block, found)
-        return [_origins(atom, found) for atom in block.outputs]
+            pairs = itertools.product(op.results, op.operands)
+            return [(result, atom) for result, atom in pairs if self._shape(result) == self._shape(atom)]
+        return ()
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self._graph.values[atom].shape
 
 
-def _origins(atom: Atom, found: dict[int, Origins]) -> Origins:
-    return found.get(atom, NONE) if isinstance(atom, int) else NONE
+def _runs(op: Op) -> Iterator[tuple[int, Atom]]:
+    """For an operation with bodies, each result and each input of a body, with the atoms that it is in some run.
+
+    A loop that overwrites a carry keeps nothing of its start, if it runs at all.
+    """
+    bodies, operands, carried = op.bodies, op.operands[1:], ()
+    if op.name == "scan":
+        operands, carried = op.operands, ScanView(op).inputs.carry
+    elif op.name == "while":
+        view, bodies = WhileView(op), op.bodies[1:]
+        operands, carried = op.operands[op.params["cond_nconsts"] :], view.body(bodies[0].inputs)[1]
+    for body in bodies:
+        yield from zip(body.inputs, operands, strict=True)
+        yield from zip(carried, body.outputs, strict=False)
+        yield from zip(op.results, body.outputs, strict=True)
 
 
-def _nested(op: Op) -> Iterable[Op]:
+def _weights_of(op: Op, held: Sequence[tuple[int, int] | None]) -> Iterator[int]:
+    """The arguments that an operation reads as weights, from the rows that its operands are."""
+    if op.name == "dot_general":
+        contracted, _ = op.params["dimension_numbers"]
+        for have, against, dims in zip(held, held[::-1], (contracted, contracted[::-1]), strict=True):
+            examples = {0, against[1]} if against else {0}  # x.T @ y sums over those of both
+            if have and any(own == have[1] and other not in examples for own, other in zip(*dims, strict=True)):
+                yield have[0]
+    elif op.name == "gather" and held[0] and held[0][1] in op.params["dimension_numbers"].start_index_map:
+        yield held[0][0]
+    elif op.name == "conv_general_dilated" and held[1]:
+        yield held[1][0]
+
+
+def _nested(op: Op) -> Iterator[Op]:
     for body in op.bodies:
         yield from walk(body)
-
-
-def _is_reverse(op: Op) -> bool:
-    return _jax.is_reverse(op.source)

@@ -7,7 +7,6 @@ Those of other results are constraints in the graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Graph, Op, Traced
+from alpa_lite.graph import Graph, Traced
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing.annotations import logical_mesh
+from alpa_lite.passes.tracing.constraints import constrain_outputs
 from alpa_lite.paths import shown
 from alpa_lite.pins import Wish
 
@@ -85,35 +84,23 @@ def placed_arguments(
     return wishes, mesh
 
 
-def constrained_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
+def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
     """The graph with a constraint on each output for which a sharding is given, by its number."""
-    keys, values, outputs = graph.keys or Keys(), list(graph.values), list(graph.block.outputs)
-    ops: list[Op] = []
-    index = max((op.index for op in graph.ops()), default=0)
+    constraints = {}
     for number, one in given.items():
-        atom = outputs[number]
-        maker = next((op for op in graph.block.ops if atom in op.results), None)
-        if one is None or maker is None or not isinstance(atom, int):
+        atom = graph.block.outputs[number]
+        if one is None or not isinstance(atom, int):
             continue
-        value = values[atom]
+        dims = _dims("out_shardings", one, len(graph.values[atom].shape), paths[number])
         mesh = (tuple(one.mesh.axis_sizes), tuple(one.mesh.axis_names)) if isinstance(one, NamedSharding) else None
-        dims = _dims("out_shardings", one, len(value.shape), paths[number])
-        params: dict[str, Any] = {"dims": dims, "mesh": mesh, "why": f"out_shardings={_text(one)}"}
-        key = keys.key(keys.head(_jax.CONSTRAINT, params), [value])
-        values.append(value)
-        result = outputs[number] = len(values) - 1
-        index += 1
-        ops.append(Op(index, _jax.CONSTRAINT, params, (atom,), (result,), (), maker.source, key, maker.ctx))
-    if not ops:
-        return graph
-    block = replace(graph.block, ops=(*graph.block.ops, *ops), outputs=tuple(outputs))
-    return renumbered(replace(graph, values=tuple(values), block=block))
+        constraints[number] = {"dims": dims, "mesh": mesh, "why": f"out_shardings={_text(one)}"}
+    return constrain_outputs(graph, constraints) if constraints else graph
 
 
 def _one_mesh(option: str, one: Given, known: LogicalMesh | None, num_devices: int) -> LogicalMesh | None:
     if not isinstance(one, NamedSharding):
         return known
-    mesh = LogicalMesh(tuple(one.mesh.axis_sizes), tuple(map(str, one.mesh.axis_names)))
+    mesh = logical_mesh(one.mesh)
     if mesh.size != num_devices:
         raise OptionError(
             f"{option}={_text(one)} is on a mesh of {mesh.size} devices, and the plan is for {num_devices}; give a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from alpa_lite.calling import Calling
 from alpa_lite.passes.tracing import calls
 from alpa_lite.paths import tokens
 
+LeafKind = tuple[tuple[int, ...], Any]
+"""(shape, dtype) of a leaf."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -22,24 +25,25 @@ class Tree:
 
     Attributes:
       treedef: its structure.
-      start, stop: its leaves.
+      start: the number of its first leaf.
       key: the last part of its path, such as `params`; the parameter's name for a whole argument.
+      depth: the number of keys from the root to it.
     """
 
     treedef: Any
     start: int
-    stop: int
-    key: str
+    key: str = ""
+    depth: int = 0
 
     @property
     def leaves(self) -> range:
         """The numbers of its leaves."""
-        return range(self.start, self.stop)
+        return range(self.start, self.start + self.treedef.num_leaves)
 
     @property
     def is_bare(self) -> bool:
         """Whether it is one leaf without a container."""
-        return jax.tree_util.treedef_is_leaf(self.treedef)
+        return self.treedef.num_nodes == self.treedef.num_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,43 +60,38 @@ class Flat:
 
     trees: tuple[Tree, ...]
     paths: tuple[str, ...]
-    types: tuple[tuple[tuple[int, ...], Any], ...]
+    types: tuple[LeafKind, ...]
     modules: tuple[bool, ...]
     keys: tuple[tuple[str, ...], ...]
 
-    def children(self, tree: Tree, depth: int) -> list[Tree]:
-        """The parts of a tree that stands `depth` keys below its root."""
-        out, start = [], tree.start
-        for child in jax.tree_util.treedef_children(tree.treedef):
-            stop = start + child.num_leaves
-            if stop > start:
-                keys = self.keys[start]
-                out.append(Tree(child, start, stop, keys[depth] if depth < len(keys) else ""))
-            start = stop
-        return out
+    def children(self, tree: Tree) -> list[Tree]:
+        """The parts of a tree that are directly below its root; those without leaves are left out."""
+        if tree.is_bare:
+            return []
+        treedefs = jax.tree_util.treedef_children(tree.treedef)
+        starts = itertools.accumulate((child.num_leaves for child in treedefs), initial=tree.start)
+        return [
+            Tree(child, start, "".join(self.keys[start][tree.depth : tree.depth + 1]), tree.depth + 1)
+            for child, start in zip(treedefs, starts, strict=False)
+            if child.num_leaves
+        ]
+
+    def subtrees(self, tree: Tree) -> Iterator[Tree]:
+        """A tree and all its parts, a tree before its parts."""
+        yield tree
+        for child in self.children(tree):
+            yield from self.subtrees(child)
 
 
-def parts(flat: Flat, tree: Tree, depth: int) -> list[Tree]:
-    """The parts of a tree, larger ones first, without itself."""
-    out: list[Tree] = []
-    level = [tree]
-    while level:
-        level = [child for parent in level if not parent.is_bare for child in flat.children(parent, depth)]
-        out.extend(level)
-        depth += 1
-    return out
-
-
-def is_key(shape: tuple[int, ...], dtype: Any) -> bool:
+def is_key(kind: LeafKind) -> bool:
     """Whether a leaf is a random key: typed, or one raw `uint32[2]`."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return dtype == np.uint32 and shape == (2,)
+    shape, dtype = kind
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and shape == (2,))
 
 
-def is_batch_like(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a leaf may be a batch: an array with a leading dim that is no random key."""
-    return len(shape) > 0 and not is_key(shape, dtype)
+def is_batch_like(kind: LeafKind) -> bool:
+    """Whether a leaf may be a batch: an array with a leading dim that is not a random key."""
+    return len(kind[0]) > 0 and not is_key(kind)
 
 
 def flat_arguments(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -102,12 +101,8 @@ def flat_arguments(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def common_path(flat: Flat, tree: Tree) -> str:
-    """The name of an argument, or the path of a part: what the paths of its leaves have in common."""
-    if tree.key and any(tree is whole for whole in flat.trees):
+    """The name of an argument, or the path of a part: the keys that the paths of its leaves have in common."""
+    if tree.key and not tree.depth:
         return tree.key
-    shared = tokens(flat.paths[tree.start])
-    for number in tree.leaves:
-        other = tokens(flat.paths[number])
-        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shared, other, strict=False))
-        shared = tuple(one for one, _ in equal)
-    return "".join(shared)
+    columns = zip(*(tokens(flat.paths[number]) for number in tree.leaves), strict=False)
+    return "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Graph
+from alpa_lite.graph import Atom, Block, Graph, Lit, walk
 from alpa_lite.layout import Axes
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.evaluation import evaluate_block
 
 _VECTORISED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all"})
 
@@ -45,7 +47,7 @@ def check_regions(graph: Graph, num_devices: int) -> None:
 
 
 def _kept(jaxpr: Any) -> str:
-    """What in a body the region is kept as it is for."""
+    """The operation of a body for which the region is kept as it is."""
     return next((eqn.primitive.name for eqn in _equations(jaxpr) if not _is_vectorised(eqn)), "its effects")
 
 
@@ -56,9 +58,9 @@ def has_global_form(eqn: Any) -> bool:
     return all(map(_is_vectorised, _equations(eqn.params["jaxpr"])))
 
 
-def global_form(eqn: Any) -> Callable[..., list[Any]]:
-    """The function of whole arrays that a region computes."""
-    params = eqn.params
+def global_form(eqn: Any, graph: Graph) -> Callable[..., list[Any]]:
+    """The function of whole arrays that a region computes; `graph`: of its body."""
+    params, block = eqn.params, _without_mesh(graph.block)
     mesh, manual = params["mesh"], _jax.manual_axes(params)
     sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if axis in manual}
     axes = [axis for axis, size in sizes.items() if size > 1]
@@ -68,7 +70,7 @@ def global_form(eqn: Any) -> Callable[..., list[Any]]:
     def run(*operands: Any, whole: bool = True) -> list[Any]:
         """`whole`: whether every result is the same on all devices along the axes that its spec does not name."""
 
-        body: Callable[..., list[Any]] = functools.partial(_body, params["jaxpr"])
+        body: Callable[..., list[Any]] = functools.partial(_body, block, graph.constants)
         for axis in reversed(sizes):
             body = jax.vmap(
                 body,
@@ -92,10 +94,6 @@ def global_form(eqn: Any) -> Callable[..., list[Any]]:
     return either
 
 
-def _body(jaxpr: Any, *blocks: Any) -> list[Any]:
-    return _evaluated(jaxpr, blocks)
-
-
 def _is_vectorised(eqn: Any) -> bool:
     """Whether an equation of a body can be vectorised over the devices of the region."""
     name = eqn.primitive.name
@@ -112,41 +110,33 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield from _equations(inner)
 
 
-def _evaluated(jaxpr: Any, inputs: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The results of a body, without what says along which axes a value varies."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-
-    def read(atom: Any) -> Any:
-        return np.asarray(atom.val) if _jax.is_literal(atom) else env[atom]  # without the mesh of the region
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        match eqn.primitive.name:
-            case "pvary":
-                results = operands
-            case "psum_invariant":
-                with _jax.under(eqn.source_info):
-                    results = [lax.psum(x, eqn.params["axes"]) for x in operands]
-            case "jit" | "custom_jvp_call" | "custom_vjp_call":
-                with _jax.under(eqn.source_info):
-                    inner, constants = _jax.open_jaxpr(next(filter(_jax.is_jaxpr, eqn.params.values())))
-                    results = _evaluated(inner, operands, constants)
-            case _:
-                params = {name: _untyped(value) for name, value in eqn.params.items()}
-                results = _jax.emit(eqn.primitive, params, eqn.source_info, eqn.ctx, operands)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+def _body(block: Block, constants: Sequence[Any], *blocks: Any) -> list[Any]:
+    """The results of the body of a region on blocks of arrays."""
+    own: dict[int, Callable[..., Sequence[Any]]] = {}
+    for op in walk(block):
+        if op.name == "pvary":
+            own[op.index] = lambda *xs: xs
+        elif op.name == "psum_invariant":
+            own[op.index] = lambda *xs, op=op: [lax.psum(x, op.params["axes"]) for x in xs]
+    return evaluate_block(block, [*blocks, *constants], own=own)
 
 
-def _untyped(value: Any) -> Any:
-    """A parameter without the mesh of the region: its bodies evaluated likewise, and no sharding of a result on it."""
-    if isinstance(value, tuple) and any(map(_jax.is_jaxpr, value)):
-        return tuple(map(_untyped, value))
-    if _jax.is_jaxpr(value):
-        inner, consts = _jax.open_jaxpr(value)
-        made = jax.make_jaxpr(lambda *xs: _evaluated(inner, xs, consts))(*(_jax.spec_of(v.aval) for v in inner.invars))
-        return made if hasattr(value, "consts") else _jax.open_jaxpr(made)[0]
-    return None if isinstance(value, NamedSharding) else value
+def _without_mesh(block: Block) -> Block:
+    """The body of a region whose literals, and whose parameters, do not name the region's mesh."""
+
+    def plain(atom: Atom) -> Atom:
+        return Lit(np.asarray(atom.value), atom.aval) if isinstance(atom, Lit) else atom
+
+    ops = [
+        replace(
+            op,
+            params={name: None if isinstance(value, NamedSharding) else value for name, value in op.params.items()},
+            operands=tuple(map(plain, op.operands)),
+            bodies=tuple(map(_without_mesh, op.bodies)),
+        )
+        for op in block.ops
+    ]
+    return Block(block.inputs, tuple(ops), tuple(map(plain, block.outputs)))
 
 
 Dims = tuple[Axes, ...]
@@ -204,7 +194,7 @@ def _moved(x: Any, order: Sequence[int]) -> Any:
 
 
 def _first(x: Any, dims: Dims, axes: Sequence[str]) -> Any:
-    """What the first device has, along the axes that do not divide a result."""
+    """The part of the first device, along the axes that do not divide a result."""
     named = _named(dims)
     for place in reversed(range(len(axes))):
         if axes[place] not in named:

@@ -137,31 +137,47 @@ class LeafPath:
 
 def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
     """The paths of the leaves of `flattened(tree, with_constants)`, in their order."""
-    tree = tree if with_constants else static_leaves.hide(tree)
-    if "flax.nnx" not in sys.modules:
-        return [LeafPath(tuple(path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    from flax import nnx
+    return [path for path, _, _ in walk_leaves(tree if with_constants else static_leaves.hide(tree))]
 
-    out: list[LeafPath] = []
+
+def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[LeafPath, Any, Any]]:
+    """The path of each leaf of `flattened`, the leaf, and the box or the NNX variable that holds it, if any does.
+
+    Args:
+      tree: a pytree that may hold NNX objects.
+      is_box: whether a part of the pytree is a box.
+    """
     is_object, is_state = is_node(), static_leaves.is_nnx_state()
-    with nnx.split_context() as context:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node_or_state())[0]:
-            if is_state(leaf):
-                for keys, value in jax.tree_util.tree_flatten_with_path(leaf, is_leaf=is_object)[0]:
-                    held = jax.tree_util.tree_flatten_with_path(value)[0]
-                    out.extend(LeafPath((*path, *keys), jax.tree_util.keystr(inner)) for inner, _ in held)
-                continue
-            if not is_object(leaf):
-                out.append(LeafPath(tuple(path)))
-                continue
-            _, state = context.flatten(leaf)
-            for inner, value in zip(state.paths, state.leaves, strict=True):
-                variable = isinstance(value, nnx.Variable)
-                base = "".join(f"[{key!r}]" for key in inner) + (".value" if variable else "")
-                raw = value.get_raw_value() if variable else value
-                for deeper, _ in jax.tree_util.tree_flatten_with_path(raw)[0]:
-                    out.append(LeafPath(tuple(path), base + jax.tree_util.keystr(deeper), True))
-    return out
+    nnx = sys.modules.get("flax.nnx")
+    with contextlib.nullcontext() if nnx is None else nnx.split_context() as context:
+        stops = _is_node_or_state()
+        for path, item in _flat_with_paths(tree, lambda value: stops(value) or is_box(value)):
+            if nnx is not None and is_object(item):
+                for inner, value, raw in _variables(nnx, context, item):
+                    for deeper, leaf in _flat_with_paths(raw):
+                        yield LeafPath(path, inner + jax.tree_util.keystr(deeper), True), leaf, value
+            elif is_state(item):
+                for keys, value in _flat_with_paths(item, is_object):
+                    for inner, leaf in _flat_with_paths(value):
+                        yield LeafPath((*path, *keys), jax.tree_util.keystr(inner)), leaf, value
+            else:
+                for keys, leaf in _flat_with_paths(item):
+                    yield LeafPath((*path, *keys)), leaf, item
+
+
+def _variables(nnx: Any, context: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The path of each variable or array of an NNX object, itself, and the pytree that it holds."""
+    _, state = context.flatten(node)
+    for keys, value in zip(state.paths, state.leaves, strict=True):
+        path = "".join(f"[{key!r}]" for key in keys)
+        if isinstance(value, nnx.Variable):
+            yield f"{path}.value", value, value.get_raw_value()
+        else:
+            yield path, value, value
+
+
+def _flat_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
 
 
 is_node = static_leaves.is_nnx_object

@@ -11,9 +11,10 @@ are made before the scan), and what one scan stacks for another, such as the bac
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import ShapedArray
@@ -39,6 +40,18 @@ def _indexes(op: Op) -> bool:
     return op.name == "gather" or op.name in primitives.SCATTERS
 
 
+class _Fields(NamedTuple):
+    """The names that the dimension numbers of gathers, or of scatters, have for what both have."""
+
+    indexed: str
+    single: str
+    rows: str
+
+
+_GATHER = _Fields("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
+_SCATTER = _Fields("scatter_dims_to_operand_dims", "inserted_window_dims", "scatter_indices_batching_dims")
+
+
 class _Rows:
     """Walks a graph in program order.
 
@@ -60,22 +73,22 @@ class _Rows:
         """The block with batch dims; itself if nothing changes."""
         ops: list[Op] = []
         for op in block.ops:
-            made = [op]
+            new = [op]
             if op.bodies:
                 for atoms, inputs in [*constant_inputs(op), self._unstacked(op)]:
                     self.names.update(zip(inputs, atoms, strict=True))
                 bodies = tuple(map(self.block, op.bodies))
-                if any(new is not old for new, old in zip(bodies, op.bodies, strict=True)):
-                    made = [replace(op, bodies=bodies, key=None)]
+                if not all(map(operator.is_, bodies, op.bodies)):
+                    new = [replace(op, bodies=bodies, key=None)]
             elif _indexes(op):
-                made = self._batched(op)
-            ops += made
-            self.makers.update((value, one) for one in made for value in one.results)
-        same = len(ops) == len(block.ops) and all(map(lambda new, old: new is old, ops, block.ops))
+                new = self._batched(op)
+            ops += new
+            self.makers.update((value, one) for one in new for value in one.results)
+        same = len(ops) == len(block.ops) and all(map(operator.is_, ops, block.ops))
         return block if same else Block(block.inputs, tuple(ops), block.outputs)
 
     def _unstacked(self, op: Op) -> tuple[list[Atom], list[int]]:
-        """What a scan takes from stacks that another scan made: there, and here."""
+        """Values that a scan takes from the stacks of another scan: outputs of the other body, inputs of this one."""
         found: list[tuple[Atom, int]] = []
         for stack, value in ScanView(op).xs if op.name == "scan" else ():
             maker = self.makers.get(stack) if isinstance(stack, int) else None
@@ -84,22 +97,19 @@ class _Rows:
         return [output for output, _ in found], [value for _, value in found]
 
     def _batched(self, op: Op) -> list[Op]:
-        """The operation with batch dims for rows that it indexes by their own number, and what it takes instead."""
+        """The operation with batch dims for rows that it indexes by their own number, behind what makes its indices."""
         operand, indices = op.operands[:2]
         if isinstance(operand, Lit) or isinstance(indices, Lit):
             return [op]
-        numbers = op.params["dimension_numbers"]
-        gathers = op.name == "gather"
-        indexed = numbers.start_index_map if gathers else numbers.scatter_dims_to_operand_dims
-        single = numbers.collapsed_slice_dims if gathers else numbers.inserted_window_dims
-        rows_name = "start_indices_batching_dims" if gathers else "scatter_indices_batching_dims"
-        shape, parts = self.values[indices].shape, self._components(indices)
-        pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, rows_name), strict=True))
+        names, numbers = _GATHER if op.name == "gather" else _SCATTER, op.params["dimension_numbers"]
+        indexed, single = getattr(numbers, names.indexed), getattr(numbers, names.single)
+        sizes, shape, parts = self.values[operand].shape, self.values[indices].shape, self._components(indices)
+        pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.rows), strict=True))
         kept = []
         for component, (dim, part) in enumerate(zip(indexed, parts, strict=False)):
             row = self._position(part)
             is_free = row is not None and row < len(shape) - 1 and row not in pairs.values()
-            if row is not None and is_free and dim in single and shape[row] == self.values[operand].shape[dim]:
+            if row is not None and is_free and dim in single and shape[row] == sizes[dim]:
                 pairs[dim] = row
             else:
                 kept.append(component)
@@ -107,118 +117,107 @@ class _Rows:
             return [op]
         ops: list[Op] = []
         rest = self._joined(op, indices, kept, parts, ops)
-        numbers = numbers._replace(
-            **{
-                "start_index_map" if gathers else "scatter_dims_to_operand_dims": tuple(indexed[c] for c in kept),
-                "collapsed_slice_dims" if gathers else "inserted_window_dims": tuple(
-                    d for d in single if d not in pairs
-                ),
-                "operand_batching_dims": tuple(sorted(pairs)),
-                rows_name: tuple(pairs[dim] for dim in sorted(pairs)),
-            }
-        )
-        params = {**op.params, "dimension_numbers": numbers, "indices_are_sorted": False}
+        fields = {
+            names.indexed: tuple(indexed[component] for component in kept),
+            names.single: tuple(dim for dim in single if dim not in pairs),
+            names.rows: tuple(pairs[dim] for dim in sorted(pairs)),
+            "operand_batching_dims": tuple(sorted(pairs)),
+        }
+        params = {**op.params, "dimension_numbers": numbers._replace(**fields), "indices_are_sorted": False}
         operands = (operand, rest, *op.operands[2:])
         return [*ops, self.rewriter.op(op.primitive, params, operands, op.results, op.source, op.index, op.ctx)]
 
     def _components(self, indices: int) -> list[Atom]:
         """The components of index vectors, each with a last dim of one; none if they are not made one by one."""
-        while (outside := self.names.get(indices)) is not None:
-            if isinstance(outside, Lit):
-                return []
-            indices = outside
-        op, last = self.makers.get(indices), len(self.values[indices].shape) - 1
-        if op is not None and op.name == "concatenate" and op.params["dimension"] == last:
-            alone = all(self._shape(a)[-1] == 1 for a in op.operands)
-            return list(op.operands) if alone else []
-        return [indices] if self.values[indices].shape[last] == 1 else []
+        outside = self._resolved(indices)
+        if isinstance(outside, Lit):
+            return []
+        op, last = self.makers.get(outside), len(self.values[outside].shape) - 1
+        joined = op is not None and op.name == "concatenate" and op.params["dimension"] == last
+        parts: list[Atom] = list(op.operands) if op is not None and joined else [outside]
+        return parts if all(self._shape(part)[last] == 1 for part in parts) else []
 
     def _joined(self, op: Op, indices: int, kept: list[int], parts: list[Atom], ops: list[Op]) -> Atom:
-        """Index vectors of some components, or of none."""
-        before = self.values[indices]
-        start, last = [0] * len(before.shape), len(before.shape) - 1
+        """Index vectors of some components, or of none; appends to `ops` what makes them."""
+        (*rows, _), dtype = self.values[indices].shape, self.values[indices].dtype
 
-        def made(primitive: Any, params: Mapping[str, Any], operands: list[Atom], size: int) -> Atom:
-            result = self.rewriter.shaped(indices, (*before.shape[:-1], size))
+        def emit(primitive: Any, size: int, operands: list[Atom], **params: Any) -> Atom:
+            result = self.rewriter.shaped(indices, (*rows, size))
             ops.append(self.rewriter.op(primitive, params, operands, [result], op.source, op.index, op.ctx))
             return result
 
         if not kept:
-            params = {"shape": (*before.shape[:-1], 0), "broadcast_dimensions": (), "sharding": None}
-            zero = Lit(np.zeros((), before.dtype), ShapedArray((), before.dtype))
-            return made(lax_primitives.broadcast_in_dim_p, params, [zero], 0)
-        if indices in self.makers:
-            own = [parts[component] for component in kept]
-        else:  # the components are made elsewhere
+            zero = Lit(np.zeros((), dtype), ShapedArray((), dtype))
+            shape = (*rows, 0)
+            return emit(
+                lax_primitives.broadcast_in_dim_p, 0, [zero], shape=shape, broadcast_dimensions=(), sharding=None
+            )
+        own = [parts[component] for component in kept]
+        if indices not in self.makers:  # the components are made elsewhere
+            starts, ends = ([(*before, c + more) for c in kept] for before, more in (([0] * len(rows), 0), (rows, 1)))
             own = [
-                made(
-                    lax_primitives.slice_p,
-                    {
-                        "start_indices": (*start[:-1], c),
-                        "limit_indices": (*before.shape[:-1], c + 1),
-                        "strides": None,
-                    },
-                    [indices],
-                    1,
-                )
-                for c in kept
+                emit(lax_primitives.slice_p, 1, [indices], start_indices=start, limit_indices=end, strides=None)
+                for start, end in zip(starts, ends, strict=True)
             ]
-        if len(own) == 1:
-            return own[0]
-        return made(lax_primitives.concatenate_p, {"dimension": last}, own, len(own))
+        return own[0] if len(own) == 1 else emit(lax_primitives.concatenate_p, len(own), own, dimension=len(rows))
 
     def _position(self, atom: Atom) -> int | None:
         """The dim d for which every element of a value is its own position along d; None if that is not certain."""
-        while atom in self.names:
-            atom = self.names[atom]  # type: ignore[index]
-        array = atom.value if isinstance(atom, Lit) else self.arrays.get(atom)
+        atom = self._resolved(atom)
+        array = self._array(atom)
         if array is not None:
-            return _position_in(np.asarray(array)) if _are_indices(array) else None
-        if isinstance(atom, Lit) or atom not in self.makers:
+            return _position_in(array)
+        op = self.makers.get(atom) if isinstance(atom, int) else None
+        if op is None:
             return None
-        op = self.makers[atom]
         if op.name == "iota":
             return op.params["dimension"]
-        if op.name == "select_n":
-            # Negative indices count from the end: an index that is a position is none of these.
-            chosen = self.arrays.get(op.operands[0]) if isinstance(op.operands[0], int) else op.operands[0].value
-            if chosen is not None:
-                return None if np.any(np.asarray(chosen)) else self._position(op.operands[1])
-            test = self.makers.get(op.operands[0]) if isinstance(op.operands[0], int) else None
-            zero = test.operands[1] if test is not None and test.name == "lt" else None
-            if not isinstance(zero, Lit) or np.any(zero.value) or len(op.operands) != 3:
-                return None
-            assert test is not None
-            return None if self._position(test.operands[0]) is None else self._position(op.operands[1])
-        if op.name not in primitives.RESHAPES:
-            return None
-        source = op.operands[0]
-        dim = self._position(source)
+        if op.name == "select_n":  # negative indices count from the end: an index that is a position is none of these
+            return self._position(op.operands[1]) if self._is_false(op.operands[0]) else None
+        source, (result,) = op.operands[0], op.results[:1]
+        dim = self._position(source) if op.name in primitives.RESHAPES else None
         if dim is None:
             return None
         if op.name == "convert_element_type":
-            dtype = np.dtype(self.values[atom].dtype)
+            dtype = np.dtype(self.values[result].dtype)
             return dim if dtype.kind in "iu" and dtype.itemsize >= 4 else None
         if op.name == "broadcast_in_dim":
             return op.params["broadcast_dimensions"][dim]
-        if op.name == "copy":
-            return dim
-        return _place(self._shape(source), self.values[atom].shape, dim)
+        return dim if op.name == "copy" else _place(self._shape(source), self.values[result].shape, dim)
+
+    def _is_false(self, atom: Atom) -> bool:
+        """Whether a condition is false in every element: known to be, or whether a position is less than zero."""
+        array = self._array(atom)
+        if array is not None:
+            return not np.any(array)
+        test = self.makers.get(atom) if isinstance(atom, int) else None
+        if test is None or test.name != "lt":
+            return False
+        index, zero = test.operands
+        return isinstance(zero, Lit) and not np.any(zero.value) and self._position(index) is not None
+
+    def _resolved(self, atom: Atom) -> Atom:
+        """The atom outside of bodies that an input of a body is in each of its runs."""
+        while isinstance(atom, int) and atom in self.names:
+            atom = self.names[atom]
+        return atom
+
+    def _array(self, atom: Atom) -> Any:
+        """The array that an atom is known to be, or None."""
+        return atom.value if isinstance(atom, Lit) else self.arrays.get(atom)
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
 
 
-def _are_indices(array: Any) -> bool:
-    dtype = getattr(array, "dtype", None)
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu" and np.ndim(array) > 0
-
-
-def _position_in(array: np.ndarray) -> int | None:
+def _position_in(array: Any) -> int | None:
     """The dim of an array of integers along which each is its own position."""
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu" or not np.ndim(array):
+        return None
     for dim, size in enumerate(array.shape):
         positions = np.arange(size).reshape([size if d == dim else 1 for d in range(array.ndim)])
-        if size > 1 and np.array_equal(array, np.broadcast_to(positions, array.shape)):
+        if size > 1 and np.array_equal(np.asarray(array), np.broadcast_to(positions, array.shape)):
             return dim
     return None
 

@@ -8,6 +8,7 @@ is made by `equinox.filter_jit` all are.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class Constant:
 
 
 class _Node:
-    """What stands for a constant in a pytree."""
+    """The node in a pytree that holds a constant."""
 
     __slots__ = ("constant",)
 
@@ -64,34 +65,33 @@ def hide(tree: Any, numbers: bool = False) -> Any:
       tree: a pytree; NNX objects in it, which are split later, are left alone.
       numbers: whether Python numbers are constants, too.
     """
-    is_module, is_node, is_state = _is_module(), is_nnx_object(), is_nnx_state()
-
-    def is_hidden(value: Any) -> bool:
-        return isinstance(value, _Node)  # to rebuild one would bring its leaf back
-
-    def replaced(leaf: Any, numbers: bool) -> Any:
-        return leaf if is_hidden(leaf) or not is_constant(leaf, numbers) else _Node(Constant(leaf))
-
-    def outer(value: Any) -> Any:
-        if is_node(value):
-            return value
-        if is_module(value) or is_state(value):
-            static = numbers or is_module(value)
-            return jax.tree_util.tree_map(lambda leaf: replaced(leaf, static), value, is_leaf=is_hidden)
-        return replaced(value, numbers)
+    is_module, is_object, is_state = _is_module(), is_nnx_object(), is_nnx_state()
 
     def stops(value: Any) -> bool:
-        return is_node(value) or is_module(value) or is_state(value) or is_hidden(value)
+        return is_object(value) or is_module(value) or is_state(value) or _is_hidden(value)
 
-    def has_constants(value: Any) -> bool:
+    def hidden(value: Any) -> Any:
         if is_module(value) or is_state(value):
             static = numbers or is_module(value)
-            return any(is_constant(leaf, static) for leaf in jax.tree_util.tree_leaves(value, is_leaf=is_hidden))
-        return not (is_node(value) or is_hidden(value)) and is_constant(value, numbers)
+            return _replaced(value, lambda leaf: _hidden_leaf(leaf, static), _is_hidden)
+        return value if is_object(value) else _hidden_leaf(value, numbers)
 
-    if not any(map(has_constants, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
-        return tree
-    return jax.tree_util.tree_map(outer, tree, is_leaf=stops)
+    return _replaced(tree, hidden, stops)
+
+
+def _replaced(tree: Any, function: Callable[[Any], Any], stops: Callable[[Any], bool]) -> Any:
+    """The pytree with other leaves, `stops` saying which of its nodes are some; as it is if none changes."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
+    new = list(map(function, leaves))
+    return tree if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, _Node)  # to rebuild one would bring its leaf back
+
+
+def _hidden_leaf(leaf: Any, numbers: bool) -> Any:
+    return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Node(Constant(leaf))
 
 
 def is_constant(leaf: Any, numbers: bool) -> bool:

@@ -1,12 +1,13 @@
 """From a Python training step to a `Traced` program. Nothing is executed.
 
 JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
-`arguments` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
-arrays and rebuilt inside (`modules`).
+`state` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
+arrays and rebuilt inside (`nnx_modules`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,22 +19,15 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Argument, Traced
-from alpa_lite.passes.tracing import (
-    arguments,
-    attention,
-    batches,
-    calls,
-    conversion,
-    nnx_modules,
-    references,
-    static_leaves,
-)
-from alpa_lite.passes.tracing.arguments import Argnums
-from alpa_lite.passes.tracing.constraints import constrained
+from alpa_lite.graph import Argument, Atom, Graph, Traced
+from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
+from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
+from alpa_lite.passes.tracing.batches import Batch, find_batch
+from alpa_lite.passes.tracing.constraints import constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
-from alpa_lite.passes.tracing.jit_shardings import constrained_results, spread
+from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
+from alpa_lite.passes.tracing.state import Matched, match_state
 from alpa_lite.paths import shown
 
 
@@ -72,9 +66,8 @@ def trace(
       annotations: whether constraints that the step itself writes are heeded.
 
     Returns:
-      The traced step. `extra["calling"]` is a `tracing.calls.Calling`, `extra["name"]` the step's name; `in_tree`
-      is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that of the result, or, with NNX
-      objects, of ((args, kwargs) after the call, result).
+      The traced step. `in_tree` is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that
+      of the result, or, with NNX objects, of ((args, kwargs) after the call, result).
 
     Raises:
       SignatureError: a named argument is not there or does not come back, every argument comes back, or an argument is
@@ -84,46 +77,45 @@ def trace(
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
-    with _jax.attention_given_to(attention.whole, platform):
+    with _jax.attention_given_to(attention.call_as_kernel, platform):
         jaxpr = run.jaxpr()
-    graph = constrained(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
-    inputs, outputs, evidence = run.inputs, run.outputs, Evidence(graph)
-    named = arguments.named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
-    owned = arguments.named_leaves(calling, inputs, "state", state_argnums, state_argnames)
-    matched = arguments.match_state(
-        inputs,
-        outputs,
-        evidence,
-        batch=named or frozenset(),
-        known=frozenset(known),
-        named=owned,
-        batch_named=named is not None,
-    )
-    pairs = matched.pairs
-    state = frozenset(pairs.values())
-    if named is None and state:
+    graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
+    inputs, evidence = run.inputs, Evidence(graph)
+    batch_leaves = named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
+    state_leaves = named_leaves(calling, inputs, "state", state_argnums, state_argnames)
+    matched = match_state(inputs, run.outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
+    state = frozenset(matched.pairs.values())
+    if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    weights = frozenset(known) | matched.differentiated
-    weights |= {i for i, module in enumerate(inputs.modules) if module}
-    numbers = {value: number for number, value in enumerate(graph.block.inputs[: len(inputs.paths)])}
-    kept = {value: number for value, number in numbers.items() if number not in state}  # state is overwritten
-    through = [
-        (n, kept[atom])
-        for n, atom in enumerate(graph.block.outputs)
-        if n not in pairs and isinstance(atom, int) and atom in kept
-    ]
-    handed = frozenset(argument for _, argument in through)
-    results = {shape[0] for i, (shape, _) in enumerate(outputs.types) if shape and not evidence.learnt(i)}
-    batch = batches.find_batch(inputs, named, state, weights, handed, evidence.weights, results)
-    left = [n for n in range(len(outputs.paths)) if n not in dict(through)]
-    given = dict(enumerate(run.spread("out_shardings", out_shardings)))
-    stays = {**pairs, **dict(through)}
-    graph = constrained_results(graph, {n: one for n, one in given.items() if n not in stays}, outputs.paths)
+    through = _handed_through(graph, len(inputs.paths), matched.pairs)
+    weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
+    results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
+    handed = frozenset(through.values())
+    batch = find_batch(inputs, batch_leaves, state, weights, handed, evidence.weights, results)
+    placed = run.spread("out_shardings", out_shardings)
+    return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+
+
+def _handed_through(graph: Graph, num_arguments: int, pairs: Mapping[int, int]) -> dict[int, int]:
+    """{output: argument} of arguments that are no state and that the step returns as they came."""
+    arguments, state = enumerate(graph.block.inputs[:num_arguments]), frozenset(pairs.values())
+    numbers: dict[Atom, int] = {value: i for i, value in arguments if i not in state}
+    return {n: numbers[atom] for n, atom in enumerate(graph.block.outputs) if n not in pairs and atom in numbers}
+
+
+def _assembled(
+    run: _Run, graph: Graph, matched: Matched, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
+) -> Traced:
+    """The traced step from its parts; `placed` are the `out_shardings` of the flat results."""
+    inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
+    state, stays = frozenset(pairs.values()), {**pairs, **through}
+    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, outputs.paths)
+    left = [n for n in range(len(outputs.paths)) if n not in through]
     block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
     return Traced(
         graph=replace(graph, block=block),
         arguments=tuple(
-            Argument(path, _role(inputs, i, state, batch), weak)
+            Argument(path, "state" if i in state else batch.role(inputs, i), weak)
             for i, (path, weak) in enumerate(zip(inputs.paths, run.weak_inputs, strict=True))
         ),
         outputs=tuple(
@@ -133,25 +125,15 @@ def trace(
         in_tree=run.in_tree,
         out_tree=run.out_tree,
         notes=(batch.note, *matched.notes),
-        calling=calling,
-        name=getattr(fun, "__name__", "step"),
-        batch_named=named is not None,
-        through=tuple(through),
-        placed=tuple((argument, given[n]) for n, argument in stays.items() if given.get(n) is not None),
+        calling=run.calling,
+        name=getattr(run.fun, "__name__", "step"),
+        through=tuple(through.items()),
+        placed=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
     )
 
 
-def _role(inputs: Flat, number: int, state: frozenset[int], batch: batches.Batch) -> str:
-    """What a flat argument is, as `Argument.role` says it."""
-    if number in state:
-        return "state"
-    if number in batch.leaves:
-        return "batch"
-    return "frozen" if is_batch_like(*inputs.types[number]) and number not in batch.data else "other"
-
-
 class _Run:
-    """One tracing: the step as a function of flat leaves, and what is learnt about its pytrees on the way."""
+    """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     def __init__(
         self,
@@ -160,7 +142,7 @@ class _Run:
         traced_args: tuple[tuple[Any, ...], dict[str, Any]],
         shapes: Mapping[int, tuple[int, ...]],
     ) -> None:
-        self._fun, self._calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
+        self.fun, self.calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
         self.inputs: Flat
@@ -171,7 +153,7 @@ class _Run:
 
     def jaxpr(self) -> Any:
         """The closed jaxpr of the step."""
-        if not self._calling.modules:
+        if not self.calling.modules:
             return self._jaxpr_of(self._arguments)
         with nnx_modules.updating(self):
             return self._jaxpr_of(nnx_modules.split_arguments(self._arguments, self))
@@ -179,18 +161,14 @@ class _Run:
     def _jaxpr_of(self, pure: Any) -> Any:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
         found = nnx_modules.leaf_paths(self._arguments)
-        paths = tuple(calls.path_of(self._calling, path.keys, path.inner) for path in found)
+        paths = tuple(calls.path_of(self.calling, path.keys, path.inner) for path in found)
         specs = [
             _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         ]
-        trees, start = [], 0
-        args_tree, kwargs_tree = jax.tree_util.treedef_children(self.in_tree)
-        whole = [*jax.tree_util.treedef_children(args_tree), *jax.tree_util.treedef_children(kwargs_tree)]
-        for name, treedef in zip(self._calling.roots(), whole, strict=True):
-            trees.append(Tree(treedef, start, start + treedef.num_leaves, name))
-            start = trees[-1].stop
+        whole = [tree for group in jax.tree_util.treedef_children(self.in_tree) for tree in group.children()]
+        starts = itertools.accumulate((tree.num_leaves for tree in whole), initial=0)
         self.inputs = Flat(
-            trees=tuple(trees),
+            trees=tuple(map(Tree, whole, starts, self.calling.roots())),
             paths=paths,
             types=tuple((tuple(spec.shape), spec.dtype) for spec in specs),
             modules=tuple(path.module for path in found),
@@ -198,56 +176,45 @@ class _Run:
         )
         try:
             traced = jax.jit(self._flat).trace(*specs)
-        except _CONCRETE as error:
+        except tuple(_CONCRETE) as error:
             raise TracingError(_concrete_message(error)) from error
-        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.weak_inputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.in_avals]
         self.weak_outputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.out_avals]
+        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
-        return references.discharge(self._fun, traced.jaxpr)
+        return references.discharge(self.fun, traced.jaxpr)
 
     def _flat(self, *leaves: Any) -> list[Any]:
-        """The step on flat leaves."""
-        pure = jax.tree_util.tree_unflatten(self.in_tree, leaves)
-        numbers = static_leaves.has_static_numbers(self._fun)
-        if not self._calling.modules:
-            self.result = out = static_leaves.hide(self._calling.call(self._fun, *pure), numbers)
-            return self._flatten_result(out, [replace(p, keys=(None, *p.keys)) for p in nnx_modules.leaf_paths(out)])
-        copies = nnx_modules.merge_arguments(pure, self)
-        self.result = out = static_leaves.hide(self._calling.call(self._fun, *copies), numbers)
-        paths = nnx_modules.leaf_paths((copies, out))
-        kept = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
-        return self._flatten_result(nnx_modules.split_results(copies, out, self), kept)
+        """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
+        args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
+        if modules:
+            args = nnx_modules.merge_arguments(args, self)
+        out = self.calling.call(self.fun, *args)
+        self.result = out = static_leaves.hide(out, static_leaves.has_static_numbers(self.fun))
+        paths = nnx_modules.leaf_paths((args if modules else (), out))
+        found = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
+        pure = nnx_modules.split_results(args, out, self) if modules else out
+        results, self.out_tree = jax.tree_util.tree_flatten(pure)
+        assert len(found) == len(results), (len(found), len(results))
+        own = jax.tree_util.treedef_children(self.out_tree)[1] if modules else self.out_tree
+        self.outputs = Flat(
+            trees=(Tree(own, len(results) - own.num_leaves),),
+            paths=tuple(
+                f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
+                if path.keys[0].idx == 1
+                else calls.path_of(self.calling, path.keys[1:], path.inner)
+                for path in found
+            ),
+            types=(),
+            modules=tuple(path.module for path in found),
+            keys=tuple(_key_texts(path.keys[1:]) for path in found),
+        )
+        return results
 
     def spread(self, option: str, prefix: Any) -> list[Any]:
         """For each flat result what a pytree prefix of the result gives it."""
-        if prefix is None:
-            return [None] * len(self.outputs.paths)
-        found = spread(option, prefix, self.result)
+        found = [] if prefix is None else spread(option, prefix, self.result)
         return [None] * (len(self.outputs.paths) - len(found)) + found
-
-    def _flatten_result(self, out: Any, paths: list[nnx_modules.LeafPath]) -> list[Any]:
-        """The flat leaves of the result.
-
-        Args:
-          out: the result; with NNX objects, (what the arguments hold after the call, result).
-          paths: for each leaf, after one key that is 0 for what the arguments hold.
-        """
-        leaves, self.out_tree = jax.tree_util.tree_flatten(out)
-        assert len(paths) == len(leaves), (len(paths), len(leaves))
-        self.outputs = Flat(
-            trees=(Tree(self.out_tree, 0, len(leaves), ""),),
-            paths=tuple(
-                calls.path_of(self._calling, path.keys[1:], path.inner)
-                if getattr(path.keys[0], "idx", 1) == 0
-                else f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
-                for path in paths
-            ),
-            types=(),
-            modules=tuple(path.module for path in paths),
-            keys=tuple(_key_texts(path.keys[1:]) for path in paths),
-        )
-        return leaves
 
 
 def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -270,9 +237,9 @@ def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtype
 
 def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
     """Several arguments that all come back leave no batch: more likely one of them is the batch."""
-    arrays = [tree for tree in inputs.trees if any(is_batch_like(*inputs.types[i]) for i in tree.leaves)]
+    arrays = [tree for tree in inputs.trees if any(is_batch_like(inputs.types[i]) for i in tree.leaves)]
     plain = [tree for tree in arrays if not all(inputs.modules[i] for i in tree.leaves)]
-    if plain and len(arrays) > 1 and all(i in state for tree in plain for i in tree.leaves):
+    if plain and len(arrays) > 1 and all(state.issuperset(tree.leaves) for tree in plain):
         names = ", ".join(tree.key for tree in arrays)
         raise SignatureError(
             f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none can be "
@@ -280,27 +247,23 @@ def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
         )
 
 
-_CONCRETE = (
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.ConcretizationTypeError,
-)
+_CONCRETE = {
+    jax.errors.TracerBoolConversionError: "the truth value of a traced array (in `if`, `while`, `and`, `or`, `not`)",
+    jax.errors.TracerArrayConversionError: "a traced array as a NumPy array",
+    jax.errors.TracerIntegerConversionError: "a traced array as a Python integer (an index, a shape or a range)",
+    jax.errors.NonConcreteBooleanIndexError: "a traced boolean mask as an index, whose result has no fixed shape",
+    jax.errors.ConcretizationTypeError: "the value of a traced array",
+}
+"""The errors of steps that read values in Python, and what they use."""
 _NOT_THE_USER = tuple(
     os.path.dirname(os.path.realpath(path)) + os.sep for path in (jax.__file__, __file__, os.__file__) if path
 )
 
 
 def _concrete_message(error: BaseException) -> str:
-    what = {
-        "TracerBoolConversionError": "the truth value of a traced array (in `if`, `while`, `and`, `or`, `not`)",
-        "TracerArrayConversionError": "a traced array as a NumPy array",
-        "TracerIntegerConversionError": "a traced array as a Python integer (an index, a shape or a range)",
-        "NonConcreteBooleanIndexError": "a traced boolean mask as an index, whose result has no fixed shape",
-    }.get(type(error).__name__, "the value of a traced array")
+    used = next(text for kind, text in _CONCRETE.items() if isinstance(error, kind))
     return (
-        f"the step uses {what} at {_user_line(error)}, but values are known only when it runs. "
+        f"the step uses {used} at {_user_line(error)}, but values are known only when it runs. "
         "Use jnp.where or jax.lax.cond for branches, jax.lax.while_loop or jax.lax.fori_loop for loops, and "
         "static_argnums for arguments that are no arrays"
     )

@@ -1,14 +1,11 @@
 """Loops whose number of iterations is known become scans: a `while` that integers known at tracing decide.
 
-    known      scalar integers and booleans that follow from literals alone, also through loops that do not change them
-    deciding   the least set of carries with those that the condition reads, and those that their next values read
-
-A loop is counted if all that the deciding carries start from is known and only scalar arithmetic makes their next
-values. One counter that is compared with a known number and stepped by another has a closed form, whichever way it
-counts; any other form is run in NumPy, for at most `MAX_SIMULATED_TRIPS` iterations. A counted loop becomes a scan of
-that length, which every later pass prices, divides and verifies by its length; one without an iteration is removed.
-All that stays a `while` has an unknown trip count, and is counted once: in plans, and where lowered programs are read
-(`evaluation.UNKNOWN_TRIPS`).
+Known are scalar integers and booleans that follow from literals alone, also through loops that do not change them. A
+loop is counted if scalar arithmetic on known carries decides its condition before each iteration. One counter that is
+compared with a known number and stepped by another has a closed form, whichever way it counts; any other form is run in
+NumPy, for at most `MAX_SIMULATED_TRIPS` iterations. A counted loop becomes a scan of that length, which every later
+pass prices, divides and verifies by its length; one without an iteration is removed. All that stays a `while` has an
+unknown trip count, and is counted once: in plans, and where lowered programs are read (`evaluation.UNKNOWN_TRIPS`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import numpy as np
 from jax.extend.core.primitives import scan_p
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
-from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 
@@ -82,96 +79,67 @@ class _Counter:
         self.known.update((v, scalar) for v, scalar in zip(values, scalars, strict=False) if scalar is not None)
 
     def _trips(self, view: WhileView) -> tuple[int, dict[int, Any]] | None:
-        """The iterations, and what each deciding carry ends as, by its number; None if they are not known."""
+        """The iterations, and what each known carry ends as, by its number; None if they are not known."""
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        test = self._cone(cond, cond.outputs[:1], asked)
-        if test is None:
-            return None
-        asking, deciding = test
-        steps: dict[int, list[Op]] = {}
-        while missing := [n for n in deciding if n not in steps]:
-            for n in missing:
-                cone = self._cone(body, [body.outputs[n]], carried)
-                if cone is None:
-                    return None
-                steps[n], read = cone
-                deciding = deciding | read
-        start = view.taken(view.op.operands).carry
-        state = {n: self.read(start[n]) for n in deciding}
-        if any(scalar is None for scalar in state.values()):
-            return None
-        if (linear := self._linear(view, asking, steps, state)) is not None:
+        start = enumerate(map(self.read, view.taken(view.op.operands).carry))
+        state = {n: scalar for n, scalar in start if scalar is not None}
+        if (linear := self._linear(view, state)) is not None:
             return linear
+        tests, steps = ([op for op in block.ops if op.name in _SCALAR] for block in (cond, body))
         for trips in range(MAX_SIMULATED_TRIPS + 1):
-            (running,) = self._run(asking, cond.outputs[:1], {asked[n]: state[n] for n in state})
+            running = self._run(tests, {asked[n]: scalar for n, scalar in state.items()})(cond.outputs[0])
             if running is None:
                 return None
             if not running:
                 return trips, state
-            env = {carried[n]: state[n] for n in state}
-            state = {n: self._run(steps[n], [body.outputs[n]], env)[0] for n in state}
-            if any(scalar is None for scalar in state.values()):
-                return None
+            after = self._run(steps, {carried[n]: scalar for n, scalar in state.items()})
+            ends = ((n, after(body.outputs[n])) for n in state)
+            state = {n: scalar for n, scalar in ends if scalar is not None}
         return None
 
-    def _cone(self, block: Block, outputs: Sequence[Atom], carried: Sequence[int]) -> tuple[list[Op], set[int]] | None:
-        """The scalar operations that make outputs of a block, and the numbers of the carries that they read.
-
-        None if anything else takes part.
-        """
-        makers, numbers = flow.producers(block.ops), {value: n for n, value in enumerate(carried)}
-        found: dict[int, Op] = {}
-        read: set[int] = set()
-        stack = [atom for atom in outputs if self.read(atom) is None]
-        while stack:
-            atom = stack.pop()
-            if isinstance(atom, Lit) or self.values[atom].shape:
-                return None
-            if atom in numbers:
-                read.add(numbers[atom])
-            elif (op := makers.get(atom)) is None or op.name not in _SCALAR:
-                return None
-            elif op.index not in found:
-                found[op.index] = op
-                stack += [a for a in op.operands if self.read(a) is None]
-        return [found[index] for index in sorted(found)], read
-
-    def _run(self, ops: Sequence[Op], outputs: Sequence[Atom], env: Mapping[int, Any]) -> list[Any]:
-        """What operations make of carries; None for what is not defined."""
-        scalars = dict(env)
+    def _run(self, ops: Sequence[Op], scalars: dict[int, Any]) -> Callable[[Atom], Any]:
+        """Reads the scalars after some operations, from those of carries before; None for what is not known."""
 
         def read(atom: Atom) -> Any:
-            return scalars[atom] if isinstance(atom, int) and atom in scalars else self.read(atom)
+            known = scalars.get(atom) if isinstance(atom, int) else None
+            return self.read(atom) if known is None else known
 
         for op in ops:
             scalars[op.results[0]] = _folded(op, self.values, read)
-        return list(map(read, outputs))
+        return read
 
-    def _linear(
-        self, view: WhileView, asking: Sequence[Op], steps: Mapping[int, Sequence[Op]], state: Mapping[int, Any]
-    ) -> tuple[int, dict[int, Any]] | None:
+    def _linear(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
         """As `_trips`, of one counter to which a known number is added until a comparison with another ends it."""
-        if len(state) != 1 or len(asking) != 1 or asking[0].name not in _FLIPPED:
+        cond, body = view.op.bodies
+        asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
+        compare = _maker(cond, cond.outputs[0])
+        if compare is None or compare.name not in _FLIPPED:
             return None
-        ((n, ops),) = steps.items()
-        compare, counter = asking[0], view.cond(view.op.bodies[0].inputs)[1][n]
-        if len(ops) != 1 or ops[0].name not in primitives.ADDITIONS:
+        (left, right), kind = compare.operands, compare.name
+        if right in asked:
+            left, right, kind = right, left, _FLIPPED[kind]
+        limit, n = self.read(right), asked.index(left) if left in asked else -1
+        step = _maker(body, body.outputs[n]) if n in state else None
+        if limit is None or step is None or step.name not in primitives.ADDITIONS:
             return None
-        left, right = map(self.read, compare.operands)
-        limit, kind = (right, compare.name) if compare.operands[0] == counter else (left, _FLIPPED[compare.name])
-        by = self.read(ops[0].operands[1])
-        if by is None and ops[0].name != "sub":
-            by = self.read(ops[0].operands[0])
-        if by is None or limit is None:
+        first, second = step.operands
+        if second == carried[n] and step.name != "sub":
+            first, second = second, first
+        by = self.read(second)
+        if by is None or first != carried[n]:
             return None
+        by = -int(by) if step.name == "sub" else int(by)
         start, dtype = int(state[n]), np.asarray(state[n]).dtype
-        step = -int(by) if ops[0].name == "sub" else int(by)
-        trips = _linear_trips(kind, start, step, int(limit))
+        trips = _linear_trips(kind, start, by, int(limit))
         if trips is None or dtype.kind == "b":
             return None
-        end, info = start + trips * step, np.iinfo(dtype)
+        end, info = start + trips * by, np.iinfo(dtype)
         return (trips, {n: dtype.type(end)}) if info.min <= end <= info.max else None
+
+
+def _maker(block: Block, atom: Atom) -> Op | None:
+    return next((op for op in block.ops if atom in op.results), None)
 
 
 def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
@@ -213,15 +181,15 @@ def _integer(literal: Lit) -> Any:
 
 
 def _folded(op: Op, values: Sequence[Any], read: Callable[[Atom], Any]) -> Any:
-    """What a scalar operation makes of known numbers, else None."""
+    """The result of a scalar operation on known numbers, else None."""
     if op.name not in _SCALAR or len(op.results) != 1 or values[op.results[0]].shape:
         return None
     dtype, operands = values[op.results[0]].dtype, list(map(read, op.operands))
     if any(a is None for a in operands) or not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
         return None
     with np.errstate(all="ignore"):
-        made = _SCALAR[op.name](*operands)
-    return None if made is None else np.asarray(made).astype(dtype)[()]
+        result = _SCALAR[op.name](*operands)
+    return None if result is None else np.asarray(result).astype(dtype)[()]
 
 
 def _quotient(a: Any, b: Any) -> Any:

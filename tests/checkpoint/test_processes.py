@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from alpa_lite import checkpoint, launching
+from alpa_lite import checkpoint
+from alpa_lite.processes import local_launch
 from tests import comparing
 from tests.checkpoint import states, two_processes
 
@@ -30,7 +31,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = ["-m", "tests.checkpoint.two_processes", str(tmp_path)]
     monkeypatch.chdir(ROOT)
-    code = launching.launch(command, processes=2, devices_per_process=4, platform="cpu", say=print)
+    code = local_launch.launch(command, processes=2, devices_per_process=4, platform="cpu")
     assert code == 0, capfd.readouterr()
     said = [pickle.loads((tmp_path / f"said {number}.pkl").read_bytes()) for number in range(2)]
     for number, own in enumerate(said):
@@ -40,7 +41,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
         assert seconds < two_processes.TIMEOUT / 2
         assert ("process 1 failed" in message) == (number == 0)
     message, seconds = said[0]["alone"]
-    assert "process 1 said nothing for 5 s" in message and seconds < 60
+    assert "process 1 did not respond within 5 s" in message and seconds < 60
     shapes = jax.eval_shape(states.create, jax.random.key(0))
     found = checkpoint.restore(tmp_path / "stages", shapes)
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(after), strict=True):

@@ -10,7 +10,7 @@ import mlp
 import worker
 
 import alpa_lite
-from alpa_lite.processes import alarm
+from alpa_lite.processes import failure_propagation
 
 armed = False
 
@@ -35,7 +35,7 @@ def step(params, batch):
 def main() -> None:
     global armed
     what, method = worker.start()
-    alarm.PERIOD, alarm.GRACE = 0.3, 2.0
+    failure_propagation.POLL_SECONDS, failure_propagation.GRACE_SECONDS = 0.3, 2.0
     args, more = mlp.arguments(layers=2, width=8), mlp.arguments(layers=2, width=8, batch=32)
     methods = {"pipeline": alpa_lite.Pipeline(num_stages=2), "one mesh": alpa_lite.Zero(stage=1)}
     ours = alpa_lite.parallelize(
@@ -46,7 +46,7 @@ def main() -> None:
         ours(params, args[1]["x"])  # by all processes
     except Exception as error:
         worker.say("caught", type(error).__name__)
-    time.sleep(2 * alarm.GRACE)
+    time.sleep(2 * failure_propagation.GRACE_SECONDS)
     params, loss = ours(params, args[1])
     worker.say("goes on", float(loss) > 0)
     if what == "switch":  # all have planned for both
@@ -58,7 +58,7 @@ def main() -> None:
     if wrong and what == "fewer":
         return
     if wrong and what == "gone":  # as a callback that raises, in a process that then dies
-        alarm.alarm.ends(ValueError("the first to fail"))
+        failure_propagation.monitor.report_end(ValueError("the first to fail"))
         os._exit(7)
     armed = what == "callback"
     usual, other = args[1], (more if wrong else args)[1]

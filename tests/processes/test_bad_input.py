@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.processes import missing
+from alpa_lite.processes.launcher import detected_launcher
 from tests.processes import driver
 
 SAID = {
@@ -40,10 +40,10 @@ def test_a_process_that_does_not_come_is_named_in_time():
 
 
 def test_a_process_that_was_started_with_others_and_has_not_joined_them_is_told():
-    assert missing.said({}) is None
-    assert missing.said({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}) is None  # one step of a larger job
-    assert missing.said({"OMPI_COMM_WORLD_SIZE": "4"}) == "OMPI_COMM_WORLD_SIZE=4"
-    assert missing.said({"JAX_COORDINATOR_ADDRESS": "a:1"}) == "JAX_COORDINATOR_ADDRESS=a:1"
+    assert detected_launcher({}) is None
+    assert detected_launcher({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}) is None  # one step of a larger job
+    assert detected_launcher({"OMPI_COMM_WORLD_SIZE": "4"}) == "OMPI_COMM_WORLD_SIZE=4"
+    assert detected_launcher({"JAX_COORDINATOR_ADDRESS": "a:1"}) == "JAX_COORDINATOR_ADDRESS=a:1"
 
 
 @pytest.mark.slow

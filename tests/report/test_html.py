@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.figures import Held, Products, Spending
 from alpa_lite.plan import Plan
-from alpa_lite.report import modules
-from alpa_lite.report.html import document, elements, fragment
+from alpa_lite.report import modules, stages
+from alpa_lite.report.html import MAX_CELL_BYTES, document, fragment
 from tests.plans import gpt_plan, pipeline_plan
 from tests.report.test_summary import with_comparisons
 
@@ -78,12 +78,42 @@ def test_is_one_wellformed_file_that_loads_nothing(plan: Plan) -> None:
 
 
 def test_says_what_the_summary_says_and_escapes() -> None:
-    text = document(full(gpt_plan()))
-    for wanted in ("slower by 25 %", "does not fit by 3.00 GiB", "tokens a second", "peak 3.16 GiB", "h_#/attn"):
+    plan = full(gpt_plan())
+    text = document(dataclasses.replace(plan, notes=("<b>bold</b> & 'quoted'",)))
+    for wanted in ("slower by 25 %", "does not fit by 3.00 GiB", "tokens a second", "3.16 GiB", "h_#/attn"):
         assert wanted in text, wanted
-    assert "jvp(h_0)/attn" in text and "state/params/h_11/mlp/up/kernel" in text
-    assert "<b>" in elements.element("b", "x") and "&lt;b&gt;" in elements.join("<b>")
-    assert "submesh 3" in fragment(full(pipeline_plan())) and fragment(gpt_plan()) == gpt_plan()._repr_html_()
+    assert "jvp(h_0)/attn" in text and "state/params/h_{0-11}/mlp/up/kernel" in text
+    assert "<b>bold" not in text and "&lt;b&gt;bold&lt;/b&gt; &amp; &#39;quoted&#39;" in text
+    assert "submesh 3" in fragment(full(pipeline_plan()))
+
+
+def test_identical_layers_and_collectives_are_one_row_and_the_largest_come_first() -> None:
+    assert len(document(full(gpt_plan(96)))) < 1.1 * len(document(full(gpt_plan(12))))
+    text = document(full(gpt_plan()))
+    rows = re.findall(r"<tr>(.*?)</tr>", text.split('id="tensors-table"')[1].split("</table>")[0], re.DOTALL)[1:]
+    per_device = [int(re.findall(r'data-key="(\d+)"', row)[-1]) for row in rows]
+    assert per_device == sorted(per_device, reverse=True) and len(rows) == 26
+    assert text.count("reduce_scatter</td>") == 1
+
+
+def test_cells_of_a_notebook_are_small_and_share_no_id() -> None:
+    many = full(pipeline_plan("interleaved-1f1b", 3))
+    stage = many.stages[0]
+    leaves = tuple(
+        dataclasses.replace(leaf, path=f"{leaf.path}.{chr(97 + i % 26)}", shape=(i, 7), bytes=28 * i)
+        for i, leaf in enumerate(stage.arguments * 4)
+    )
+    first = tuple(dataclasses.replace(other, arguments=leaves[n:]) for n, other in enumerate(many.stages[:6]))
+    large = dataclasses.replace(many, stages=(*first, *many.stages[6:]))
+    for plan in (many, large):
+        cells = [plan._repr_html_() for _ in range(2)]
+        assert all(len(cell.encode()) <= MAX_CELL_BYTES for cell in cells)
+        readers = [Reader(), Reader()]
+        for reader, cell in zip(readers, cells, strict=True):
+            reader.feed(cell)
+        assert readers[0].ids and not set(readers[0].ids) & set(readers[1].ids)
+    assert len(document(large).encode()) > MAX_CELL_BYTES
+    assert "more rows, which plan.to_html(path) shows" in large._repr_html_()
 
 
 def test_modules_have_the_seconds_of_their_operations() -> None:
@@ -101,13 +131,14 @@ PROBE = """
 const out = {errors: [], resources: 0};
 window.addEventListener("error", event => out.errors.push(event.message));
 window.addEventListener("load", () => {
-  const field = document.querySelector("#tensor-table-search"), table = document.querySelector("#tensor-table");
+  const field = document.querySelector("#tensors-table-search"), table = document.querySelector("#tensors-table");
   const visible = () => [...table.tBodies[0].rows].filter(row => !row.hidden && row.offsetHeight > 0);
-  out.all = visible().length;
+  out.members = [...document.querySelectorAll("[id^=tensors][id$=-table] tbody tr")].map(
+    row => +row.cells[1].textContent.slice(2) || 1).reduce((a, b) => a + b);
   field.focus();
   out.focused = document.activeElement === field;
-  field.value = "KERNEL h_11 mlp"; field.dispatchEvent(new Event("input"));
-  out.found = visible().length; out.said = document.querySelector("#tensor-table-count").textContent;
+  field.value = "KERNEL h_2 mlp"; field.dispatchEvent(new Event("input"));
+  out.found = visible().length; out.said = document.querySelector("#tensors-table-count").textContent;
   field.value = ""; field.dispatchEvent(new Event("input"));
   const heads = [...table.tHead.rows[0].cells], at = heads.findIndex(head => head.textContent === "per device");
   const button = heads[at].querySelector("button");
@@ -116,8 +147,10 @@ window.addEventListener("load", () => {
   const keys = visible().map(row => +row.cells[at].dataset.key);
   out.sorted = keys.every((key, i) => i === 0 || keys[i - 1] >= key);
   out.resources = performance.getEntriesByType("resource").length;
-  const wide = [...document.querySelectorAll(".alpa svg, .alpa .bar")].filter(x => x.getBoundingClientRect().width < 1);
-  out.empty = wide.length;
+  const open = [...document.querySelectorAll(".alpa section > div > div.scroll")];
+  out.cut = open.filter(x => x.getBoundingClientRect().right > document.documentElement.clientWidth).length;
+  const wide = [...document.querySelectorAll(".alpa .bar, .alpa .blocks, .alpa .mesh b")];
+  out.empty = wide.filter(x => x.getBoundingClientRect().width < 1).length;
   out.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   const style = getComputedStyle(document.querySelector(".alpa"));
   out.colours = [style.backgroundColor, style.color];
@@ -128,11 +161,11 @@ window.addEventListener("load", () => {
 """
 
 
-def browse(file: Path, *flags: str) -> dict:
+def browse(file: Path, *flags: str, width: int = 1200) -> dict:
     """What the probe reports from a page in headless Chromium."""
     assert CHROMIUM is not None
-    profile = f"--user-data-dir={file.parent / ('profile' + ''.join(flags))}"
-    command = [CHROMIUM, *FLAGS, *flags, profile, "--window-size=1200,900", "--dump-dom", file.as_uri()]
+    profile = f"--user-data-dir={file.parent / ('profile' + ''.join(flags) + str(width))}"
+    command = [CHROMIUM, *FLAGS, *flags, profile, f"--window-size={width},900", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert match, done.stderr[-2000:]
@@ -145,11 +178,13 @@ def test_works_in_a_browser(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     plan.to_html(file)
     file.write_text(file.read_text().replace("<head>", f"<head>{PROBE}"))
-    light = browse(file)
-    assert light["errors"] == [] and light["resources"] == 0 and light["empty"] == 0 and light["overflow"] <= 0
-    assert light["all"] == sum(len(stage.arguments) for stage in plan.stages)
+    light, narrow = browse(file), browse(file, width=900)
+    for page in (light, narrow):
+        assert page["errors"] == [] and page["resources"] == 0 and page["empty"] == 0 and page["overflow"] <= 0
+        assert page["cut"] == 0
+    assert light["members"] == sum(len(plan.stages[first].arguments) for first, *_ in stages.identical(plan))
     assert light["focused"] and light["button"]
-    assert light["found"] == 6 and light["said"] == "6 rows"  # up and down: parameter and two moments
+    assert light["found"] == 4 and light["said"] == "4 rows"  # up and down: parameters, and both moments together
     assert light["sort"] == "descending" and light["sorted"]
     dark = browse(file, "--blink-settings=preferredColorScheme=0")
     assert light["colours"] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]

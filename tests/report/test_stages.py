@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from alpa_lite.plan import Plan
+from alpa_lite.report import communication, console, text
 from alpa_lite.report import stages as sections
-from alpa_lite.report import text
 from tests.plans import gpt_plan, pipeline_plan
 
 
@@ -20,7 +20,7 @@ def _section(printed: str, heading: str) -> list[str]:
 @pytest.mark.parametrize("plan", [pipeline_plan(), pipeline_plan("zb-h1"), pipeline_plan("interleaved-1f1b", 3)])
 def test_fits_a_hundred_columns(plan: Plan) -> None:
     printed = plan.details()
-    assert max(map(len, printed.splitlines())) <= text.WIDTH
+    assert max(map(len, printed.splitlines())) <= console.WIDTH
     assert "\x1b" not in printed
     assert all(line == line.rstrip() for line in printed.splitlines())
 
@@ -75,23 +75,31 @@ def test_seconds_are_weighted_by_devices() -> None:
 def test_memory_of_submeshes_adds_up_to_their_peak() -> None:
     plan = pipeline_plan()
     for row in sections.memory(plan):
-        assert row.peak == row.params + row.gradients + row.optimizer + row.in_flight + row.temporaries
+        assert row.peak == sum(size for _, size in row.kinds)
 
 
 def test_transfers_are_grouped_by_direction_and_nothing_is_lost() -> None:
     plan = pipeline_plan()
-    rows = sections.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
+    rows = communication.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
     assert [row.where.split(",")[0] for row in rows] == ["submesh {1-3} to {0-2}", "submesh {0-2} to {1-3}"]
     moved = [c for c in plan.collectives if c.kind == "transfer"]
     assert sum(row.count for row in rows) == sum(c.count for c in moved)
     assert sum(row.bytes * row.count for row in rows) == sum(c.bytes * c.count for c in moved)
 
 
+def test_transfers_keep_their_submeshes_in_a_file() -> None:
+    plan = pipeline_plan()
+    data = plan.to_json()
+    assert Plan.from_json(data) == plan
+    routes = [c.get("route") for c in data["plan"]["collectives"]]
+    assert routes[:4] == [None] * 4 and routes[4:6] == [[0, 1], [1, 2]]  # collectives within a stage have none
+
+
 def test_overview_is_the_beginning_of_the_plan() -> None:
     plan = pipeline_plan()
-    assert plan.details().startswith(text.plain(text.overview(plan)))
-    assert "Shardings" not in text.plain(text.overview(plan))
-    assert "Memory per device" in text.plain(text.overview(gpt_plan()))
+    assert plan.details().startswith(console.plain(text.overview(plan)))
+    assert "Shardings" not in console.plain(text.overview(plan))
+    assert "Memory per device" in console.plain(text.overview(gpt_plan()))
 
 
 def test_diff_of_pipelines_says_what_moved() -> None:
@@ -104,7 +112,7 @@ def test_diff_of_pipelines_says_what_moved() -> None:
 
 def test_diff_of_one_mesh_and_a_pipeline_has_a_row_for_all_layers() -> None:
     found = gpt_plan().diff(pipeline_plan())
-    assert max(map(len, found.splitlines())) <= text.WIDTH
+    assert max(map(len, found.splitlines())) <= console.WIDTH
     assert "mesh               data=4 model=2 -> stages 0-3: data=2" in found
     (row,) = [line for line in found.splitlines() if "h_{0-11}/mlp/up/kernel" in line and "x 12" in line]
     assert row.split("x 12")[1].split("  ")[-1] == "stages 0-3: replicated 9.00 MiB"

@@ -15,7 +15,7 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.figures import AxisUse, Comparison, Products
 from alpa_lite.plan import Plan
-from alpa_lite.report import activations, summary, words
+from alpa_lite.report import activations, strategy_names, summary
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 
 CLUSTER = Cluster.preset("h100", nodes=1)
@@ -171,12 +171,12 @@ def test_words_for_what_the_mesh_axes_divide() -> None:
 
     x = AxisUse("x", 4, {"data": 1.0}, 0.99, 1.0)
     y = AxisUse("y", 2, {"tensor": 1.0}, 0.8, 0.8)
-    assert words.chosen(axes(x, y))[:2] == [
+    assert strategy_names.chosen(axes(x, y))[:2] == [
         "data parallel over x=4; tensor parallel over y=2",
         "FSDP of parameters over x; parameters sharded over y (80 % of the bytes)",
     ]
     mixed = AxisUse("x", 8, {"data": 0.7, "expert": 0.3}, 0.0, 1.0)
-    assert words.chosen(axes(mixed))[:2] == [
+    assert strategy_names.chosen(axes(mixed))[:2] == [
         "data parallel (70 % of the products' FLOPs) and expert parallel (30 %) over x=8",
         "parameters replicated, optimizer state sharded (ZeRO) over x",
     ]
@@ -190,7 +190,7 @@ def test_words_for_what_the_mesh_axes_divide() -> None:
     ],
 )
 def test_textbook_plans_are_called_by_their_names(method, said: list[str]) -> None:
-    assert words.chosen(planned(method=method))[:2] == said
+    assert strategy_names.chosen(planned(method=method))[:2] == said
 
 
 def test_activations_are_those_that_the_backward_pass_reads() -> None:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.plan import Plan
 from alpa_lite.records import Candidate, Collective, Leaf
-from alpa_lite.report import stages, tables, text
+from alpa_lite.report import communication, console, stages, text
 from tests.plans import gpt_plan, small_plan
 
 
@@ -28,7 +28,7 @@ def _long_names() -> Plan:
 @pytest.mark.parametrize("plan", [gpt_plan(), gpt_plan(96), small_plan(), _long_names()], ids=["12", "96", "2", "long"])
 def test_fits_a_hundred_columns_without_colour(plan: Plan) -> None:
     printed = plan.details()
-    assert max(map(len, printed.splitlines())) <= text.WIDTH
+    assert max(map(len, printed.splitlines())) <= console.WIDTH
     assert "\x1b" not in printed
     assert all(line == line.rstrip() for line in printed.splitlines())
 
@@ -102,6 +102,6 @@ def test_seconds_of_collectives_add_up_over_axes() -> None:
     costs = stages.spent(plan).communication
     assert sum(costs.values()) == pytest.approx(sum(plan.collective_seconds))
     assert next(iter(costs)) == ("model",)
-    rows = tables.collective_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
+    rows = communication.collective_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
     assert sum(r.count for r in rows) == sum(c.count for c in plan.collectives)
     assert len(rows) == 7

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from alpa_lite import schedules
 from alpa_lite.passes.programs import simulation
-from alpa_lite.report import text
+from alpa_lite.report import console
 from alpa_lite.report import timeline as report
 from alpa_lite.timeline import Event, Timeline
 from tests.pipelines import every, toy
@@ -220,4 +220,4 @@ def test_too_narrow() -> None:
 
 def test_prints_as_it_is() -> None:
     drawing = report.draw(schedules.schedule("interleaved-1f1b", 4, 16, virtual=2))
-    assert text.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
+    assert console.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())

@@ -72,9 +72,9 @@ def test_it_says_which_step_and_that_nothing_runs(caplog: pytest.LogCaptureFixtu
         assert one.now() == "between steps, after step 1 of train"
         step(state, examples(16))
         wait_for(lambda: "This process: between steps, after step 2 of train" in caplog.text)
-        with one.doing("saving"):
+        with one.activity("saving"):
             assert one.now() == "saving"
-    assert not watchdog.watching
+    assert not watchdog.active
     count = len(caplog.messages)
     time.sleep(0.15)
     assert len(caplog.messages) == count  # its thread has ended

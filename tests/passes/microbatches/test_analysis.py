@@ -39,48 +39,45 @@ def analysed(kind, parts, may_be_local, layers=LAYERS):
 
 
 class Counted(Analysis):
-    """Counts the operations that it looks at."""
+    """Counts the visits of operations."""
 
     count = 0
 
-    def _top(self, op):
+    def _visit(self, op):
         self.count += 1
-        super()._top(op)
+        super()._visit(op)
 
 
-class Again(Analysis):
-    """Begins again with each reduction that has to be local."""
+class FromTheStart(Analysis):
+    """Visits all operations again for each reduction that has to be local."""
 
-    def _walk(self, may_be_local):
-        start = self.journal.mark
+    def _visit_all(self, may_be_local):
         while True:
             try:
-                for op in self.graph.block.ops:
-                    self._top(op)
+                super()._visit_all(False)
                 return
             except Refused as refused:
                 if refused.roots <= self.local:
                     raise
-                self.journal.back(start)
-                self.local = self.local | refused.roots
+                self._transfer.local |= refused.roots
 
 
-def said(roles):
+def plain(roles):
     """Roles without their functions."""
     return {index: (r.kind, r.operands, r.results, r.scale) for index, r in roles.items()}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_going_back_finds_what_beginning_again_does(parts):
-    found, again = analysed(Analysis, parts, True), analysed(Again, parts, True)
-    assert len(found.local) >= LAYERS
-    for name in ("local", "state", "free", "roots", "ahead", "unfit", "carried"):
-        assert getattr(found, name) == getattr(again, name), name
-    for name in ("roles", "_declined"):
-        assert said(getattr(found, name)) == said(getattr(again, name)), name
+def test_going_back_finds_the_states_of_a_visit_from_the_start(parts):
+    found, again = analysed(Analysis, parts, True), analysed(FromTheStart, parts, True)
+    assert len(found.local) >= LAYERS and found.local == again.local
+    for name in ("state", "free", "roots"):
+        assert getattr(found.states, name) == getattr(again.states, name), name
+    assert plain(found.states.roles) == plain(again.states.roles)
+    assert found.ahead == again.ahead
 
 
-def test_layers_are_not_looked_at_again_for_those_behind_them():
+def test_layers_are_not_visited_again_for_those_behind_them():
     few, many = (analysed(Counted, 1, True, layers) for layers in (3, 9))
     assert many.count / len(many.graph.block.ops) < 1.1 * few.count / len(few.graph.block.ops)
 

@@ -78,8 +78,8 @@ def test_steps(make):
     assert not any("inexact" in note for note in found.notes)
 
 
-BY_POSITION = {"noise", "class_weights", "mixed_up"}
-"""Steps of which a micro-batch has consecutive examples: draws and positions; class weights as many as examples."""
+BY_POSITION = {"noise", "mixed_up"}
+"""Steps of which a micro-batch has consecutive examples: draws and positions."""
 
 
 @pytest.mark.parametrize("make", steps.EXACT, ids=lambda make: make.__name__)

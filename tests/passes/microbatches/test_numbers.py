@@ -12,7 +12,7 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, tracing
 from alpa_lite.passes.microbatches import numbers as found
 from alpa_lite.passes.microbatches.loop import batch_dims
-from alpa_lite.passes.microbatches.numbers import of_pipelines
+from alpa_lite.passes.microbatches.numbers import candidate_numbers
 
 
 def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
@@ -26,7 +26,7 @@ def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
         step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
     )
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    return of_pipelines(traced, rules, Cluster.preset("a100").part(devices), Pipeline())
+    return candidate_numbers(traced, rules, Cluster.preset("a100").part(devices), Pipeline())
 
 
 def test_numbers_are_powers_of_two_and_those_that_leave_a_power_of_two_of_examples() -> None:

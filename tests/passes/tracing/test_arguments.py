@@ -159,10 +159,39 @@ def exchanged_arrays(p: Any, q: Any, b: Any) -> Any:
     return q - 0.1 * grads, p, loss
 
 
+def crossed(p: Any, q: Any, b: Any) -> Any:
+    """Each new value is an update of the other argument."""
+    loss, grads = jax.value_and_grad(loss_of)(p, b)
+    return descended(q, grads), jax.tree.map(lambda w: 0.99 * w, p), loss
+
+
+def crossed_by_name(p: Any, q: Any, b: Any) -> Any:
+    new, old, loss = crossed(p, q, b)
+    return {"q": old, "p": new, "loss": loss}
+
+
+def crossed_arrays(p: Any, q: Any, b: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(b["x"] @ p) - b["y"]) ** 2))(p)
+    return q - 0.1 * grads, p - 0.2 * grads, loss
+
+
+def named_in_another_order(p: Any, q: Any, b: Any) -> Any:
+    """Each is an update of itself; without the names it would be an exchange."""
+    loss, grads = jax.value_and_grad(loss_of)(p, b)
+    return {"q": jax.tree.map(lambda w: 0.99 * w, q), "p": descended(p, grads)}, loss
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["found", "named"])
-@pytest.mark.parametrize("step", [exchanged, averaged])
+@pytest.mark.parametrize("step", [exchanged, averaged, crossed, crossed_by_name, named_in_another_order])
 def test_arguments_that_change_places_are_state(step: Any, named: bool) -> None:
-    want = {exchanged: {"result[0]": "p", "result[1]": "q"}, averaged: {"result[0]": "p", "result[1]": "average"}}
+    in_order = {"result[0]": "p", "result[1]": "q"}
+    want = {
+        exchanged: in_order,
+        crossed: in_order,
+        averaged: {"result[0]": "p", "result[1]": "average"},
+        crossed_by_name: {"result['p']": "p", "result['q']": "q"},
+        named_in_another_order: {"result[0]['p']": "p", "result[0]['q']": "q"},
+    }
     options: Any = {"state_argnums": (0, 1)} if named else {}
     traced = trace(step, (weights(0), weights(2), batch()), {}, **options)
     pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
@@ -176,16 +205,20 @@ def test_arguments_rotate_and_others_are_handed_through() -> None:
     assert pairs == {(f"{o}['{k}']", f"{a}['{k}']") for o, a in places.items() for k in "ab"}
 
 
-def test_named_arrays_that_change_places_are_state() -> None:
+@pytest.mark.parametrize(
+    ("step", "options"), [(exchanged_arrays, {"state_argnums": (0, 1)}), (crossed_arrays, {"state_argnums": (0, 1)}),
+                          (crossed_arrays, {})]
+)  # fmt: skip
+def test_arrays_that_change_places_are_state(step: Any, options: Any) -> None:
     p, q = normal(0, WIDTH, WIDTH), normal(1, WIDTH, WIDTH)
-    traced = trace(exchanged_arrays, (p, q, batch()), {}, state_argnums=(0, 1))
+    traced = trace(step, (p, q, batch()), {}, **options)
     pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
-    assert pairs == {("result[0]", "q"), ("result[1]", "p")}
+    assert pairs == {("result[0]", "p"), ("result[1]", "q")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("step", [exchanged, exchanged_arrays])
+@pytest.mark.parametrize("step", [exchanged, crossed, exchanged_arrays])
 def test_arguments_that_change_places_are_computed_as_by_jit(step: Any, method: str, caplog: Any) -> None:
     if step is exchanged_arrays and method == "pipeline":
         return  # one product
@@ -197,8 +230,19 @@ def test_arguments_that_change_places_are_computed_as_by_jit(step: Any, method: 
             *state, loss = planned(*state, batch())
             *want, expected = jax.jit(step)(*want, batch())
             close((state, loss), (want, expected))
-    if step is exchanged:
-        assert not any("moves" in record.getMessage() for record in caplog.records)
+    assert not any("moves" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("order", [("w", "x", "y"), ("x", "w", "y"), ("x", "y", "w")])
+def test_a_batch_may_have_the_type_of_the_weights(order: tuple[str, ...]) -> None:
+    def step(*args: Any) -> Any:
+        given = dict(zip(order, args, strict=True))
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((given["x"] @ w - given["y"]) ** 2))(given["w"])
+        return given["w"] - 0.1 * grad, loss
+
+    traced = trace(step, tuple(normal(n, WIDTH, WIDTH) for n in range(3)), {})
+    found = dict(zip(order, (argument.role for argument in traced.arguments), strict=True))
+    assert found == {"w": "state", "x": "batch", "y": "batch"}
 
 
 def test_what_is_handed_through_or_predicted_is_no_state() -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 import alpa_lite
 from alpa_lite.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
-from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing import nnx_modules, read_annotations
 from alpa_lite.passes.tracing.tracing import trace
 from tests.comparing import assert_equal
 
@@ -189,3 +189,21 @@ def test_averages_of_an_object_are_those_of_nnx_jit():
     got, expected = (jax.tree.leaves((average, nnx.state(m))) for average, m in zip(averages, models, strict=True))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_annotations_behind_an_object_that_two_arguments_share():
+    class Holder(nnx.Module):
+        def __init__(self, net: nnx.Module) -> None:
+            self.net = net
+            self.scale = nnx.Param(jnp.ones(6), out_sharding=("model",), eager_sharding=False)
+
+    def step(net, holder, batch):
+        holder.scale[...] *= 0.9
+        net.kernel[...] *= 0.5
+        return net(batch["x"] * holder.scale[...]).sum()
+
+    net = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+    args = net, Holder(net), BATCH
+    traced = trace(step, args, {})
+    found = read_annotations(traced, args, {})
+    assert [(traced.arguments[a.number].path, a.dims) for a in found] == [("holder['scale'].value", (("model",),))]

@@ -1,0 +1,272 @@
+"""Terminates processes that would otherwise hang in a collective after another process failed.
+
+JAX's runtime detects a process that is lost, not one that raised alone, left its program, or runs another program than
+the others, which then wait for it in C++, where no exception reaches them. So every process posts its failures and its
+call log (`divergence`), and a thread of every process polls them. After a failure of another process this one ends
+within `GRACE_SECONDS`, with an error of its own or with exit code 1, and its last line of the log names the process and
+the error. An exception in a call of a step ends no process that raises in the same call: the user may catch it in all.
+`docs/processes.md` describes each kind of failure, and `processes.effects` how a program declines the consequences.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.errors import ProcessError
+from alpa_lite.processes import effects
+from alpa_lite.processes.channel import Board
+from alpa_lite.processes.divergence import CallLog, ProgramPoint, find_passed
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+"""Seconds between two polls."""
+
+GRACE_SECONDS = 10.0
+"""Seconds from the first poll that finds a reason to end until the end."""
+
+EXIT_CODE = 1
+
+_MAX_CHARACTERS = 1000
+"""Characters of an error that are posted."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reason for other processes to end.
+
+    Attributes:
+      process: the index of the process that failed.
+      text: the error, in a line.
+      call: the number of the call of a step that it was in.
+      ends: whether the process does not go on.
+    """
+
+    process: int
+    text: str
+    call: int
+    ends: bool
+
+
+def find_reasons(failures: Iterable[Failure], own: int, begun: int, raised: Collection[int]) -> list[Failure]:
+    """Returns the failures after which this process cannot go on.
+
+    Args:
+      own: the index of this process.
+      begun: the number of calls of steps that it has begun.
+      raised: the calls that raised here.
+    """
+    return [
+        one for one in failures
+        if one.ends or (one.process != own and one.call <= begun and one.call not in raised)
+    ]  # fmt: skip
+
+
+class FailureMonitor:
+    """Posts the failures of this process, and ends it after those of others.
+
+    Attributes:
+      call_log: of this process.
+    """
+
+    def __init__(self) -> None:
+        """Creates a monitor that does nothing until it is started."""
+        self.call_log = CallLog()
+        self._board: Board | None = None  # once started
+        self._failures: dict[str, Failure] = {}  # of this process, the last of each kind
+        self._raised: set[int] = set()
+        self._posted: Any = None
+        self._predecessor: Failure | None = None  # failed before an exception ended this program
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are other processes, and planning with them has begun."""
+        return self._board is not None
+
+    def start(self) -> None:
+        """Begins to poll, and to post what ends the program, if there are several processes."""
+        with self._lock:
+            if self.is_running or jax.process_count() == 1 or _jax.coordination_client() is None:
+                return
+            self._board = Board("status")
+        thread = threading.Thread(target=self._poll, name="alpa_lite failure monitor", daemon=True)
+        thread.start()
+        if effects.is_allowed("excepthook"):
+            self._chain_excepthook()
+        if effects.is_allowed("atexit"):  # runs before JAX leaves its runtime, which programs that end well do together
+            atexit.register(self._leave, thread)
+
+    def announce_planning(self) -> ProgramPoint | None:
+        """Posts that this thread plans at its program point. Returns that point, if it is at one."""
+        point = self.call_log.record_planning()
+        self._post()
+        return point
+
+    def check_not_passed(self, point: ProgramPoint | None, name: str) -> None:
+        """Raises ProcessError if another process has passed a point where this one plans the step `name`."""
+        process = None if point is None or self._board is None else find_passed(point, self._board.poll())
+        if process is not None:
+            raise ProcessError(
+                f"process {process} goes through {point} as it was planned before, and process {jax.process_index()} "
+                f"has to plan {name} for other arguments there: every process must give arrays of the same global "
+                "shapes and dtypes, in equally many calls and batches"
+            )
+
+    def report_raised(self, call: int, name: str, error: Exception) -> None:
+        """Posts that a call of a step raised."""
+        if self.is_running:
+            self._raised.add(call)
+            text = f"{type(error).__name__} in call {call} of a step, {name}: {error}"
+            self._post(end=Failure(jax.process_index(), text[:_MAX_CHARACTERS], call, False))
+
+    def report_end(self, error: Exception) -> None:
+        """Posts that this process does not go on, or not as the others need it."""
+        if self.is_running:
+            self._post(end=Failure(jax.process_index(), _summarise(error), self.call_log.calls, True))
+
+    def _post(self, **failures: Failure) -> None:
+        """Posts the call log and the failures of this process, if they have changed.
+
+        Args:
+          failures: new ones, by kind. The last of a kind counts.
+        """
+        with self._lock:
+            self._failures |= failures
+            status = {"failures": [asdict(one) for one in self._failures.values()], **self.call_log.to_json()}
+            status["over"] = "over" in self._failures
+            if self._board is not None and status != self._posted:
+                self._posted = status
+                self._board.post(status)
+
+    def _find_reasons(self, statuses: Mapping[int, Any]) -> list[Failure]:
+        """Returns the posted failures after which this process cannot go on."""
+        posted = [Failure(**one) for status in statuses.values() for one in status["failures"]]
+        return find_reasons(posted, jax.process_index(), self.call_log.calls, self._raised)
+
+    def _poll(self) -> None:
+        """Ends this process `GRACE_SECONDS` after the first poll that finds a reason."""
+        own, since = jax.process_index(), 0.0
+        while not self._stopped.wait(POLL_SECONDS):
+            try:
+                statuses = self._board.poll() if self._board is not None else {}
+            except Exception:
+                return  # the runtime was left, or process 0 is gone and JAX ends this one
+            self._compare_calls(statuses)
+            found = self._find_reasons(statuses)
+            if not found:
+                since = 0.0
+                continue
+            since = since or time.monotonic()
+            first = next((one for one in found if one.process != own), found[0])
+            # A process whose own callback raised has more time to raise what the devices make of it.
+            if time.monotonic() - since >= (2 * GRACE_SECONDS if first.process == own else GRACE_SECONDS):
+                _log_end(first, own)
+                _end(own)
+                return
+
+    def _compare_calls(self, statuses: Mapping[int, Any]) -> None:
+        """Posts the call log, and a failure if another process ran another program in the same call."""
+        own = jax.process_index()
+        mismatch = self.call_log.compare({process: log for process, log in statuses.items() if process != own})
+        if mismatch is None:
+            self._post()
+            return
+        process, call = mismatch
+        error = ProcessError(
+            f"process {own} and process {process} run call {call} of a step as planned for other arguments: every "
+            "process must give arrays of the same global shapes and dtypes, in equally many calls"
+        )
+        # The one with the higher index stands for what is wrong: the other one ends first, and process 0 with it.
+        self._post(mismatch=Failure(max(own, process), _summarise(error), call, True))
+
+    def _chain_excepthook(self) -> None:
+        """Posts exceptions that nobody catches, after the hook of the program has shown them."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            before(kind, error, trace)
+            if isinstance(error, Exception):
+                self._predecessor = self._find_predecessor(_summarise(error))
+                self.report_end(error)
+
+        sys.excepthook = hook
+
+    def _find_predecessor(self, error: str) -> Failure | None:
+        """Returns the failure of another process that preceded an exception here, unless it is the same error."""
+        own = jax.process_index()
+        with contextlib.suppress(Exception):  # without the store, JAX ends this process
+            found = self._find_reasons(self._board.poll() if self._board is not None else {})
+            others = [one for one in found if one.process != own and one.text != error]
+            if others and all(one.process != own for one in found):
+                return min(others, key=lambda one: not one.ends)
+        return None
+
+    def _leave(self, thread: threading.Thread) -> None:
+        """Posts the end of the program, and leaves JAX's runtime such that no process waits for a heartbeat."""
+        calls = self.call_log.calls
+        text = f"the end of its program, which made {calls} calls of steps"
+        self._post(over=Failure(jax.process_index(), text, calls + 1, False))
+        failed = False
+        try:
+            jax.effects_barrier()
+        except Exception as error:
+            failed = True
+            self.report_end(error)
+        self._stopped.set()
+        thread.join(timeout=2 * POLL_SECONDS)
+        if self._predecessor is not None:
+            self._follow(self._predecessor)
+        if failed:  # JAX's own exit raises at the same place, and leaves the others to wait for a heartbeat
+            with contextlib.suppress(Exception):
+                jax.distributed.shutdown()
+
+    def _follow(self, failure: Failure) -> None:
+        """Names the process that failed before this one, and does not wait long for it.
+
+        The exception is most often what the devices make of the other's end ("connection closed by peer"), which names
+        nobody. JAX has the processes leave together: it waits for one that is gone until a heartbeat is missed, and
+        aborts. So this process goes there if all others come there too, and ends by itself if not.
+        """
+        assert self._board is not None
+        own = jax.process_index()
+        _log_end(failure, own)
+        until = time.monotonic() + GRACE_SECONDS
+        with contextlib.suppress(Exception):  # as above
+            while sum(status["over"] for status in self._board.poll().values()) < jax.process_count():
+                if time.monotonic() > until:
+                    _end(own)
+                    return
+                time.sleep(0.1)
+
+
+def _summarise(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]
+
+
+def _log_end(failure: Failure, own: int) -> None:
+    logger.critical(
+        "process %d %s, for process %d does not go on with it, after %s",
+        own, "ends" if effects.is_allowed("exit") else "should end", failure.process, failure.text,
+    )  # fmt: skip
+
+
+def _end(own: int) -> None:
+    if effects.is_allowed("exit"):
+        effects.exit_process(EXIT_CODE, 2 * POLL_SECONDS if own == 0 else 0.0)
+
+
+monitor = FailureMonitor()
+"""The one of this process."""

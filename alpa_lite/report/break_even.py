@@ -1,0 +1,133 @@
+"""The cost of another choice, and the changes that would make it win.
+
+For every alternative the plan holds a whole step in which it is forced and the others adapt (`records.Outcome`). Of its
+T seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
+large, this step takes
+
+    T(x) = T - V + V / x          T(b) = T - G + b G
+
+and so does the plan with its own T, V and G. Where the two lines cross, the alternative begins to beat the plan:
+
+    x = (V_a - V_c) / ((T_c - V_c) - (T_a - V_a))          b = ((T_a - G_a) - (T_c - G_c)) / (G_c - G_a)
+
+These are predictions to first order: neither step adapts further on the way, and a third may win before.
+"""
+
+from __future__ import annotations
+
+from alpa_lite.records import Alternative, Outcome, Solver, Stage
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import units
+
+_SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
+_REACH = 1e3  # factors of link speed and batch beyond which nobody can go
+
+
+def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, chosen: Alternative) -> str:
+    """Says in a sentence how much worse `other` is, and under which conditions it would beat the plan.
+
+    Args:
+      plan, stage: whose decision it is.
+      examples: in the batch, if that is known.
+      other, chosen: alternatives of one decision.
+    """
+    step = stage.solver.objective
+    delta = other.step.seconds - chosen.step.seconds
+    if not other.fits:
+        return f"{_too_large(plan, other.step, chosen)}."
+    parts = [_difference(stage.solver, other, chosen, delta)]
+    changes = []
+    if delta > _SAME * step:
+        changes = [*_links(other.step, chosen.step), *_batch(examples, other.step, chosen.step)]
+    changes += _memory(plan, other, chosen)
+    if changes:
+        parts.append("would win " + ", or ".join(changes))
+    elif delta > _SAME * step:
+        parts.append("no change of batch size, link speed or memory alone would make it faster")
+    return "; ".join(parts) + "."
+
+
+def _difference(solver: Solver, other: Alternative, chosen: Alternative, delta: float) -> str:
+    """The seconds that the step with `other` takes more, and their cause."""
+    step = solver.objective
+    if abs(delta) <= _SAME * step:
+        return "the step takes equally long: either choice will do"
+    if delta < 0:
+        gap = solver.objective - solver.bound
+        reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the fastest"
+        return f"the step takes {units.seconds(-delta)} less: {reason}"
+    more = f"{units.seconds(delta)} ({_share(delta, step)}) slower per step"
+    compute = other.step.compute_seconds - chosen.step.compute_seconds
+    causes = [
+        f"{units.seconds(abs(value))} {'more' if value > 0 else 'less'} {name}"
+        for name, value in (("compute", compute), ("communication", delta - compute))
+        if abs(value) > 0.01 * delta
+    ]
+    if len(causes) > 1:
+        more += f" ({', '.join(causes)})"
+    elif abs(compute) > 0.5 * delta:
+        more += ", from compute"
+    else:
+        sent = other.step.bytes_sent - chosen.step.bytes_sent
+        more += ", from communication"
+        more += f" ({units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'} sent)" if sent else ""
+    least = other.bound_seconds - chosen.step.seconds
+    if least > _SAME * step and least < 0.9 * delta:
+        more += f"; at least {units.seconds(least)} slower in any plan"
+    return more
+
+
+def _share(part: float, whole: float) -> str:
+    """A small share of the step in percent, with two digits."""
+    share = 100 * part / whole if whole > 0 else 0.0
+    return "under 0.01 %" if share < 0.01 else f"{share:.2g} %" if share < 100 else f"{share:,.0f} %"
+
+
+def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
+    """The best known step of an alternative with which no plan was found that fits."""
+    delta = step.seconds - (chosen.roomy or chosen.step).seconds
+    pace = f"{units.seconds(abs(delta))} {'slower' if delta > 0 else 'faster'} per step than the chosen one"
+    head = f"no plan found with this choice fits {units.nbytes(plan.memory_per_device)} per device"
+    return f"{head}; the fastest needs {units.nbytes(step.bytes_per_device)} and is {pace}" + (
+        ": with that memory it would win" if delta < 0 else ": more memory would not make it win"
+    )
+
+
+def _links(other: Outcome, chosen: Outcome) -> list[str]:
+    """The link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
+    spent = [step.communication_seconds - step.latency_seconds for step in (other, chosen)]
+    rest = [step.seconds - on_links for step, on_links in zip((other, chosen), spent, strict=True)]
+    at = _ratio(spent[0] - spent[1], rest[1] - rest[0])
+    if at is None:
+        return []
+    return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"]
+
+
+def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
+    """The batch from which, or below which, `other` is faster; nothing if that is out of reach."""
+    fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
+    at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
+    if at is None:
+        return []
+    named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
+    return [f"with a batch {'more' if at > 1 else 'less'} than {units.factor(at)} as large{named}"]
+
+
+def _ratio(above: float, below: float) -> float | None:
+    """above / below where the lines cross within a factor of a thousand of what is now; None where they do not."""
+    if above == 0 or below == 0 or not 1 / _REACH <= above / below <= _REACH:
+        return None
+    return above / below
+
+
+def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
+    """The memory budgets under which `other` is faster than the plan, or fits where the plan does not."""
+    out = []
+    low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
+    if low < 0.999 * high:
+        out.append(f"if a device could hold {units.nbytes(low)} but not {units.nbytes(high)}")
+    best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
+    if other.roomy is not None and other.roomy.seconds < best * (1 - _SAME):
+        less = units.seconds(best - other.roomy.seconds)
+        out.append(f"with {units.nbytes(other.roomy.bytes_per_device)} per device, by {less} per step")
+    return out

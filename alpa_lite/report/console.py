@@ -1,0 +1,99 @@
+"""Sections and tables in a terminal, by Rich, a hundred columns wide."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from alpa_lite.report import units
+from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Nested, Section, Sentence, Styled, Table
+
+WIDTH = 100
+BAR_WIDTH = 40
+
+
+def plain(content: RenderableType, width: int = WIDTH) -> str:
+    """Anything that Rich prints, as plain text without colour and without trailing blanks."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(content, highlight=False)
+    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+
+def render(parts: Iterable[Section | Block]) -> Group:
+    """Sections, and blocks outside of sections, without what only pages show."""
+    return Group(*(_section(part) if isinstance(part, Section) else _block(part) for part in parts if _is_shown(part)))
+
+
+def _is_shown(part: object) -> bool:
+    return getattr(part, "only", "") != "page"
+
+
+def _section(section: Section) -> Group:
+    """A heading after an empty line, and the body below it, indented."""
+    body = Group(*map(_block, section.body))
+    return Group(Text(f"\n{section.heading}", style="bold"), Padding(body, (0, 0, 0, 2)))
+
+
+def _block(block: Block) -> RenderableType:
+    """A block of a section. Texts are taken as they are: a layout such as "[data, None]" is not Rich's markup."""
+    match block:
+        case str():
+            return Text(block)
+        case Text():
+            return block
+        case Sentence():
+            return Text("\n".join(_lines(block)))
+        case Table():
+            return _table(block)
+    return Group()
+
+
+def _lines(sentence: Sentence) -> list[str]:
+    """The lines of a sentence within the indent of a section."""
+    lines = [" " * sentence.indent + sentence.head]
+    for number, part in enumerate(sentence.parts):
+        piece = part + sentence.separator * (number + 1 < len(sentence.parts))
+        space = " " if lines[-1].strip() else ""
+        if len(lines[-1]) + len(space) + len(piece) <= WIDTH - 2:
+            lines[-1] += space + piece
+        else:
+            lines.append(f"  {piece}")
+    return [line for line in lines if line.strip()]
+
+
+def _table(table: Table) -> RichTable:
+    """A table without lines."""
+    numbers = [n for n, column in enumerate(table.columns) if _is_shown(column)]
+    named = any(table.columns[n].name for n in numbers)
+    out = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=named)
+    for n in numbers:
+        column = table.columns[n]
+        side = "right" if column.format else "left"
+        out.add_column(column.name, justify=side, no_wrap=not column.wide, overflow="fold")
+    for row in filter(_is_shown, table.rows):
+        out.add_row(*(_cell(table.columns[n].text(row.cells[n]), row.style) for n in numbers))
+    return out
+
+
+def _cell(cell: Cell, style: str) -> RenderableType:
+    match cell:
+        case Styled():
+            return Text(cell.text, style=cell.style)
+        case Branch():
+            return Text(cell.end, style=style)
+        case Nested():
+            return Group(Text(cell.text), *(Padding(Text(line), (0, 0, 0, 2)) for line in cell.lines))
+        case Bar():
+            return Text("").join(
+                Text(units.bar(part.size, cell.whole, BAR_WIDTH), style=f"{style} {part.colour}".strip())
+                for part in cell.parts
+            )
+        case Blocks():
+            return ""
+    return Text(str(cell), style=style)

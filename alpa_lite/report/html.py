@@ -1,0 +1,84 @@
+"""A plan as one HTML file that loads nothing: the sections of its printout with more columns, pictures and colours.
+
+The content is that of `text` and `summary`; the template `page.html` lays it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Sequence
+
+import jinja2
+
+from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.report import summary, text, units
+from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Styled, Table
+
+MAX_CELL_BYTES = 100_000
+"""The largest output of a notebook's cell."""
+
+_LIMITS = (1000, 300, 100, 50, 25, 10, 3)
+"""Numbers of rows of a table, parts of a bar, and sections of a kind, of which a cell takes the first that fits."""
+
+
+def document(plan: Plan) -> str:
+    """The plan as a whole HTML document, in which everything stands: no resource is loaded."""
+    return _render(plan, _sections(plan), whole=True)
+
+
+def fragment(plan: Plan) -> str:
+    """The plan as an element with its own style and script, as notebooks show it, with ids that no other cell has.
+
+    Where it would be larger than `MAX_CELL_BYTES`, the smallest rows of tables are left out, then sections.
+    """
+    prefix, sections = f"alpa-{secrets.token_hex(4)}-", _sections(plan)
+    pages = (_render(plan, sections, prefix, limit=limit) for limit in _LIMITS)
+    page = next(pages)
+    while len(page.encode()) > MAX_CELL_BYTES and (smaller := next(pages, "")):
+        page = smaller
+    return page
+
+
+def _sections(plan: Plan) -> list[tuple[Section, int]]:
+    """The sections of a page, each with the number of those before it that have its name."""
+    sections = [part for part in (*summary.sections(plan), *text.details(plan)) if part.only != "terminal"]
+    return [(part, [other.name for other in sections[:n]].count(part.name)) for n, part in enumerate(sections)]
+
+
+def _render(
+    plan: Plan, sections: Sequence[tuple[Section, int]], prefix: str = "", *, whole: bool = False, limit: int = 10**9
+) -> str:
+    shown = [(part, f"{part.name}-{n + 1}" if n else part.name) for part, n in sections if n < limit]
+    page = _template().render(
+        title=f"Plan {plan.method} for {plan.cluster}", facts=text.facts(plan), cards=_cards(plan), prefix=prefix,
+        sections=shown, hidden=len(sections) - len(shown), whole=whole, limit=limit,
+    )  # fmt: skip
+    return page.strip() + "\n"
+
+
+def _cards(plan: Plan) -> list[tuple[str, str]]:
+    """The figures in large letters, each with its meaning."""
+    size = summary.peak(plan)
+    cards = [(units.seconds(plan.step_seconds), "predicted step")]
+    cards += [(rate, f"{name} a second") for name, rate in summary.rates(plan).items()]
+    if plan.products.flops:
+        share = f"{100 * summary.utilisation(plan):.3g} %"
+        cards.append((share, "of the peak: utilisation by the step's own products"))
+    budget = f"{units.percent(size, plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
+    return [*cards, (units.nbytes(size), f"per device at the peak, {budget}")]
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("alpa_lite.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    kinds = (str, Sentence, Table, Grid, Legend, Styled, Branch, Nested, Bar, Blocks)
+    environment.tests |= {kind.__name__.lower(): functools.partial(_is, kind) for kind in kinds}
+    return environment.get_template("page.html")
+
+
+def _is(kind: type, value: object) -> bool:
+    return isinstance(value, kind)

@@ -1,0 +1,76 @@
+"""Constants of scans: large ones that the scan can compute itself from smaller ones.
+
+JAX moves out of a differentiated scan whatever does not depend on its carry, such as a mask of the shape of the
+attention scores, broadcast from [length, length], and the fill value in the same shape. Every iteration then reads them
+from memory, where outside of loops XLA would compute them within the kernels that use them.
+
+Each iteration reads bytes(v) for a constant v; constants of at most `CACHED_BYTES` stay in a cache and as they are. The
+cut of `recomputation`, over the operations of the enclosing block, says which values replace the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from alpa_lite.graph import Atom, Op
+from alpa_lite.passes.ir import flow
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_block
+from alpa_lite.passes.layers import recomputation
+
+CACHED_BYTES = 2**20
+"""Constants of a loop up to this size are read from a cache."""
+
+
+def sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
+    """Makes a scan compute large constants in its body.
+
+    Args:
+      rewriter: of the graph.
+      op: an operation; all but scans are left as they are.
+      makers: value -> the operation of the enclosing block that makes it, of those that can be repeated.
+
+    Returns:
+      The operation with other operands; itself if no constant costs less to compute than to read.
+    """
+    values = rewriter.values
+    if op.name != "scan":
+        return op
+    view = ScanView(op)
+    required = {
+        atom: own for atom, own in view.consts
+        if isinstance(atom, int) and atom in makers and values[atom].nbytes > CACHED_BYTES
+    }  # fmt: skip
+    if not required:
+        return op
+    present = set(view.operands.consts) - required.keys()
+    cut = recomputation.RecomputationCut()
+    for value in flow.needed(required, makers):
+        reading = 0 if value in present else values[value].nbytes
+        maker = None if value in present else makers.get(value)
+        if maker is None:
+            cut.add(value, reading, math.inf, (), value in required)
+        else:
+            repeating = recomputation.repetition_bytes(values[value], maker)
+            cut.add(value, reading, repeating, maker.reads, value in required)
+    repeated = cut.repeated()
+    if repeated.isdisjoint(required):
+        return op
+    consts = [pair for pair in view.consts if pair[0] not in repeated]
+    names: dict[int, Atom] = {atom: own for atom, own in consts if isinstance(atom, int)}
+    copies: list[Op] = []
+    for maker in {id(maker): maker for maker in makers.values()}.values():
+        if repeated.isdisjoint(maker.results):
+            continue
+        for value in maker.reads:
+            if value not in names:
+                names[value] = rewriter.fresh(value)
+                consts.append((value, names[value]))
+        copies.append(rewriter.copy(maker, names))
+        names.update(zip(maker.results, copies[-1].results, strict=True))
+    here = {own: names[atom] for atom, own in required.items() if atom in repeated}
+    body = renamed_block(view.body, here)
+    carries = [one._replace(output=renamed_atom(one.output, here)) for one in view.carries]
+    ys = [(renamed_atom(atom, here), stack) for atom, stack in view.ys]
+    return view.rebuilt(recomputation.place_at_first_use(copies, body.ops), consts, carries, view.xs, ys)

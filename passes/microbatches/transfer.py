@@ -1,0 +1,379 @@
+"""The transfer function of the analysis: the role of one operation in the loop, given the states of its operands.
+
+An operation whose operands are sliced along factor f of its rule shards f over the axis of time: its local form is
+the operation of one micro-batch, unless the form communicates, since no micro-batch sees another. Results that lose f
+by a sum are partial, and stay so as long as their readers are linear in them.
+
+Control flow is analysed through its bodies; the states of carried values are the least fixed point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.local.types import LocalForm, rebinding
+from alpa_lite.passes.microbatches.segments import segmented_role
+from alpa_lite.passes.microbatches.states import (
+    ANY_EXAMPLES,
+    AXIS,
+    INNER,
+    LOCAL,
+    PARTIAL,
+    WHOLE,
+    Failure,
+    Role,
+    State,
+    join,
+    linear,
+    sliced,
+    state_of,
+)
+from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.tracing.conversion import ELEMENTWISE
+
+ONCE = "its effect happens once, for the whole batch"
+
+_OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
+"""Operations whose form depends on more than their key, such as on how JAX draws."""
+
+
+class Transfer:
+    """The transfer functions of one graph.
+
+    Attributes:
+      local: the reductions (op indices) that are taken within the micro-batch.
+    """
+
+    def __init__(self, states: StepStates) -> None:
+        self.states, self.values, self.rules, self.parts = states, states.values, states.rules, states.parts
+        self.local = frozenset[int]()
+        self._segments: dict[int, tuple[int, ...]] = {}  # size of a dim -> the segments that it had last
+        self._known: dict[tuple[Any, tuple[State, ...]], Role] = {}
+
+    def classify(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
+        """The role of an operation on operands in these states, none of them `after`.
+
+        Operations with one key have one role, where that depends on nothing but the states.
+        """
+        key = op.key, states
+        found = None if op.index in self.local else self._known.get(key)
+        if found is None:
+            found = self._classify(op, states)
+            if isinstance(found, Role) and self._is_common(op, states, found):
+                self._known[key] = found
+        return found
+
+    def _is_common(self, op: Op, states: tuple[State, ...], role: Role) -> bool:
+        """Whether a role is that of every operation with the key of this one on operands in these states."""
+        if role.kind == "form":
+            bound = role.form is not None and rebinding(role.form) is not None
+            is_common = role.operands == states and not role.scale and not role.segmented
+            return bound and is_common and op.name not in _OWN_FORMS
+        return role.kind in ("whole", "copy")
+
+    def _classify(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
+        kinds = {s.kind for s in states}
+        if kinds <= {"whole"}:
+            return self.states.whole(op)
+        if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
+            return Failure(find_effect(op), ONCE)
+        if kinds <= {"whole", "inner", "local"}:
+            result = LOCAL if "local" in kinds else INNER
+            return Role("copy", states, (result,) * len(op.results))
+        if op.bodies:
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[op.name](op, states)
+        if "partial" in kinds:
+            wanted = None
+            if "sliced" not in kinds:
+                wanted = linear(op, [s == PARTIAL for s in states], self.values)
+            if wanted is None:
+                return Failure(op, "it needs the sum over the whole batch", self.states.roots_of(op))
+            operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
+            return Role("copy", operands, (PARTIAL,) * len(op.results))
+        return self._cut(op, states)
+
+    # -- sliced operands ------------------------------------------------------------------------------------------
+
+    def _cut(self, op: Op, states: Sequence[State]) -> Role | Failure:
+        """The local form of an operation that reads sliced operands."""
+        number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
+        rule = self.rules[op.key]
+        factors = rule.operands[number][state.dim]
+        form = self.states.form(op, factors[0]) if factors else None
+        found = None if form is None else self._fit(op, states, form)
+        if found is None and self.parts > 1:
+            found = segmented_role(op, states, self.values, self.parts, self._segments)
+            for value, one in zip(op.results, () if found is None else found.results, strict=False):
+                if one.segments:
+                    self._segments[self.values[value].shape[one.dim]] = one.segments
+        return found or Failure(op, rule.reason or "it works across the examples of the batch")
+
+    def _fit(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
+        """The role for a form, if the operands can be had as it wants them."""
+        wanted = []
+        examples, consecutive = self._find_examples(op, states)
+        for atom, layout, given in zip(op.operands, form.operands, states, strict=True):
+            want = state_of(layout, examples)
+            if given.kind in ("inner", "local") and want == WHOLE:
+                want = given
+            same = (want.kind, want.dim) == (given.kind, given.dim)
+            if not same and not (self.parts == 1 and given == LOCAL) and not self.states.can_block(atom, want.dim):
+                return None
+            wanted.append(want)
+        results = tuple(state_of(layout, examples) for layout in form.results)
+        if any(state.segments for state in states):
+            found = self._in_segments(op, states, form, wanted, results)
+            if found is None:
+                return None
+            wanted, results = found
+        if WHOLE in results:
+            return None
+        for value, state in zip(op.results, results, strict=True):
+            consecutive |= state.kind == "sliced" and self.values[value].shape[state.dim] % max(examples, 1) != 0
+        scale = op.index in self.local and PARTIAL in results
+        if scale:
+            results = tuple(LOCAL if s == PARTIAL else s for s in results)
+        return Role("form", tuple(wanted), results, form, scale=scale, consecutive=consecutive or op.has_effects)
+
+    def _find_examples(self, op: Op, states: Sequence[State]) -> tuple[int, bool]:
+        """The number of examples along which a form is cut; and whether that needs consecutive examples."""
+        rule, found = self.rules[op.key], common_examples(states)
+        if found <= 0:
+            return found, found == 0
+        for dims, state in zip(rule.operands, states, strict=True):
+            if state.kind == "sliced" and dims[state.dim]:
+                factor = rule.factors[dims[state.dim][0]]
+                if factor.kind not in ("parallel", "sum") or factor.size % found:
+                    return 0, True
+        return found, False
+
+    def _in_segments(
+        self, op: Op, states: Sequence[State], form: LocalForm, wanted: Sequence[State], results: Sequence[State]
+    ) -> tuple[list[State], tuple[State, ...]] | None:
+        """The states of operands and results if the factor that is cut consists of segments; None if they cannot be."""
+        rule = self.rules[op.key]
+        kept: set[tuple[int, ...]] = set()
+
+        def sizes(dims: Sequence[Sequence[int]], state: State) -> tuple[int, int]:
+            """Of the factor that is cut, and of the dim that holds it."""
+            factors = dims[state.dim]
+            return rule.factors[factors[0]].size, math.prod(rule.factors[f].size for f in factors)
+
+        for dims, want, given in zip(rule.operands, wanted, states, strict=True):
+            if want.kind != "sliced" or given.kind in ("whole", "inner"):
+                continue
+            size, whole = sizes(dims, want)
+            if given.kind != "sliced" or any(n * size % whole for n in given.segments):
+                return None
+            kept.add(tuple(n * size // whole for n in given.segments))
+        if len(kept) != 1 or () in kept or any(n % self.parts for one in kept for n in one):
+            return None
+        (segments,) = kept
+        if rebinding(form) is None and self._is_positional(op, form):
+            return None
+
+        def cut(dims: Sequence[Sequence[int]], state: State) -> State:
+            if state.kind != "sliced":
+                return state
+            size, whole = sizes(dims, state)
+            return state._replace(segments=tuple(n * whole // size for n in segments))
+
+        return list(map(cut, rule.operands, wanted)), tuple(map(cut, rule.results, results))
+
+    def _is_positional(self, op: Op, form: LocalForm) -> bool:
+        """Whether a form computes with the number of its block."""
+        if op.name in primitives.DRAWS:
+            return True
+        specs = []
+        for atom, layout in zip(op.operands, form.operands, strict=True):
+            aval = atom.aval if isinstance(atom, Lit) else self.values[atom].aval
+            shape = tuple(n // self.parts if axes else n for n, axes in zip(aval.shape, layout.dims, strict=True))
+            specs.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+        return "axis_index" in str(jax.make_jaxpr(form.run, axis_env=[(AXIS, self.parts)])(*specs))
+
+    # -- control flow ---------------------------------------------------------------------------------------------
+
+    def _body(self, block: Block, given: Sequence[State], atoms: Sequence[Atom | None]) -> Failure | list[State]:
+        """Analyses a nested body; `atoms` are its inputs outside, None for carried ones."""
+        states = self.states
+        for value, state, atom in zip(block.inputs, given, atoms, strict=True):
+            states.state[value] = state
+            states.free.discard(value)
+            if atom is not None and (isinstance(atom, Lit) or atom in states.free):
+                states.free.add(value)
+            states.roots[value] = self._roots(atom)
+        for op in block.ops:
+            inner, free = states.read(op), states.is_free(op)
+            states.forget(op)
+            if op.name == "optimization_barrier":
+                states.barrier(op, inner)
+                continue
+            found = self.classify(op, inner)
+            if free:
+                states.free.update(op.results)
+                if isinstance(found, Failure) or PARTIAL in found.results:
+                    found = states.whole(op)
+            if isinstance(found, Role) and found.kind == "whole" and op.has_effects and self.parts > 1:
+                found = Failure(find_effect(op), ONCE)
+            if isinstance(found, Failure):
+                return found
+            states.decide(op, found)
+        return [states.of(a) for a in block.outputs]
+
+    def _roots(self, atom: Atom | None) -> frozenset[int]:
+        return self.states.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
+
+    def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
+        for value, atom in zip(op.results, outputs, strict=True):
+            self.states.roots[value] = self._roots(value) | self._roots(atom)
+
+    def _fixed_point(
+        self, op: Op, start: Sequence[State], run: Callable[[list[State]], Failure | list[State]]
+    ) -> Failure | tuple[list[State], list[State]]:
+        """Runs a body until the states of carried values are stable. Returns those, and those of its other outputs."""
+        carry, count = list(start), len(start)
+        while True:
+            outputs = run(carry)
+            if isinstance(outputs, Failure):
+                return outputs
+            joined = [join(a, b) for a, b in zip(carry, outputs[:count], strict=True)]
+            for before, out, both in zip(carry, outputs[:count], joined, strict=True):
+                if both is None:
+                    return Failure(op, f"its carry is {_describe(before)} at first and {_describe(out)} later")
+            found = [s for s in joined if s is not None]
+            if found == carry:
+                return carry, outputs[count:]
+            carry = found
+
+    def _scan(self, op: Op, states: Sequence[State]) -> Role | Failure:
+        view = ScanView(op)
+        consts, start, stacked = view.taken(states)
+        if any(s.kind == "sliced" and s.dim == 0 for s in stacked):
+            return self._map(view, states)
+        xs = [s.shift(-1) for s in stacked]
+        atoms = [*view.operands.consts, *[None] * view.num_carry, *view.operands.xs]
+        found = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs], atoms))
+        if isinstance(found, Failure):
+            return found
+        carry, ys = found
+        self._pass_roots(op, view.body.outputs)
+        results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
+        return Role("scan", operands, results, inner=(*carry, *ys), length=view.length, consecutive=op.has_effects)
+
+    def _map(self, view: ScanView, states: Sequence[State]) -> Role | Failure:
+        """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
+        op, (consts, start, xs) = view.op, view.taken(states)
+        failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
+        if view.length % self.parts or any(s != WHOLE and s[:3] != sliced(0)[:3] for s in xs):
+            return failure
+        if any(s.kind in ("sliced", "partial") for s in consts):
+            roots = self.states.roots_of(op)
+            return Failure(op, "it loops over the examples of the batch, and each needs all of them", roots)
+        uses = flow.uses(view.body)
+        carried = []
+        for number, (carry, state) in enumerate(zip(view.carries, start, strict=True)):
+            added = number in view.additions and isinstance(carry.output, int) and uses[carry.output] == 1
+            if carry.output == carry.input and uses[carry.input] == 1 and state.kind in ("whole", "inner"):
+                carried.append(state)
+            elif added and state.kind != "sliced":
+                carried.append(PARTIAL)
+            else:
+                return failure
+        own = sliced(0, common_examples(xs))
+        results = (*carried, *[own] * len(view.results.ys))
+        self.states.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
+        length, consecutive = view.length // self.parts, op.has_effects or not own.examples
+        return Role("map", (*consts, *carried, *[own] * len(xs)), results, length=length, consecutive=consecutive)
+
+    def _while(self, op: Op, states: Sequence[State]) -> Role | Failure:
+        cond, body = op.bodies
+        view = WhileView(op)
+        cond_consts, body_consts, start = view.taken(states)
+        cond_atoms, body_atoms, _ = view.taken(op.operands)
+        nothing: list[Atom | None] = [None] * len(start)
+
+        any_of = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
+        each = cond if any_of is None else _without(cond, any_of)
+
+        def run(carry: list[State]) -> Failure | list[State]:
+            found = self._body(each, [*cond_consts, *carry], [*cond_atoms, *nothing])
+            if isinstance(found, Failure):
+                return found
+            (predicate,) = found
+            if any_of is not None:  # examples do not see how long others run: a micro-batch ends with its own
+                one = LOCAL if predicate.kind == "sliced" else predicate
+                self.states.decide(any_of, Role("copy", (predicate,), (one,)))
+                predicate = one
+            if predicate.kind in ("sliced", "partial"):
+                return Failure(op, "its length depends on the examples of the batch", self.states.roots_of(op))
+            outputs = self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
+            return outputs if isinstance(outputs, Failure) or any_of is not None else _decided_by(predicate, outputs)
+
+        found = self._fixed_point(op, start, run)
+        if isinstance(found, Failure):
+            return found
+        carry = tuple(found[0])
+        self._pass_roots(op, body.outputs)
+        operands = (*cond_consts, *body_consts, *carry)
+        return Role("while", operands, carry, inner=carry, consecutive=op.has_effects)
+
+    def _cond(self, op: Op, states: Sequence[State]) -> Role | Failure:
+        if states[0].kind in ("sliced", "partial"):
+            return Failure(op, "its predicate depends on the examples of the batch", self._roots(op.operands[0]))
+        results: list[State] | None = None
+        for branch in op.bodies:
+            outputs = self._body(branch, states[1:], op.operands[1:])
+            if isinstance(outputs, Failure):
+                return outputs
+            joined = [join(a, b) for a, b in zip(results or outputs, outputs, strict=True)]
+            if None in joined:
+                return Failure(op, "its branches differ in how their results depend on the batch")
+            results = _decided_by(states[0], [s for s in joined if s is not None])
+            self._pass_roots(op, branch.outputs)
+        assert results is not None
+        return Role("cond", tuple(states), tuple(results), inner=tuple(results), consecutive=op.has_effects)
+
+
+def common_examples(states: Sequence[State]) -> int:
+    """The number of examples that all sliced states agree on; 0 if they do not."""
+    found = {s.examples for s in states if s.kind == "sliced"} - {ANY_EXAMPLES}
+    return max(found) if len(found) == 1 else 0 if found else ANY_EXAMPLES
+
+
+def with_inner_results(role: Role) -> Role:
+    """The role of control flow in the loop: its whole results are computed inside of it."""
+    return replace(role, results=tuple(INNER if s == WHOLE else s for s in role.results))
+
+
+def find_effect(op: Op) -> Op:
+    """The operation with effects among those of control flow."""
+    return next((find_effect(inner) for body in op.bodies for inner in body.ops if inner.has_effects), op)
+
+
+def _decided_by(predicate: State, outputs: list[State]) -> list[State]:
+    """The states of values that a predicate chooses: under a local one none is the same in all micro-batches."""
+    return [LOCAL if predicate == LOCAL and s.kind in ("whole", "inner") else s for s in outputs]
+
+
+def _any_of(cond: Block) -> Op | None:
+    """The last op of a condition that holds if any of many conditions does."""
+    return next((op for op in cond.ops if op.name == "reduce_or" and op.results == cond.outputs), None)
+
+
+def _without(cond: Block, last: Op) -> Block:
+    """The many conditions."""
+    return Block(cond.inputs, tuple(op for op in cond.ops if op is not last), last.operands)
+
+
+def _describe(state: State) -> str:
+    if state.kind == "sliced":
+        return f"one value for each example along dim {state.dim}"
+    return "a sum over the batch" if state.kind == "partial" else "the same for all examples"

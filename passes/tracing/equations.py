@@ -1,0 +1,114 @@
+"""Equations that become other operations, or none: what they expand to, and what no compiler computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from alpa_lite import _jax
+from alpa_lite.graph import Atom, Graph, Lit
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.tracing import manual_regions
+
+_CLAMPING = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
+    """The jaxpr of simpler operations that an equation stands for, or None; `convert` gives the graph of a jaxpr."""
+    if manual_regions.has_global_form(eqn):
+        return _jax.traced(eqn, manual_regions.global_form(eqn, convert(eqn.params["jaxpr"])))
+    summed = manual_regions.summed(eqn)
+    return _jax.expansion(eqn) if summed is None else _jax.traced(eqn, summed)
+
+
+def holds_kernel(jaxpr: Any) -> bool:
+    """Whether a jaxpr or one within it calls a function that is one operation."""
+    return any(
+        eqn.primitive.name in primitives.KERNELS or any(map(holds_kernel, _jax.inner_jaxprs(eqn.params)))
+        for eqn in _jax.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def is_plain_scalar(const: Any, aval: Any) -> bool:
+    """Whether a closed-over constant is a scalar that may become a literal."""
+    if np.ndim(const) != 0 or getattr(aval, "weak_type", False) or isinstance(const, Tracer):
+        return False
+    if not isinstance(const, np.ndarray | np.generic | jax.Array):
+        return False
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
+    """The operand that an operation returns as it is, whatever the others are; None of any other operation.
+
+    No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
+    each element, by which JAX chooses between an operand of the branches and the same again. JAX writes a conversion of
+    a dtype to itself where a value stops being weak.
+    """
+    name = eqn.primitive.name
+    if name == "stop_gradient":
+        return operands[0]
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        return None if _jax.places_result(eqn) else operands[0]
+    if name == "select_n" and len(set(operands[1:])) == 1:
+        return operands[1]
+    return None
+
+
+def is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
+    """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
+    if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
+        return False
+    return any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
+
+
+def is_empty(eqn: Any) -> bool:
+    """Whether an equation computes no element and does nothing else: its operands need not be brought anywhere."""
+    shaped = bool(eqn.outvars) and are_arrays(eqn.outvars) and not eqn.effects
+    return shaped and all(0 in var.aval.shape for var in eqn.outvars)
+
+
+def are_arrays(variables: Sequence[Any]) -> bool:
+    """Whether all are arrays of plain dtypes, not random keys or references."""
+    return all(isinstance(getattr(var.aval, "dtype", None), np.dtype) for var in variables)
+
+
+def unread_indices(eqn: Any) -> tuple[int, ...]:
+    """The positions of the operands of an equation that are indices which can only mean 0.
+
+    A slice of all of a dim begins at 0 whatever its index says, since `dynamic_slice` and `dynamic_update_slice` clamp,
+    and so does `gather` in the modes that clamp or promise: taking elements of a dim of one is the usual case.
+    Compilers drop such indices with all that computes them; so a plan must not bring them anywhere.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "gather":
+        whole = eqn.invars[0].aval.shape
+        taken = params["dimension_numbers"].start_index_map
+        free = params["mode"] in _CLAMPING and all(params["slice_sizes"][d] == whole[d] for d in taken)
+        return (1,) if free else ()
+    if name == "dynamic_slice":
+        return _whole(1, eqn.invars[0].aval.shape, params["slice_sizes"])
+    if name == "dynamic_update_slice":
+        return _whole(2, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape)
+    return ()
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
+
+
+def zeros(aval: Any) -> Any:
+    """The jaxpr that makes zeros, which any device has."""
+    return _zeros(tuple(aval.shape), aval.dtype)
+
+
+def _whole(first: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(first + i for i, (size, part) in enumerate(zip(shape, sizes, strict=True)) if size == part)

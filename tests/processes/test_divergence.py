@@ -1,0 +1,142 @@
+"""A process that plans where the others do not raises, and one that may still come is not reported."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from alpa_lite.errors import ProcessError
+from alpa_lite.processes.channel import Board
+from alpa_lite.processes.divergence import CALLS, RETAINED_CALLS, CallLog, ProgramPoint, find_passed
+from alpa_lite.processes.failure_propagation import FailureMonitor
+from alpa_lite.runtime.feeding import Prefetch
+from tests.processes.fake_store import Processes
+
+
+def posted(*planning: ProgramPoint, programs: Any = ()) -> dict[int, Any]:
+    """What process 1 posts that plans at these points."""
+    return {1: {"planning": dict(planning), "passed": [], "programs": programs}}
+
+
+def says_passed(log: CallLog, point: ProgramPoint) -> bool:
+    """Whether a process posts after its second comparison that it has passed a point where another one plans."""
+    for _ in range(2):
+        log.compare(posted(point))
+    return find_passed(point, {0: {"passed": list(map(list, log.to_json()["passed"]))}}) is not None
+
+
+def test_a_call_is_passed_once_it_runs_and_does_not_plan():
+    log = CallLog()
+    for _ in range(3):
+        log.begin_call()
+    assert not says_passed(log, ProgramPoint(CALLS, 4))
+    call = log.begin_call()
+    log.compare(posted(call))
+    assert not log.to_json()["passed"]  # it may be about to plan, too
+    assert says_passed(log, call)
+    call = log.begin_call()
+    log.record_new_arguments(call)
+    assert not says_passed(log, call)
+
+
+def test_a_batch_is_passed_once_it_is_placed_without_planning():
+    log = CallLog()
+    series, batch = log.begin_prefetch(), [0]
+    log.place_batch(series, 1, lambda item: item, batch)  # comes as it is: it is planned for in its call
+    assert not says_passed(log, ProgramPoint(series, 1))
+    within = []
+    log.place_batch(series, 2, lambda item: within.append(says_passed(log, ProgramPoint(series, 2))), batch)
+    assert within == [False] and says_passed(log, ProgramPoint(series, 2))
+    log.place_batch(series, 3, lambda item: log.record_planning(), batch)
+    assert not says_passed(log, ProgramPoint(series, 3)) and not says_passed(log, ProgramPoint(series, 4))
+    log.end_prefetch(series)
+    assert says_passed(log, ProgramPoint(series, 4)) and not says_passed(log, ProgramPoint(series, 3))
+    assert not says_passed(log, ProgramPoint(log.begin_prefetch(), 1))
+
+
+def test_who_ran_another_program_in_the_same_call_is_named_at_the_second_comparison():
+    here, there = CallLog(), CallLog()
+    for log in (here, there):
+        for step, program in ((1, "train, 16"), (2, "evaluate"), (1, "train, 8"), (1, "train, 16")):
+            call = log.begin_call()
+            log.record_new_arguments(call)
+            log.record_program(call, step, program)
+
+    def mismatch() -> tuple[int, int] | None:
+        here.compare({1: there.to_json()})
+        return here.compare({1: there.to_json()})
+
+    assert mismatch() is None
+    call = there.begin_call()
+    there.record_new_arguments(call)
+    there.record_program(call, 1, "train, 8")
+    assert mismatch() is None  # it has not come to that call
+    call = here.begin_call()
+    here.record_new_arguments(call)
+    assert mismatch() is None  # what it runs there is not known yet
+    here.record_program(call, 1, "train, 8")
+    assert mismatch() is None
+    for log in (here, there):
+        log.begin_call()
+    call = there.begin_call()
+    there.record_new_arguments(call)
+    there.record_program(call, 1, "train, 16")
+    here.begin_call()  # as before
+    assert here.compare({1: there.to_json()}) is None
+    assert here.compare({1: there.to_json()}) == (1, call.number)
+
+
+def test_little_is_kept_of_many_calls():
+    log = CallLog()
+    for number in range(3 * RETAINED_CALLS):
+        point = log.begin_call()
+        log.record_new_arguments(point)
+        log.record_program(point, 1, str(number % 2))
+    assert len(log._planned) <= RETAINED_CALLS and len(log._changes[1]) <= RETAINED_CALLS
+    assert not log._undecided
+    assert log._program_at(1, 3 * RETAINED_CALLS) == "1" and log._program_at(1, 1) is None
+    assert len(str(log.to_json())) < 2000
+
+
+def test_threads_are_at_points_of_their_own():
+    log = CallLog()
+    call = log.begin_call()
+    found = []
+    place = (lambda _: found.append(log.record_planning()),)
+    thread = threading.Thread(target=lambda: log.place_batch("prefetch 1", 7, *place, None))
+    thread.start()
+    thread.join()
+    assert found == [ProgramPoint("prefetch 1", 7)] and log.record_planning() == call
+    log.end()
+    assert log.record_planning() is None  # `step.plan`, between calls
+
+
+def test_who_plans_alone_raises(processes: Processes):
+    monitors = [FailureMonitor(), FailureMonitor()]
+    for one in monitors:
+        one._board = Board("status")
+    here, there = monitors
+    assert here.announce_planning() is None
+    point = here.call_log.begin_call()
+    there.call_log.begin_call()
+    assert here.announce_planning() == point
+    for _ in range(2):
+        here.check_not_passed(point, "step")
+        processes.act_as(1)
+        there._compare_calls(Board("status").poll())
+        processes.act_as(0)
+    with pytest.raises(ProcessError, match=r"process 1 goes through call 1 of a step as it was planned.*plan step for"):
+        here.check_not_passed(point, "step")
+
+
+def test_prefetch_counts_its_batches(monkeypatch):
+    monitor = FailureMonitor()
+    log = monitor.call_log
+    monkeypatch.setattr("alpa_lite.runtime.feeding.monitor", monitor)
+    assert list(Prefetch([1, 2], lambda item: (item, log.record_planning() if item == 2 else None))) == [
+        (1, None), (2, ProgramPoint("prefetch 1", 2))
+    ]  # fmt: skip
+    assert says_passed(log, ProgramPoint("prefetch 1", 1)) and not says_passed(log, ProgramPoint("prefetch 1", 2))
+    assert says_passed(log, ProgramPoint("prefetch 1", 3))
