@@ -1,12 +1,11 @@
-"""One checkpoint on its way to the disk.
+"""Saving of one checkpoint: Orbax writes and commits it, and the processes exchange their state between its steps.
 
-    every process, while the caller waits    its blocks are copied to the host
-    every process, in a thread               its blocks are written and their checksums told
-    process 0                                the stores are merged; metadata, checksums, the commit file; the folder is
-                                             renamed; the outcome is told
+    every process, in the caller's thread    copies its blocks to the host
+    every process, in a thread               writes its blocks, and broadcasts their checksums or its error
+    process 0, in a thread                   merges the stores of all, writes metadata and checksums, and commits
 
-Whatever fails anywhere fails the save on every process, with the error of the one that it failed on, and leaves nothing
-behind. The caller's arrays are free as soon as `begin` returns.
+An error of one process is an error on all, and leaves nothing behind. Orbax's own barriers cannot do that: they carry
+no error, and most are collectives on devices, without a time limit.
 """
 
 from __future__ import annotations
@@ -14,185 +13,146 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
-from alpa_lite.checkpoint import arrays, files, trees
-from alpa_lite.checkpoint.files import Place
+from alpa_lite.checkpoint import files
+from alpa_lite.checkpoint.handler import pytree_handler
+from alpa_lite.checkpoint.leaves import flatten, to_storable
 from alpa_lite.checkpoint.metadata import Metadata
-from alpa_lite.checkpoint.together import operation
 from alpa_lite.errors import CheckpointError
-from alpa_lite.plan import Plan
-from alpa_lite.processes.channel import describe_error
+from alpa_lite.processes.channel import Collective, describe_error
 
 logger = logging.getLogger(__name__)
 
-FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-"""What operating systems call a full disk, an exhausted quota, and a file larger than is allowed."""
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""The messages of operating systems for a full disk, an exhausted quota, and a file above the size limit."""
 
-VISIBLE = 60.0
-"""Seconds within which process 0 must see the files of others."""
+_VISIBILITY_SECONDS = 60.0
+"""Time limit for files of other processes to become visible to process 0."""
 
 
-class Pending:
+def create_collective(activity: str, timeout: float) -> Collective:
+    """Returns a collective on a checkpoint, named by `activity` in errors; processes wait `timeout` seconds."""
+    remedy = "it has ended, or is not at the same checkpoint; timeout= waits longer"
+    return Collective("checkpoint", activity, seconds=timeout, error=CheckpointError, remedy=remedy)
+
+
+class Save:
     """A checkpoint that is being written.
 
     Attributes:
-      place: where.
+      final: its folder when it is complete.
     """
 
-    def __init__(self, place: Place, work: Callable[[], None]) -> None:
-        self.place = place
-        self._work, self._error = work, None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
+    def __init__(
+        self, final: epath.Path, state: Any, metadata: Metadata, timeout: float, replace: bool = False
+    ) -> None:
+        """Copies the state to the host and starts to write it. All processes take part.
+
+        Args:
+          replace: whether a complete checkpoint in the folder is replaced.
+
+        Raises:
+          CheckpointError: there is one, and it is not to be replaced; the folder cannot be created; or a leaf cannot be
+            stored.
+        """
+        leaves, types = to_storable(flatten(state))
+        self.final, self._metadata, self._timeout = final, dataclasses.replace(metadata, **types), timeout
+        path_class = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
+        self._temporary = path_class.from_final(final)
+        self._folder: epath.Path = self._temporary.get()
+        self._handler = pytree_handler()
+        self._collective = create_collective(f"saving {final}", timeout)
+        self._collective.broadcast("folder", lambda: self._create_folder(replace))
+        pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        args = ocp.args.PyTreeSave(leaves.orbax_tree())
+        writing = pool.submit(lambda: asyncio.run(self._handler.async_save(self._folder / files.STATE, args=args)))
+        concurrent.futures.wait([writing])
+        self._complete = pool.submit(self._finish, writing)
+        pool.shutdown(wait=False)
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete.
 
         Raises:
-          CheckpointError: it could not be written; raised once.
+          CheckpointError: it could not be written.
         """
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise CheckpointError(self._sentence(error)) from error
+        self._complete.result()
 
-    def _run(self) -> None:
+    def _create_folder(self, replace: bool) -> None:
+        """Creates the temporary folder in place of what an earlier save left."""
+        if not replace and self.final.exists() and ocp.utils.is_checkpoint_finalized(self.final):
+            raise CheckpointError(f"{self.final} is there already; save under another name or step")
         try:
-            self._work()
+            files.remove(self._folder)
+            (self._folder / files.STATE).mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be made: {error}") from error
+
+    def _finish(self, writing: concurrent.futures.Future[Any]) -> None:
+        """Waits for the files of all processes; process 0 commits them."""
+        started = time.monotonic()
+        try:
+            checksums = self._collective.gather("files", lambda: self._wait_for_files(writing))
+            self._collective.broadcast("outcome", lambda: self._commit(checksums))
         except BaseException as error:
-            logger.error("%s", self._sentence(error))
-            self._error = error
+            if self._collective.process == 0:
+                with contextlib.suppress(OSError):  # others may still write; the next save removes the rest
+                    files.remove(self._folder)
+            text = describe_error(error)
+            full = any(message in text for message in _FULL)
+            room = ", since there is no room left; what was saved before is as it was; make room, or keep fewer" * full
+            failure = CheckpointError(f"{self.final} could not be saved{room}: {text}")
+            logger.error("%s", failure)
+            raise failure from error
+        logger.info("saved %s in %.1f s", self.final, time.monotonic() - started)
 
-    def _sentence(self, error: BaseException) -> str:
-        text = describe_error(error)
-        full = any(sign in text for sign in FULL)
-        room = ", since there is no room left; what was saved before is as it was; make room, or keep fewer" * full
-        return f"{self.place.final} could not be saved{room}: {text}"
-
-
-def begin(
-    final: epath.Path, tree: Any, *, step: int | None, plan: Plan | None, user: Any, timeout: float, replace: bool
-) -> Pending:
-    """Copies the state to the host and begins to write it. All processes take part.
-
-    Args:
-      replace: whether a complete checkpoint in the folder is replaced, once the new one is complete.
-
-    Raises:
-      CheckpointError: there is one, and it is not to be replaced; the folder cannot be made; a leaf cannot be stored.
-    """
-    started = time.monotonic()
-    flat = trees.flat(tree)
-    plain = trees.plain(flat)
-    metadata = Metadata.of(step, plan, plain, user)
-    place, agreed = Place.of(final), operation(f"saving {final}", timeout)
-    agreed.broadcast("folder", lambda: _make_folder(place, replace))
-    handler, blocks = arrays.writer()
-    try:
-        args = ocp.args.PyTreeSave(trees.stored(tree, plain.leaves))
-        written = _run(handler.async_save(place.writing / files.STATE, args=args)) or []
-    except Exception as error:
-        failed: Exception | None = error
-        written = []
-    else:
-        failed = None
-
-    def work() -> None:
+    def _wait_for_files(self, writing: concurrent.futures.Future[Any]) -> files.Checksums:
+        """Waits for the files of this process, and computes their checksums."""
+        deadline = time.monotonic() + self._timeout
         try:
-            sums = agreed.gather(
-                "files", lambda: _written(place, agreed.process, [*written, *blocks.written], failed, timeout)
-            )
-            agreed.broadcast("outcome", lambda: _commit(place, handler, metadata, sums, replace))
-        except BaseException:
-            if agreed.process == 0:
-                with contextlib.suppress(OSError):  # others may be writing still; the next save removes the rest
-                    files.remove(place.writing)
-            raise
-        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
-
-    return Pending(place, work)
-
-
-def _run(coroutine: Any) -> Any:
-    """The result of a coroutine, be the caller's thread within a loop of its own, as in notebooks, or not."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
-
-
-def _make_folder(place: Place, replace: bool) -> None:
-    if files.is_complete(place.final) and not replace:
-        raise CheckpointError(f"{place.final} is there already; save under another name or step")
-    try:
-        files.remove(place.writing)
-        (place.writing / files.STATE).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{place.writing} cannot be made: {error}") from error
-
-
-def _written(
-    place: Place, process: int, written: Sequence[Any], failed: Exception | None, timeout: float
-) -> files.Sums:
-    """The checksums of what this process has written, when it has."""
-    if failed is not None:
-        raise failed
-    deadline = time.monotonic() + timeout
-    for future in written:
-        try:
-            future.result(max(0.0, deadline - time.monotonic()))
+            for future in writing.result() or []:
+                future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise CheckpointError(f"the files were not written within {timeout:g} s; timeout= waits longer") from error
-    store = f"{files.STATE}/{arrays.STORE.format(process)}"
-    return files.checksums(place.writing, files.files_below(place.writing / store, f"{store}/"))
+            message = f"the files were not written within {self._timeout:g} s; timeout= waits longer"
+            raise CheckpointError(message) from error
+        store = f"{files.STATE}/ocdbt.process_{self._collective.process}"
+        return files.compute_checksums(self._folder, files.list_files(self._folder / store, f"{store}/"))
+
+    def _commit(self, checksums: Sequence[files.Checksums]) -> None:
+        """Merges the stores of all processes, writes the other files, and renames the folder."""
+        _wait_until_visible(self._folder, checksums)
+        self._handler.finalize(self._folder / files.STATE)
+        self._metadata.write(self._folder)
+        files.write_checksums(self._folder, {name: value for own in checksums for name, value in own.items()})
+        if self._folder != self.final:  # they are the same in object stores, which cannot rename
+            files.remove(self.final)
+        asyncio.run(self._temporary.finalize())
+        files.synchronise([self.final.parent])
 
 
-def _commit(
-    place: Place, handler: ocp.PyTreeCheckpointHandler, metadata: Metadata, sums: Sequence[files.Sums], replace: bool
-) -> None:
-    """Makes a checkpoint of what all processes have written."""
-    folder = place.writing
-    known = {name: value for own in sums for name, value in own.items()}
-    _wait_until_visible(folder, sums)
-    handler.finalize(folder / files.STATE)
-    (folder / files.METADATA).parent.mkdir(exist_ok=True)
-    (folder / files.METADATA).write_text(metadata.to_text())
-    rest = [name for name in files.files_below(folder) if name not in known]
-    files.write_sums(folder, {**known, **files.checksums(folder, rest)})
-    (folder / files.COMMITTED).write_text(f"committed as {place.final}")
-    if place.writing == place.final:
-        return
-    files.synchronise(folder, [*rest, files.CHECKSUMS, files.COMMITTED])
-    aside = place.final.parent / f"{place.final.name}{files.REPLACED}{files.TEMPORARY}"
-    if replace and place.final.exists():
-        files.remove(aside)
-        place.final.rename(aside)
-    place.writing.rename(place.final)
-    files.synchronise(place.final.parent, [])
-    files.remove(aside)
-
-
-def _wait_until_visible(folder: epath.Path, sums: Sequence[files.Sums]) -> None:
-    """Waits until process 0 sees what others have written: network file systems may take some seconds to show it.
+def _wait_until_visible(folder: epath.Path, checksums: Sequence[files.Checksums]) -> None:
+    """Waits until process 0 sees the files of others: network file systems may take seconds to show them.
 
     Raises:
-      CheckpointError: it does not see a file.
+      CheckpointError: it does not see a file in time.
     """
-    deadline = time.monotonic() + VISIBLE
-    for process, own in enumerate(sums):
+    deadline = time.monotonic() + _VISIBILITY_SECONDS
+    for process, own in enumerate(checksums):
         for name, (size, _) in own.items():
-            while not files.has_size(folder / name, size):
+            while files.file_size(folder / name) != size:
                 if time.monotonic() > deadline:
                     raise CheckpointError(
                         f"process {process} has written {folder / name}, which process 0 does not see after "
-                        f"{VISIBLE:g} s; all processes need the same folder, on a file system that they share"
+                        f"{_VISIBILITY_SECONDS:g} s; all processes need the same folder, on a shared file system"
                     )
                 time.sleep(0.1)

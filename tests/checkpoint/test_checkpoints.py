@@ -18,7 +18,7 @@ from etils import epath
 
 import alpa_lite
 from alpa_lite import checkpoint
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, arrays
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, handler
 from tests.checkpoint import states
 
 BATCH = states.draw(16, states.WIDTH, seed=1)
@@ -133,32 +133,16 @@ def test_what_plain_orbax_wrote_is_read(tmp_path: Path) -> None:
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block", "limit", "want"),
-    [
-        ((8, 8), 1024, (8, 8)),
-        ((8, 8), 64, (4, 4)),
-        ((7, 16), 64, (7, 2)),
-        ((13,), 8, (1,)),
-        ((), 1, ()),
-        ((50257, 768), 32 * 2**20, (50257, 96)),
-    ],
-)
-def test_chunks_tile_a_block_and_are_small_enough(block: Any, limit: int, want: Any) -> None:
-    found = arrays.chunk_shape(block, 4, limit)
-    assert found == want
-    assert all(dim % chunk == 0 for dim, chunk in zip(block, found, strict=True))
-
-
 def test_no_chunk_is_larger_than_the_limit_so_that_no_reader_needs_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An array that one device had whole is read by others in parts: it must not be one chunk."""
-    monkeypatch.setattr(arrays, "CHUNK", 1024)
-    state = {"w": jnp.asarray(states.draw(64, 32))}
+    monkeypatch.setattr(handler, "CHUNK_BYTES", 2**20)
+    state = {"w": jnp.asarray(states.draw(7 * 64, 1024))}
     checkpoint.save(tmp_path / "one", state)
     entry = ocp.PyTreeCheckpointHandler().metadata(epath.Path(tmp_path) / "one" / "state").tree["w"]
-    assert np.prod(entry.storage.chunk_shape) * 4 <= 1024
+    assert np.prod(entry.storage.chunk_shape) * 4 <= 2**20
+    assert all(dim % chunk == 0 for dim, chunk in zip(entry.shape, entry.storage.chunk_shape, strict=True))
     there = jax.sharding.NamedSharding(states.mesh(0, 8, 8), jax.sharding.PartitionSpec(None, "x"))
     states.equal(checkpoint.restore(tmp_path / "one", state, shardings={"w": there}), state)
 
@@ -167,7 +151,7 @@ def test_no_chunk_is_larger_than_the_limit_so_that_no_reader_needs_more(
 def test_each_block_has_one_writer(spec: Any) -> None:
     array = states.put(states.draw(8, 8), states.mesh(0, 8, 4, 2), *spec)
     written = np.zeros((8, 8), int)
-    for index, data in arrays.own_shards(array, "name"):
+    for index, data, _ in handler.owned_blocks(array, "name"):
         written[index] += 1
         np.testing.assert_array_equal(np.asarray(data), np.asarray(array)[index])
     assert (written == 1).all()
@@ -175,7 +159,8 @@ def test_each_block_has_one_writer(spec: Any) -> None:
 
 def test_replicated_leaves_have_different_writers() -> None:
     array = states.put(states.draw(8), states.mesh(0, 8, 8))
-    writers = {data.devices().pop().id for name in "abcdefghijklmnop" for _, data in arrays.own_shards(array, name)}
+    blocks = [block for name in "abcdefghijklmnop" for block in handler.owned_blocks(array, name)]
+    writers = {block.data.devices().pop().id for block in blocks}
     assert len(writers) > 4
 
 
@@ -268,12 +253,12 @@ def files_of(folder: Path, pattern: str) -> Path:
 
 
 def cut(folder: Path) -> None:
-    path = files_of(folder, "state/ocdbt.process_0_arrays/d/*")
+    path = files_of(folder, "state/ocdbt.process_0/d/*")
     path.write_bytes(path.read_bytes()[:-7])
 
 
 def flip(folder: Path) -> None:
-    path = files_of(folder, "state/ocdbt.process_0_arrays/d/*")
+    path = files_of(folder, "state/ocdbt.process_0/d/*")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -326,7 +311,7 @@ def test_without_checksums_what_cannot_be_read_is_skipped(tmp_path: Path, caplog
 def test_an_error_within_a_run_is_not_hidden_by_one_of_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(arrays, "write", None)
+    monkeypatch.setattr(handler.ArrayHandler, "serialize", None)
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": jnp.ones(4)})
         raise ZeroDivisionError

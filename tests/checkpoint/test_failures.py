@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, arrays, files, saving
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, files, handler, saving
 from tests.checkpoint import states
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,8 @@ def test_the_last_good_one_is_restored_whatever_point_a_save_ended_at(
         manager.wait()
         posix = type(epath.Path(tmp_path))
         for owner, name in (
-            (saving, "_make_folder"), (saving, "_written"), (arrays.ocp.PyTreeCheckpointHandler, "finalize"),
+            (saving.Save, "_create_folder"), (saving.Save, "_wait_for_files"),
+            (handler.ocp.PyTreeCheckpointHandler, "finalize"),
             (posix, "write_text"), (posix, "rename"), (files, "remove"),
         ):  # fmt: skip
             remembering(owner, name)
@@ -157,10 +159,29 @@ def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing_behind(tmp_path:
         states.same(manager.restore(state(0), step=step).state, state(step))
 
 
+class Writing:
+    """The future of the arrays of a save, of which a function decides how it ends."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def result(self, timeout: float | None = None) -> None:
+        self._end()
+
+
+def writing(end: Callable[[], None]) -> Any:
+    """Stands in for the handler's method that starts to write arrays."""
+
+    async def serialize(*args: Any) -> list[Writing]:
+        return [Writing(end)]
+
+    return serialize
+
+
 WRITERS = {
-    "the arrays": (arrays, "write"),
-    "the merged store": (arrays.ocp.PyTreeCheckpointHandler, "finalize"),
-    "the checksums": (files, "write_sums"),
+    "the arrays": (handler.ArrayHandler, "serialize"),
+    "the merged store": (handler.ocp.PyTreeCheckpointHandler, "finalize"),
+    "the checksums": (files, "write_checksums"),
 }
 
 
@@ -173,14 +194,11 @@ def test_no_room_for_any_of_the_files_is_an_error_in_time(
     def full(*args: Any) -> None:
         raise OSError(28, os.strerror(28), str(tmp_path))
 
-    async def full_later(*args: Any) -> None:
-        full()
-
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, state(1))
     manager.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, full_later if name == "write" else full)
+        patch.setattr(owner, name, writing(full) if name == "serialize" else full)
         manager.save(2, state(2))
         begin = time.monotonic()
         with pytest.raises(CheckpointError, match=r"run/2 could not be saved, since there is no room left.*No space"):
@@ -197,10 +215,11 @@ def test_no_room_for_any_of_the_files_is_an_error_in_time(
 def test_writing_that_never_ends_is_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    async def stuck(*args: Any) -> None:
+    def stuck() -> None:
         time.sleep(1.0)
+        raise TimeoutError
 
-    monkeypatch.setattr(arrays, "write", stuck)
+    monkeypatch.setattr(handler.ArrayHandler, "serialize", writing(stuck))
     manager = CheckpointManager(tmp_path, timeout=0.2)
     manager.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s; timeout= waits longer"):
@@ -209,14 +228,16 @@ def test_writing_that_never_ends_is_an_error_in_time(
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, free = arrays.write, []
+    serialize, free = handler.ArrayHandler.serialize, []
 
-    async def held(*args: Any) -> None:
+    def hold() -> None:
         while not free:
             time.sleep(0.01)
-        await write(*args)
 
-    monkeypatch.setattr(arrays, "write", held)
+    async def held(*args: Any) -> list[Any]:
+        return [Writing(hold), *await serialize(*args)]
+
+    monkeypatch.setattr(handler.ArrayHandler, "serialize", held)
     manager = CheckpointManager(tmp_path)
     step = jax.jit(lambda s: {"w": s["w"] + 1, "n": s["n"]}, donate_argnums=0)
     here = state(1)
@@ -233,10 +254,10 @@ def test_a_process_that_writes_where_process_0_does_not_see_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As two hosts do that have a folder of that name each."""
-    written = saving._written
-    elsewhere = "state/ocdbt.process_1_arrays/manifest.ocdbt"
-    monkeypatch.setattr(saving, "_written", lambda *args: {**written(*args), elsewhere: [3, 0]})
-    monkeypatch.setattr(saving, "VISIBLE", 0.1)
+    wait_for_files = saving.Save._wait_for_files
+    elsewhere = "state/ocdbt.process_1/manifest.ocdbt"
+    monkeypatch.setattr(saving.Save, "_wait_for_files", lambda *args: {**wait_for_files(*args), elsewhere: [3, 0]})
+    monkeypatch.setattr(saving, "_VISIBILITY_SECONDS", 0.1)
     manager = CheckpointManager(tmp_path)
     manager.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"manifest\.ocdbt, which process 0 does not see after 0\.1 s"):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 import alpa_lite
 from alpa_lite import _jax, checkpoint
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, arrays
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, handler
 from tests.checkpoint import states
 
 TIMEOUT = 200.0
@@ -69,6 +69,13 @@ def check(got: Any, want: Any) -> None:
         blocks = [(s.data, s.index) for s in mine.addressable_shards] if isinstance(mine, jax.Array) else [(mine, ())]
         for data, index in blocks:
             np.testing.assert_array_equal(np.asarray(data), np.asarray(other)[index])
+
+
+class FullDisk:
+    """The future of arrays that find no room."""
+
+    def result(self, timeout: float | None = None) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def failure(call: Any) -> tuple[str, float]:
@@ -123,19 +130,19 @@ def main(folder: Path) -> None:
 
     # Errors are the same on both, in time.
     said = {"model": failure(lambda: manager.restore({**state(), "first": on(states.draw(8, 5), 0, 4)}))}
-    write = arrays.write
+    serialize = handler.ArrayHandler.serialize
 
-    async def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    async def full(*args: Any) -> list[Any]:
+        return [FullDisk()]
 
     if me == 1:
-        arrays.write = full
+        handler.ArrayHandler.serialize = full  # type: ignore[method-assign]
     manager.save(3, state())
     said["no room"] = failure(manager.wait)
-    arrays.write = write
+    handler.ArrayHandler.serialize = serialize
     assert manager.latest_step() == 2
     if me == 0:
-        path = max((folder / "run" / "2" / "state").glob("ocdbt.process_1_arrays/d/*"), key=lambda p: p.stat().st_size)
+        path = max((folder / "run" / "2" / "state").glob("ocdbt.process_1/d/*"), key=lambda p: p.stat().st_size)
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     restored = manager.restore(state())
     assert restored.step == 1
