@@ -126,7 +126,7 @@ def from_method(step: Callable[..., Any], name: str, method: Any, args: Any) -> 
     state, batch = executable.place(*args)
     mesh = " x ".join(map(str, plan.stages[0].mesh_shape))
     return Contestant(
-        f"alpa_lite: {name}", mesh, runner(executable, state, batch), *weigh(executable.compiled()),
+        f"alpa_lite: {name}", mesh, runner(executable, state, batch), *weigh(*executable.compiled()),
         plan.stages[0].memory.total, plan.step_seconds,
     )  # fmt: skip
 
