@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from alpa_lite.asked import PlanRequest, Step
@@ -13,6 +13,7 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING
+from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.sharding.groups import Grouping
@@ -90,21 +91,24 @@ class Analyses:
     def loop_of(self, config: ExecutionConfig) -> tuple[Accumulated, int]:
         """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
 
-        Rematerialisation is of the body of a loop, be it of one micro-batch. Layers are counted only there.
+        Inner scans add to the carries of outer ones. Rematerialisation is of the body of a loop, be it of one
+        micro-batch. Layers are counted only there.
         """
-        if config == ExecutionConfig():
-            return Accumulated(self._step.traced, -1, 1, ()), 0
-        if config.remat == NOTHING:
-            return self._loop(config.microbatches), 0
-        layers = self._layers(config.microbatches)
-        return self._run("layers", recomputing, layers, config.remat), len(layers.layering.layers)
+        loop, layers = Accumulated(self._step.traced, -1, 1, ()), 0
+        if config.remat != NOTHING:
+            divided = self._layers(config.microbatches)
+            loop, layers = self._run("layers", recomputing, divided, config.remat), len(divided.layering.layers)
+        elif config != ExecutionConfig():
+            loop = self._loop(config.microbatches)
+        traced, scan = add_within_scans(loop.traced, loop.scan)
+        return replace(loop, traced=traced, scan=scan), layers
 
     def _analyze(self, config: ExecutionConfig) -> AnalyzedStep:
         loop, layers = self.loop_of(config)
         traced = loop.traced
         if traced is self._step.traced:
             rules = self._step.rules
-        elif config.remat == NOTHING:
+        elif config.remat == NOTHING and traced is self._loop(config.microbatches).traced:
             rules = self._rules(config.microbatches)
         else:
             rules = self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)

@@ -4,7 +4,7 @@ A sum over a sharded factor leaves a partial sum: each device holds a summand, a
 It may travel through
 
 - additions of two such values, and the linear operations of one operand between (`_LINEAR_UNARY`);
-- the carry of a scan that starts at zero and is only added to;
+- the carry of a scan that starts at zero and is only added to, there or within a scan that goes over it;
 - a stacked result of a scan, if nothing but the stack reads the summand in the body, and the iterations do not run
   apart, as those of a stage of a pipeline do.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from alpa_lite.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.strategy import Rule
 
 # Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
@@ -95,8 +95,12 @@ class _Block:
             if inside.uses[adds.results[0]] == 1 and self.starts_at_zero(view.carries[number].start)
         ]
         held.update(carried.input for carried, _ in sums)
+        scanned = [carried for carried in view.carries if self.starts_at_zero(carried.start)]
+        slices = {carried.input: own for carried in scanned if (own := inside.slice_of_sum(carried)) is not None}
+        held.update(slices, slices.values())
         inside.visit()
         held.update(carried.end for carried, adds in sums if adds.index in self.found.ops)
+        held.update(carried.end for carried in scanned if carried.input in slices and carried.output in held)
         for atom, result in view.ys if view.length > 1 else ():  # a stack of one is reduced once in any case
             path = inside.chain(atom)
             if path is None:
@@ -105,6 +109,20 @@ class _Block:
             if inside.uses[source] == 1 and result not in self.apart:
                 held.add(result)
                 self.found.ops.update(op.index for op in path)
+
+    def slice_of_sum(self, carried: Carried) -> int | None:
+        """The slice of a carry in a scan of its body that adds to each slice and does nothing else with the carry."""
+        op = self.producers.get(carried.output) if isinstance(carried.output, int) else None
+        if op is None or op.name != "scan" or self.uses[carried.input] != 1:
+            return None
+        view = ScanView(op)
+        slices = [own for atom, own in view.xs if atom == carried.input]
+        sums = [atom for atom, result in view.ys if result == carried.output]
+        if not slices or not sums or not isinstance(sums[0], int):
+            return None
+        adds = flow.producers(view.body.ops).get(sums[0])
+        is_added = adds is not None and adds.name in primitives.ADDS and slices[0] in adds.operands
+        return slices[0] if is_added and flow.uses(view.body)[slices[0]] == 1 else None
 
     def starts_at_zero(self, start: Atom) -> bool:
         if isinstance(start, Lit):

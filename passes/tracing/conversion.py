@@ -109,6 +109,7 @@ class _Builder:
         self._ignored = _jax.is_empty_constraint if annotations else _jax.is_constraint
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
+        self._zeros: set[int] = set()
         self._heads: dict[int, tuple[str, bool]] = {}
         self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
         self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
@@ -187,6 +188,8 @@ class _Builder:
             return self._empty(eqn.outvars)
         if (same := equations.same_operand(eqn, operands)) is not None:
             return [same]
+        if (addend := equations.nonzero_addend(eqn, operands, self._zeros)) is not None:
+            return [addend]
         if equations.is_zero(eqn, operands):
             return self.inline(equations.zeros(eqn.outvars[0].aval), (), (), stack, ops)
         if name == "scan" and params["length"] == 0 and equations.are_arrays(eqn.outvars):
@@ -256,6 +259,8 @@ class _Builder:
         bodies: tuple[Block, ...] = ()
         is_ordered = _jax.has_ordered_effects(eqn)
         results = [self.value(var.aval) for var in eqn.outvars]
+        if equations.makes_zeros(eqn, operands):
+            self._zeros.update(results)
         if name in primitives.CONTROL:
             params, operands, bodies = self._control(name, params, operands, is_ordered)
         elif is_ordered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -60,6 +60,30 @@ def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
     if name == "select_n" and len(set(operands[1:])) == 1:
         return operands[1]
     return None
+
+
+def nonzero_addend(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom | None:
+    """The operand to which an addition adds zeros, as XLA simplifies it; None if it adds something else.
+
+    Sums of gradients that a Python loop accumulates begin with zeros. Without them such a sum consists of partial sums
+    alone, and one reduction after the loop is enough.
+
+    Args:
+      zeros: the values that are known to be zero.
+    """
+    if eqn.primitive.name not in primitives.ADDS:
+        return None
+    result = eqn.outvars[0].aval.strip_weak_type()
+    for atom, other, var in ((operands[0], operands[1], eqn.invars[0]), (operands[1], operands[0], eqn.invars[1])):
+        added_is_zero = not np.any(other.value) if isinstance(other, Lit) else other in zeros
+        if added_is_zero and var.aval.strip_weak_type() == result:
+            return atom
+    return None
+
+
+def makes_zeros(eqn: Any, operands: Sequence[Atom]) -> bool:
+    """Whether an equation broadcasts a literal zero."""
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(operands[0], Lit) and not np.any(operands[0].value)
 
 
 def is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
