@@ -113,7 +113,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
       step: of `parallelize`.
       args, kwargs: of the step.
       rtol: the relative error that counts as rounding; by default 1e-9 for float64, 1e-3 for float32, 1e-2 for float16
-        and 5e-2 for bfloat16, of the coarsest that the step computes in. Integers must be equal.
+        and 5e-2 for bfloat16, of the least exact dtype of which a leaf is made. Integers must be equal.
 
     Returns:
       A `Checked`, which is true if nothing differs, and prints what does.
@@ -126,18 +126,15 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     compiled, executable = step.planned(args, kwargs)
     written = reference.reference_run(compiled.source, args, kwargs)
     planned = reference.planned_results(executable, args, kwargs)
-    limit = reference.default_tolerance(compiled.source) if rtol is None else rtol
+    limits = reference.tolerances(compiled.source, rtol)
     pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))
     here = [reference.error(b, a) for _, a, b in pairs]
     everywhere = Collective("check", "alpa_lite.check").gather("errors", lambda: here)
     worst = [max(errors) for errors in zip(*everywhere, strict=True)]
     leaves = tuple(
-        LeafError(
-            path=shown(output.path), dtype=str(a.dtype), shape=tuple(a.shape), error=error,
-            tolerance=reference.tolerance(a, limit),
-        )
-        for (output, a, _), error in zip(pairs, worst, strict=True)
-    )  # fmt: skip
+        LeafError(shown(output.path), str(a.dtype), tuple(a.shape), error, limit)
+        for (output, a, _), error, limit in zip(pairs, worst, limits, strict=True)
+    )
     if not all(leaf.ok for leaf in leaves):
         changes = written.conditioning()
         leaves = tuple(
@@ -146,6 +143,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         )
     if all(leaf.ok for leaf in leaves):
         return Checked(leaves)
+    limit = max(limits, default=0.0) if rtol is None else rtol
     return _searched(leaves, compiled.staged, reference.flat_arguments(compiled.source, args, kwargs), limit)
 
 

@@ -198,3 +198,19 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     compiled, _ = piped.planned(args, {})
     leaves = reference.flat_arguments(compiled.source, args, {})
     assert reference.first_difference(compiled.staged, leaves, 1e-2) is None
+
+
+def test_each_leaf_is_as_exact_as_what_it_is_made_of():
+    """A metric in half precision does not excuse errors of weights that are computed in float32."""
+
+    def metrics(w: Any, x: Any) -> Any:
+        rough = jnp.sum(x.astype(jnp.bfloat16))
+        return w - 0.1 * jnp.sin(x).mean(0), {"rough": rough, "mixed": w * rough.astype(jnp.float32), "rows": len(x)}
+
+    arguments = jnp.ones(8), jnp.ones((16, 8))
+    checked = alpa_lite.check(planned("mesh", metrics), *arguments)
+    assert checked.ok, str(checked)
+    assert [leaf.tolerance for leaf in checked.leaves] == [1e-3, 5e-2, 5e-2, 0.0]  # w, mixed, rough, rows
+    run = reference.reference_run(planned("mesh", metrics).planned(arguments, {})[0].source, arguments, {})
+    weights, mixed, *_ = run.conditioning()
+    assert weights < 1e-6 < 1e-3 < mixed

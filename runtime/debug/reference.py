@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.graph import Lit, Traced, walk
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.flow import needed, producers
 from alpa_lite.passes.ir.loops import ScanView
@@ -59,9 +59,18 @@ class ReferenceRun:
         return self.run(self.leaves)
 
     def conditioning(self) -> list[float]:
-        """For each flat result, by how much it changes if every float of the arguments changes in its last place."""
-        dtypes = [v.dtype for v in self.traced.graph.values if jnp.issubdtype(v.dtype, jnp.floating)]
-        unit = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+        """For each flat result, by how much it changes if every float of the arguments changes in the last place.
+
+        The last place is that of the least exact dtype of which the result is made.
+        """
+        units = [max((_unit(dtype) for dtype in dtypes), default=0.0) for dtypes in result_dtypes(self.traced)]
+        others = {unit: self._disturbed(unit) for unit in set(units)}
+        return [
+            error(others[unit][n], result) for n, (unit, result) in enumerate(zip(units, self.results, strict=True))
+        ]
+
+    def _disturbed(self, unit: float) -> list[Any]:
+        """The flat results on arguments whose floats are changed by a relative error."""
         rng = np.random.default_rng(0)
         changed = []
         for leaf in self.leaves:
@@ -70,8 +79,7 @@ class ReferenceRun:
                 wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
                 leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
             changed.append(leaf)
-        others = self.run(changed)
-        return [error(b, a) for a, b in zip(self.results, others, strict=True)]
+        return self.run(changed)
 
 
 def reference_run(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReferenceRun:
@@ -94,19 +102,42 @@ def _alone(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.local_devices()[0])
 
 
-def default_tolerance(traced: Traced) -> float:
-    """Returns the tolerance of the least exact dtype that a step computes in."""
-    dtypes = {str(v.dtype) for v in traced.graph.values if jnp.issubdtype(v.dtype, jnp.inexact)}
-    return max((_rounding(dtype) for dtype in dtypes), default=1e-3)
+def tolerances(traced: Traced, rtol: float | None = None) -> list[float]:
+    """Returns the error that counts as rounding in each flat result: none, if it holds no floats.
+
+    Args:
+      rtol: of floats; None for that of the least exact dtype of which the result is made.
+    """
+    found = []
+    for atom, dtypes in zip(traced.graph.block.outputs, result_dtypes(traced), strict=True):
+        dtype = atom.aval.dtype if isinstance(atom, Lit) else traced.graph.values[atom].dtype
+        rounding = max((_rounding(str(one)) for one in dtypes), default=1e-3) if rtol is None else rtol
+        found.append(rounding if jnp.issubdtype(dtype, jnp.inexact) else 0.0)
+    return found
+
+
+def result_dtypes(traced: Traced) -> list[frozenset[Any]]:
+    """Returns the inexact dtypes of the values of which each flat result is made. Loops and branches count whole."""
+    values, block = traced.graph.values, traced.graph.block
+
+    def inexact(numbers: Iterable[int]) -> frozenset[Any]:
+        return frozenset(d for v in numbers if jnp.issubdtype(d := values[v].dtype, jnp.inexact))
+
+    found = {value: inexact([value]) for value in block.inputs}
+    for op in block.ops:
+        inside = [value for body in op.bodies for one in walk(body) for value in one.results]
+        made_of = inexact([*op.results, *inside]).union(*(found[value] for value in op.reads))
+        found.update(dict.fromkeys(op.results, made_of))
+    return [found[atom] if isinstance(atom, int) else frozenset() for atom in block.outputs]
+
+
+def _unit(dtype: Any) -> float:
+    """The relative distance of neighbours of a dtype of floats; 0 of others."""
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
 def _rounding(dtype: str) -> float:
     return ROUNDING.get(dtype, 5e-2 if "float8" in dtype or "float4" in dtype else 1e-3)
-
-
-def tolerance(leaf: Any, limit: float) -> float:
-    """Returns the error that counts as rounding in a leaf: none, if it holds no floats."""
-    return limit if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0.0
 
 
 def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> Difference | None:
