@@ -174,6 +174,30 @@ def test_specs_of_a_pipeline_hold_on_each_submesh():
     np.testing.assert_allclose(step(linen_state(), X)[1], jax.jit(linen_step)(linen_state(), X)[1], rtol=1e-6)
 
 
+@pytest.mark.slow
+def test_moments_are_sharded_within_the_stages_of_a_pipeline():
+    """ZeRO-1 over the axis of data parallelism, beside tensor parallelism over the other one."""
+    rest = Pipeline(2, submesh_shapes=((2, 2), (2, 2)))
+    kernels = {"*/h_*/Dense_0/kernel": P(None, "model"), "*/h_*/Dense_1/kernel": P("model")}
+    moments = {
+        f"*/{moment}/*/{kernel}": spec
+        for moment in ("mu", "nu")
+        for kernel, spec in (("Dense_0/kernel", P("data", "model")), ("Dense_1/kernel", P("model", "data")))
+    }
+    method = Manual(kernels | moments, axis_names=("data", "model"), rest=rest)
+    step = alpa_lite.parallelize(linen_step, method=method, num_microbatches=2)
+    plan = step.plan(linen_state(), X)
+    found = {shown(path): spec for stage in plan.stages for path, spec in stage.inputs.items()}
+    of = {path: spec for path, spec in found.items() if path.endswith("h_1/Dense_1/kernel")}
+    assert len(of) == 3 and set(of.values()) == {P("model"), P("model", "data")}
+    assert any(c.kind == "all_gather" and c.axes == ("data",) for c in plan.collectives)
+    new, loss = step(linen_state(), X)
+    expected, value = jax.jit(linen_step)(linen_state(), X)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(new.opt_state), jax.tree.leaves(expected.opt_state), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
 def test_shapes_are_tried_for_names_without_a_shape():
     plan = planned(Manual({"batch": P("data"), "*/Dense_0/kernel": P(None, "model")}))
     assert plan.stages[0].axis_names == ("data", "model")
