@@ -132,10 +132,30 @@ def method_of(row: Mapping[str, Any]) -> Any:
     """The method of a source."""
     import alpa_lite
 
+    if "replicas" in row:
+        return within_replicas(row)
     if "tensor" in row:
         shape = (row["devices"] // row["tensor"], row["tensor"])
         return alpa_lite.Sharded(mesh_shape=shape)
     return alpa_lite.Zero(3)
+
+
+def within_replicas(row: Mapping[str, Any]) -> Any:
+    """The state sharded over the devices of a slice or node and replicated over these, the batch sharded over all."""
+    import alpa_lite
+    from benchmarks import published_models
+
+    shape = (row["replicas"], row["devices"] // row["replicas"])
+    P = jax.sharding.PartitionSpec
+
+    def spec(path: Any, leaf: Any) -> Any:
+        first = int("layers" in jax.tree_util.keystr(path))  # the dim of a stack stays whole
+        dims = [d for d in range(first, leaf.ndim) if leaf.shape[d] % shape[1] == 0]
+        return P(*[None] * max(dims, key=leaf.shape.__getitem__), "x") if dims else P()
+
+    (state, _) = published_models.step_of(row)[1]
+    specs = jax.tree_util.tree_map_with_path(spec, state["params"])
+    return alpa_lite.Manual({"state['params']": specs, "batch": P(("replica", "x"))}, shape, ("replica", "x"))
 
 
 def measured_seconds(row: Mapping[str, Any]) -> float:
