@@ -41,7 +41,8 @@ def test_two_stages_have_a_scan_of_half_the_layers_each():
     step, arguments, found = driven("linen", ("layer", "selective"))
     executable = found.executable()
     pipeline_driver.compare_steps(executable, step, arguments)
-    assert trips(executable.hlo()) == [2, 2, 2, 2]  # forward and backward of each
+    layers = [length for length in trips(executable.hlo()) if length in (2, 4)]  # others are scatters that XLA expands
+    assert layers == [2, 2, 2, 2]  # forward and backward of each
     plain = driven("linen")[2]
     for less, more in zip(peak_bytes(found.pipeline.program), peak_bytes(plain.pipeline.program), strict=True):
         assert less < more

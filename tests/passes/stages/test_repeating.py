@@ -64,7 +64,7 @@ def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int,
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
     run = driven((6, 6))
-    program, made = run.pipeline.program, run.executable().compile()
+    program, made = run.pipeline.program, run.executable().compiled()
     paid = [gathers_paid(stage) for stage in run.stages]
     found = [0] * len(paid)
     for executable, one in zip(program.executables, made, strict=True):
