@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
+from alpa_lite import errors
 from alpa_lite.passes.search import best_first
 from alpa_lite.passes.sharding.solver import solve
 
@@ -337,3 +338,8 @@ def test_what_cannot_be_in_a_region_splits_it(capfd):
     np.testing.assert_allclose(loss, np.mean(error**2), rtol=1e-5)
     gradient = hidden.T @ (2 * error / error.size)
     np.testing.assert_allclose(new["down"], state["down"] - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_every_kind_of_error_is_exported() -> None:
+    kinds = [kind for kind in errors.AlpaLiteError.__subclasses__() if kind.__module__ == errors.__name__]
+    assert {kind.__name__ for kind in kinds} <= set(alpa_lite.__all__)

@@ -150,6 +150,11 @@ def test_every_command_has_a_help_text(command: str) -> None:
     assert "Usage" in result.stdout
 
 
+def test_the_help_of_verify_names_the_extras_to_install() -> None:
+    text = " ".join(runner.invoke(app, ["verify", "--help"]).stdout.split())
+    assert "tpu-verify" in text and "cuda-verify" in text
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -143,8 +143,8 @@ def verify(
     """Compile a plan with the compiler of its target, without the hardware, and compare.
 
     Prints the collectives and the memory of the compiled program beside the plan's. Ends with exit code 1 if the
-    program communicates what the plan does not say. For TPUs install alpa-lite[tpu-verify], for CUDA
-    alpa-lite[cuda-verify].
+    program communicates what the plan does not say. For TPUs install alpa-lite with its extra tpu-verify, for CUDA with
+    cuda-verify.
     """
     from alpa_lite import steps, verifying
     from alpa_lite.plan import Plan

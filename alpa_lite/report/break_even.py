@@ -125,7 +125,10 @@ def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
     out = []
     low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
     if low < 0.999 * high:
-        out.append(f"if a device could hold {units.nbytes(low)} but not {units.nbytes(high)}")
+        texts = units.nbytes(low), units.nbytes(high)
+        if texts[0] == texts[1]:
+            texts = units.exact_bytes(low), units.exact_bytes(high)
+        out.append(f"if a device could hold {texts[0]} but not {texts[1]}")
     best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
     if other.roomy is not None and other.roomy.seconds < best * (1 - _SAME):
         less = units.seconds(best - other.roomy.seconds)

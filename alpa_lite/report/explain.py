@@ -248,7 +248,7 @@ def _unknown(sites: list[_Site], name: str) -> str:
     hint = (
         f"Did you mean {' or '.join(best)}?"
         if best
-        else "str(plan) lists the arguments and the operations that are not distributed."
+        else "plan.details() lists the arguments and the operations that are not distributed."
     )
     return f"no argument or operation of this plan is called {name!r}. {hint}"
 

@@ -192,6 +192,9 @@ def test_what_nobody_can_reach_is_not_offered() -> None:
 def test_a_smaller_budget_may_favour_what_takes_less() -> None:
     said = _verdict(_alternative("a", 1.0, 1.0, size=100), _alternative("b", 1.0, 2.0, size=40))
     assert "would win if a device could hold 40 B but not 100 B." in said
+    whole = 15 * 2**30
+    said = _verdict(_alternative("a", 1.0, 1.0, size=whole + 2**24), _alternative("b", 1.0, 2.0, size=whole))
+    assert "hold 15.0 GiB (16,106,127,360 bytes) but not 15.0 GiB (16,122,904,576 bytes)." in said
 
 
 def test_a_larger_budget_may_favour_what_does_not_fit() -> None:
