@@ -65,6 +65,8 @@ def hide(tree: Any, numbers: bool = False) -> Any:
       tree: a pytree; NNX objects in it, which are split later, are left alone.
       numbers: whether Python numbers are constants, too.
     """
+    if all(map(_is_array, jax.tree_util.tree_leaves(tree))):
+        return tree
     is_module, is_object, is_state = _is_module(), is_nnx_object(), is_nnx_state()
 
     def stops(value: Any) -> bool:
@@ -94,9 +96,13 @@ def _hidden_leaf(leaf: Any, numbers: bool) -> Any:
     return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Node(Constant(leaf))
 
 
+def _is_array(leaf: Any) -> bool:
+    return type(leaf) is _jax.PlainArray or isinstance(leaf, _ARRAYS)
+
+
 def is_constant(leaf: Any, numbers: bool) -> bool:
     """Whether a leaf is no array."""
-    if type(leaf) is _jax.PlainArray or isinstance(leaf, _ARRAYS):
+    if _is_array(leaf):
         return False
     if isinstance(leaf, _NUMBERS):
         return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib
 import pathlib
@@ -27,6 +28,7 @@ NEW = frozenset({"log2", "one_minus_square", "polynomial"})
 """Primitives that JAX 0.10 does not have yet."""
 
 
+@functools.cache
 def known() -> frozenset[str]:
     for module in MODULES:
         importlib.import_module(module)
