@@ -104,7 +104,14 @@ def check(name: str, method: str) -> None:
     assert max(stage.memory.total for stage in plan.stages) <= least
 
 
-@pytest.mark.parametrize(("name", "method"), [("weights", "pipeline"), ("embedding", "sharded"), ("shard_map", "auto")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("weights", "pipeline"),
+        pytest.param("embedding", "sharded", marks=pytest.mark.slow),
+        pytest.param("shard_map", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_the_smallest_budget_works(name: str, method: str) -> None:
     check(name, method)
 

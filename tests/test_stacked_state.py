@@ -166,6 +166,7 @@ def test_calls_move_and_compile_nothing_and_results_are_those_of_jit(program, wh
     assert len(run.plans) == 1
 
 
+@pytest.mark.slow
 def test_state_may_be_read_changed_copied_and_given_again():
     step, start = PROGRAMS["plain"]()
     run, jitted = alpa_lite.parallelize(step, batch_argnums=1, **WAYS["1f1b"]), jax.jit(step)

@@ -25,6 +25,7 @@ def piped(step: Any, on: alpa_lite.Cluster, microbatches: int = 1, **method: Any
     return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=on, num_microbatches=microbatches)
 
 
+@pytest.mark.slow
 def test_slices_are_chosen():
     step, args = language_model()
     plan = piped(step, cluster(2), num_stages=2, token_slices="auto").plan(*args)

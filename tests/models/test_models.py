@@ -292,7 +292,8 @@ def test_routing_fills_each_slot_once_and_first_choices_first() -> None:
     assert float(auxiliary) > 0 and float(route(uniform, 1, 8)[1]) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "vit" else pytest.mark.slow) for n in SCANNED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANNED)
 def test_scanned_layers_reduce_gradients_once_as_unrolled_ones_do(name):
     """The same bytes in a step of data parallelism with micro-batches, in fewer collectives."""
     found = []

@@ -101,6 +101,7 @@ def test_alike_blocks_are_alike_layers_cut_at_the_residual_stream():
     assert len(set(ops)) == len(ops)
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_allowed_of_whole_repeats():
     traced = microbatched.traced_of(*microbatched.zoo("gpt", 2, layers=12, **GPT))
     for most, alike in [(1, 0), (2, 0), (5, 3), (8, 6), (14, 12), (40, 24)]:
@@ -355,6 +356,7 @@ def test_encoder_decoder_with_one_embedding_in_three_places(stages: int):
     assert len(parts) >= 2
 
 
+@pytest.mark.slow
 def test_skips_reach_across_stages():
     arguments = microbatched.zoo("unet", 1, batch=2, dtype=jnp.float32)
     layers = layers_of(*arguments)
