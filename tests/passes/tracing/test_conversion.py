@@ -369,3 +369,28 @@ def test_keys_do_not_depend_on_the_process():
     )
     assert found.stdout.splitlines() == all_keys()
     assert not any(" at 0x" in key or ".py" in key for key in all_keys())
+
+
+def summed_with_zeros(x):
+    total = jnp.zeros_like(x)
+    for part in (x, jnp.zeros_like(x), jnp.sin(x)):
+        total = total + part
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fun", "additions"),
+    [
+        (summed_with_zeros, 1),
+        (lambda x: 0.0 + x, 0),
+        (lambda x: jnp.full_like(x, 0.5) + x, 1),
+        (lambda x: jnp.zeros_like(x) - x, 0),
+        (lambda x: jnp.zeros((3, *x.shape), x.dtype) + x, 1),
+        (lambda x: lax.scan(lambda c, a: (c + a, c), jnp.zeros_like(x[0]), x), 1),
+    ],
+    ids=["sums of a loop", "literal", "halves", "difference", "larger zeros", "carry that begins with zeros"],
+)
+def test_zeros_are_not_added(fun, additions):
+    """As XLA's simplifier does it, for zeros of the operand's own shape; differences are none of additions."""
+    graph = assert_same_program(fun, X * np.where(X > 0, 1, -0.0).astype(np.float32))
+    assert sum(op.name in ("add", "add_any") for op in walk(graph.block)) == additions
